@@ -18,10 +18,9 @@ from types import MappingProxyType
 
 from layout_proof import WORKLOAD
 from moewright.codec import format_layout, parse_layout
-from moewright.rules.job import Job
+from moewright.rules.job import Job, micro_batches
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.legality import check_legality
-from moewright.rules.micro_batches import micro_batches
 from moewright.spec.layout import (
     CpComm,
     CudaGraphScope,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moewright.calibration.coverage import (
+from moewright.calibration.splits import (
     HEAVY_TAILS,
     Residual,
     Widths,

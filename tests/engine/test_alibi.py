@@ -13,7 +13,7 @@ from moewright.engine.kernels.attention import (
     attention,
     attention_backward,
 )
-from moewright.rules.alibi import alibi_slopes
+from moewright.engine.model.attention import alibi_slopes
 
 HEADS, KEY_HEADS, WIDTH, LENGTH = 6, 2, 32, 48
 

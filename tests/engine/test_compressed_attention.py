@@ -10,7 +10,7 @@ import torch
 
 from layout_space import SHAPES
 from moewright.engine.kernels import compressed_attention
-from moewright.engine.kernels.documents import bound_keys, find_keys
+from moewright.engine.model.key_tables import bound_keys, find_keys
 from moewright.engine.model.router import draw_expert_table
 from moewright.rules.shapes import mixer_flops
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from moewright.engine.comm.collectives import Group
 from moewright.engine.kernels.attention import AttentionMask, LinearBias, Segments
+from moewright.engine.model.attention import alibi_slopes
 from moewright.engine.model.attention_blocks import BlockPlanner
 from moewright.engine.model.autograd import CausalAttention
 from moewright.engine.model.context_parallel import AllGatherAttention, RingAttention
 from moewright.engine.observe.counters import Counters
-from moewright.rules.alibi import alibi_slopes
 from moewright.rules.context_parallel import rank_positions
 from selection import thorough
 

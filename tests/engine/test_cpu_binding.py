@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moewright.engine.run import cpu_binding
-from moewright.engine.run.cpu_binding import bind_to_gpu, find_near_cores, parse_core_list
+from moewright.engine.run import adapter_binding
+from moewright.engine.run.adapter_binding import bind_to_gpu, find_near_cores, parse_core_list
 
 EVERY_CORE = set(range(16))
 
@@ -56,7 +56,7 @@ def test_a_rank_is_bound_by_the_address_of_its_gpu(
 ) -> None:
     bound: list[set[int]] = []
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9A, pci_device_id=0)
-    monkeypatch.setattr(cpu_binding, "SYSFS", sysfs)
+    monkeypatch.setattr(adapter_binding, "SYSFS", sysfs)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: EVERY_CORE)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))

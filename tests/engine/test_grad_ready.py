@@ -14,8 +14,7 @@ from moewright.engine.comm.collectives import AsyncCollective
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.phase_clock import build_phase_clock
-from moewright.engine.optim.flat_buffers import FlatBucket
-from moewright.engine.optim.grad_ready import GradReadyTracker
+from moewright.engine.optim.flat_buffers import FlatBucket, GradReadyTracker
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import forward_backward
 from moewright.engine.runtime import Runtime

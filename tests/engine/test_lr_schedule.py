@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moewright.engine.optim.lr_schedule import learning_rate
+from moewright.engine.optim.update_rules import learning_rate
 from moewright.spec.workload import LrDecay, OptimizerSpec
 
 PEAK, FLOOR = 1.0, 0.1

@@ -17,9 +17,9 @@ from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.memory.graph_capture import WARMUP_STEPS, OperationList
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
-from moewright.engine.observe.host_answers import HostAnswers
 from moewright.engine.observe.storage_census import freeze_older_objects
 from moewright.engine.run.build_state import build_train_state
+from moewright.engine.run.dry_run import HostAnswers
 from moewright.engine.run.step import BackwardResult, train_step
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime

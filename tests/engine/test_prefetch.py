@@ -13,7 +13,7 @@ from layout_proof import WORKLOAD, draw_test_weight
 from moewright.engine.kernels.attention import Segments
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.run.build_state import build_train_state
-from moewright.engine.run.prefetch import PrefetchedBatches
+from moewright.engine.run.corpus_loader import PrefetchedBatches
 from moewright.engine.run.step import train_step
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime

@@ -22,8 +22,7 @@ from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import build_micro_batch
-from moewright.engine.model.router import Router, select_experts, sinkhorn
-from moewright.engine.model.router_jitter import uniform_noise
+from moewright.engine.model.router import Router, select_experts, sinkhorn, uniform_noise
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.counters import Counters
 from moewright.engine.observe.phase_clock import build_phase_clock

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moewright.engine.kernels import sparse_attention
-from moewright.engine.kernels.documents import bound_keys
+from moewright.engine.model.key_tables import bound_keys
 from moewright.rules.shapes import mixer_flops
 from moewright.spec.model import IndexerSpec
 from tiny_jobs import MODEL

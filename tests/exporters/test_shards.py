@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import moewright as mw
-from moewright.codec.shards import name_shards
+from moewright.codec.files import name_shards
 from moewright.engine.data.indexed import open_indexed
 from moewright.engine.data.sharded import ShardedWriter, open_stream
 from moewright.spec.errors import BadInput

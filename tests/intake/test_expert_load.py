@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moewright.intake.expert_load import read_expert_load
+from moewright.intake.job_workload import read_expert_load
 from moewright.spec.errors import BadInput
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from moewright.codec import write_toml
 from moewright.intake import catalogue
-from moewright.intake.hardware_file import read_hardware_file
+from moewright.intake.catalogue import read_hardware_file
 from moewright.intake.job import read_job
 from moewright.intake.networks import apply_network, read_networks
 from moewright.rules.networks import message_path

@@ -20,10 +20,9 @@ from moewright.rules.grid import (
     group_size,
     min_world_size,
 )
-from moewright.rules.job import Job
+from moewright.rules.job import Job, micro_batches
 from moewright.rules.limits.divisibility import divisors
 from moewright.rules.limits.legality import check_legality
-from moewright.rules.micro_batches import micro_batches
 from moewright.rules.shapes.buckets import plan_buckets, shard_range
 from moewright.rules.shapes.fsdp import fsdp_groups
 from moewright.rules.shapes.shards import GRADIENT_GROUPS

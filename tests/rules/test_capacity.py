@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moewright.intake import catalogue
-from moewright.rules.capacity import capacity_rows, routed_rows
-from moewright.rules.micro_batches import micro_batch_tokens
+from moewright.rules.job import capacity_rows, micro_batch_tokens, routed_rows
 from moewright.spec.layout import Layout
 from moewright.spec.workload import Workload
 

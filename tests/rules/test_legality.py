@@ -6,10 +6,9 @@ import pytest
 
 from model_shapes import dense_model, moe_model, qwen3_235b
 from moewright.rules.grid import min_world_size
-from moewright.rules.job import Job
+from moewright.rules.job import Job, micro_batches
 from moewright.rules.limits.divisibility import divisors, nearest_legal
 from moewright.rules.limits.legality import check_legality
-from moewright.rules.micro_batches import micro_batches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     CpComm,

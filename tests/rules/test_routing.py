@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moewright.intake import catalogue
-from moewright.rules import expert_placement, routing, token_copies
+from moewright.rules import expert_placement, routing
 from moewright.rules.job import Job
 from moewright.spec.layout import Layout
 from moewright.spec.workload import Routing, Workload
@@ -109,9 +109,9 @@ def test_random_balance_matches_the_published_ten_per_cent() -> None:
 
 def test_distinct_places() -> None:
     """docs/formulas.md 3: k = 8 over N = 4 nodes reaches 3.6 of them."""
-    assert token_copies.expected_distinct(4, 8) == pytest.approx(3.6, abs=0.01)
-    assert token_copies.expected_distinct(1, 8) == 1.0
-    assert token_copies.expected_distinct(64, 1) == pytest.approx(1.0)
+    assert routing.expected_distinct(4, 8) == pytest.approx(3.6, abs=0.01)
+    assert routing.expected_distinct(1, 8) == 1.0
+    assert routing.expected_distinct(64, 1) == pytest.approx(1.0)
 
 
 def test_load_balance_of_counts() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moewright.rules.token_copies import expected_distinct, expected_places, message_tokens
+from moewright.rules.routing import expected_distinct, expected_places, message_tokens
 from moewright.spec.model import RouterSpec
 
 DEEPSEEK = RouterSpec(top_k=8, groups=8, top_groups=4)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from moewright.intake import catalogue
-from moewright.search.fewest import find_fewest, list_device_counts
 from moewright.search.ranking import is_safe
 from moewright.search.search import search
+from moewright.search.what_if import find_fewest, list_device_counts
 from moewright.spec.plan import RankingRule
 from moewright.spec.workload import Workload
 

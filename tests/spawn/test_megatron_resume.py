@@ -16,7 +16,7 @@ from hf_families import write_model
 from moewright.cli.main import main
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
-from moewright.engine.torch_dist.common_state import find_counts, read_common
+from moewright.engine.torch_dist.import_weights import find_counts, read_common
 from moewright.engine.torch_dist.metadata import TorchDistReader
 from moewright.engine.torch_dist.optimizer_state import find_states
 from moewright.intake.job import read_job

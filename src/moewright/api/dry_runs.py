@@ -15,9 +15,8 @@ from moewright.cost.memory.peak import steady_micro_batches
 from moewright.diagnosis.compare_ledgers import LedgerComparison, compare_ledgers
 from moewright.intake.job import read_job
 from moewright.rules.grid import coordinate, with_fabric_nodes
-from moewright.rules.job import Job
+from moewright.rules.job import Job, micro_batches
 from moewright.rules.limits.engine_limits import require_runnable
-from moewright.rules.micro_batches import micro_batches
 from moewright.rules.routing import round_robin_selection
 from moewright.search.search import build_plan
 from moewright.spec.layout import Layout

@@ -28,7 +28,7 @@ from moewright.api.trial_results import (
     shorten_message,
 )
 from moewright.codec import PLAN_FILE, fingerprint, write_json, write_text
-from moewright.codec.shards import name_shards
+from moewright.codec.files import name_shards
 from moewright.exporters.trial_script import (
     EXIT_FILE,
     OUTPUT_FILE,

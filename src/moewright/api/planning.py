@@ -25,10 +25,10 @@ from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.limits.trainers import TargetTrainer, job_refusals, trainer_refusals
 from moewright.search import explain, what_if
-from moewright.search.fewest import find_fewest
 from moewright.search.ranking import bound_s, is_safe, to_ranked_layout
 from moewright.search.search import DOES_NOT_FIT, SearchResult, build_plan, search
 from moewright.search.space import Objections, no_objections
+from moewright.search.what_if import find_fewest
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout

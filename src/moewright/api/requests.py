@@ -11,11 +11,15 @@ from typing import Any
 
 from moewright.codec.data_paths import parse_data_paths
 from moewright.intake import catalogue, hub
-from moewright.intake.expert_load import read_expert_load
 from moewright.intake.job import JobFile, read_job
-from moewright.intake.job_workload import MAX_BATCH, MAX_SEQ_LEN
+from moewright.intake.job_workload import (
+    MAX_BATCH,
+    MAX_SEQ_LEN,
+    Int64s,
+    read_expert_load,
+    read_sample_lengths,
+)
 from moewright.intake.networks import apply_network
-from moewright.intake.sample_lengths import Int64s, read_sample_lengths
 from moewright.rules.batch_rampup import check_ramp
 from moewright.rules.job import Job
 from moewright.rules.limits.trainers import TargetTrainer

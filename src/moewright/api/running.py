@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from moewright.codec import read_run
-from moewright.codec.shards import name_shards
+from moewright.codec.files import name_shards
 from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
 from moewright.exporters.kubernetes import render_train_job
 from moewright.exporters.megatron.script import render_megatron_script

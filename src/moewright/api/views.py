@@ -28,8 +28,8 @@ from moewright.api.running import list_trainers
 from moewright.codec import format_layout, parse_layout, read_json
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.search.explain import explain_objections
-from moewright.search.fewest import find_fewest
 from moewright.search.search import build_plan, search
+from moewright.search.what_if import find_fewest
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec

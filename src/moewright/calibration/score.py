@@ -15,24 +15,22 @@ import numpy as np
 
 from moewright.calibration.cells import PeakKind
 from moewright.calibration.choices import ChoiceSummary, score_choices
-from moewright.calibration.coverage import (
-    HEAVY_TAILS,
-    Interval,
-    Residual,
-    Widths,
-    covered_share,
-    widths_without,
-)
 from moewright.calibration.measured_row import MeasuredRow, RowStatement
 from moewright.calibration.software_facts import source_facts
 from moewright.calibration.splits import (
+    HEAVY_TAILS,
     GroupScore,
+    Interval,
+    Residual,
     SpeedErrors,
     SpeedPair,
     SplitScore,
+    Widths,
+    covered_share,
     score_groups,
     speed_errors,
     split_scores,
+    widths_without,
 )
 from moewright.calibration.table import MeasurementTable
 from moewright.cost.estimate import estimate

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from moewright.cli.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, PIPE_CLOSED
-from moewright.spec.shortage import lacks_memory
+from moewright.spec.errors import lacks_memory
 
 # Little is imported up to here, so that an interrupt soon finds a handler (see `run`).
 TYPE_CHECKING = False

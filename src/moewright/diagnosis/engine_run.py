@@ -23,7 +23,7 @@ from moewright.diagnosis.waterfall import (
     ideal_step_s,
 )
 from moewright.rules.expert_placement import rank_load_factor
-from moewright.rules.micro_batches import micro_batches
+from moewright.rules.job import micro_batches
 from moewright.rules.steady_steps import median_phase_seconds, median_step_s, steady_steps
 from moewright.spec.finding import Basis, Cause, Finding, Wall, Waterfall, WaterfallDrop
 from moewright.spec.hardware import Op

@@ -14,14 +14,13 @@ from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import training_steps
 from moewright.exporters.torchrun import torchrun_command
 from moewright.rules.batch_rampup import wsd_decay_steps
-from moewright.rules.job import plan_job
+from moewright.rules.job import micro_batches, plan_job
 from moewright.rules.limits.torchtitan_limits import (
     EXPERT_BACKENDS,
     FLAVOURS,
     SCHEDULES,
     torchtitan_refusals,
 )
-from moewright.rules.micro_batches import micro_batches
 from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import (

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moewright.codec import FloatPolicy, closest_match, read_json_data
-from moewright.codec.model_folder import name_model
+from moewright.codec.files import name_model
 from moewright.intake.fields import (
     MAX_FFN,
     MAX_HEADS,

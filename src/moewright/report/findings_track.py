@@ -17,8 +17,8 @@ from moewright.diagnosis.traces.breakdown import find_window
 from moewright.diagnosis.traces.capture import Capture
 from moewright.diagnosis.traces.intervals import Intervals
 from moewright.diagnosis.traces.nsight import is_export
-from moewright.diagnosis.traces.step_spans import find_step_spans
 from moewright.diagnosis.traces.trace_stream import TraceStream
+from moewright.diagnosis.traces.worst_step import find_step_spans
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Finding
 from moewright.spec.layout import Layout

@@ -6,6 +6,25 @@ from dataclasses import dataclass
 
 from moewright.spec.printable import escape_controls
 
+# What errors say when a process gets no more memory.
+#
+# Imports nothing: there may be no memory to import with.
+
+# Of Python, the loader of libraries, torch's allocator of host memory, and threads without a stack.
+_SIGNS = (
+    "failed to map segment",
+    "annot allocate memory",
+    "can't allocate memory",
+    "can't start new thread",
+    "Resource temporarily unavailable",
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Tell whether an error says that the host has no memory left, or no room to map more."""
+    text = str(error)
+    return isinstance(error, MemoryError) or any(sign in text for sign in _SIGNS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:

@@ -29,9 +29,9 @@ from moewright.cost.stage_parts import (
     list_parts,
 )
 from moewright.cost.symbols import Symbols
-from moewright.rules import micro_batches, routing
+from moewright.rules import routing
 from moewright.rules.adapters import trains_module
-from moewright.rules.job import Job
+from moewright.rules.job import Job, micro_batch_tokens
 from moewright.rules.low_precision import Recipe, find_recipe, kept_bytes, kept_width
 from moewright.rules.saved import recompute
 from moewright.rules.saved.activation_offload import activation_offloads, is_offloaded
@@ -324,7 +324,7 @@ def _converted_bytes(context: ActivationContext, tensor: SavedTensor, recipe: Re
 
 def outside_bytes(context: ActivationContext) -> Array:
     """Return what embedding, head and an MTP depth's input keep [3, modules], in that order."""
-    tokens = micro_batches.micro_batch_tokens(context.job.workload, context.job.layout)
+    tokens = micro_batch_tokens(context.job.workload, context.job.layout)
     hidden = (
         recompute.activation_nbytes(context.job.workload) * tokens * context.job.model.hidden_size
     )
@@ -360,7 +360,7 @@ def _head_bytes(context: ActivationContext) -> Array:
     """
     model, layout = context.job.model, context.job.layout
     c = recompute.activation_nbytes(context.job.workload)
-    t = micro_batches.micro_batch_tokens(context.job.workload, layout)
+    t = micro_batch_tokens(context.job.workload, layout)
     T = _tokens(context)
     head = INT64_BYTES * T
     if Recompute.LOSS in layout.recompute or trains_module(

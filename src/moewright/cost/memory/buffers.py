@@ -10,7 +10,7 @@ import numpy as np
 from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import Array
 from moewright.cost.symbols import Symbols
-from moewright.rules import grid, micro_batches
+from moewright.rules import grid
 from moewright.rules.adapters import is_frozen, trains_module
 from moewright.rules.graph_parts import shared_gradient_bytes
 from moewright.rules.job import Job
@@ -75,7 +75,7 @@ def graph_bytes(job: Job, graphs: Collection[CudaGraphScope]) -> int:
     """
     if not graphs or CudaGraphScope.FULL in graphs:
         return 0
-    tokens = micro_batches.micro_batch_tokens(job.workload, job.layout)
+    tokens = job.micro_batch_tokens
     return 2 * recompute.activation_nbytes(job.workload) * tokens * job.model.hidden_size
 
 

@@ -14,9 +14,7 @@ from types import MappingProxyType
 from moewright.cost.routed_rows import is_moe_layer
 from moewright.rules import routing
 from moewright.rules.adapters import adapted_linears, is_frozen, trains_module
-from moewright.rules.capacity import routed_rows
-from moewright.rules.job import Job
-from moewright.rules.micro_batches import micro_batch_tokens, tp_group_tokens
+from moewright.rules.job import Job, micro_batch_tokens, routed_rows, tp_group_tokens
 from moewright.rules.saved import recompute
 from moewright.rules.saved.trained_saved import adapter_tensor
 from moewright.rules.shapes.mixer_flops import recurrent_macs

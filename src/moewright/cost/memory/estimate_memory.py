@@ -13,8 +13,8 @@ from moewright.cost.memory.snapshots import rank_table
 from moewright.cost.stage_parts import Array, StageParts, count_parts, list_parts
 from moewright.cost.symbols import Symbols, build_symbols
 from moewright.cost.time.op_time import DeviceRates
-from moewright.rules import capacity, routing
-from moewright.rules.job import Job
+from moewright.rules import routing
+from moewright.rules.job import Job, routed_rows
 from moewright.rules.limits.legality import check_device, check_legality, check_precision
 from moewright.rules.timetable import stages
 from moewright.rules.timetable.stages import Chunk
@@ -114,6 +114,6 @@ def peak_growth(
         return 0.0
     fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
     load = routing.expected_load_factor(sym.job) + 1
-    hotter = replace(sym, R=capacity.routed_rows(model, sym.workload, layout, load))
+    hotter = replace(sym, R=routed_rows(model, sym.workload, layout, load))
     (grown,) = rank_peaks([fullest], constants, hotter, parts, sets, rank_counts)
     return float(grown.peak_bytes - peaks[fullest].peak_bytes)

@@ -51,9 +51,10 @@ from moewright.cost.routed_rows import is_moe_layer
 from moewright.cost.stage_parts import Array, LayerPart, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.cost.time.mixers import mixer_width
-from moewright.rules import capacity, grid, routing
+from moewright.rules import grid, routing
 from moewright.rules.adapters import trains_module
 from moewright.rules.delayed_scaling import delayed_scaling_rows
+from moewright.rules.job import routed_rows
 from moewright.rules.saved import recompute
 from moewright.rules.timetable import schedule
 from moewright.spec.layout import Layout, Overlap, Recompute
@@ -104,7 +105,7 @@ class LayerMemory:
 
 def rank_load(sym: Symbols) -> float:
     """Return the expert rows of a rank over the mean, as the symbols expect them."""
-    even = capacity.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
+    even = routed_rows(sym.model, sym.workload, sym.layout, 1.0)
     return sym.R / even if even else 1.0
 
 
@@ -112,7 +113,7 @@ def layer_memory(
     context: ActivationContext, sym: Symbols, policies: ActivationPolicies, part: LayerPart
 ) -> LayerMemory:
     """Count what a layer takes under the load that the symbols expect."""
-    even = capacity.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
+    even = routed_rows(sym.model, sym.workload, sym.layout, 1.0)
     load = sym.R / even if even else 1.0
     kept = layer_activations(context, policies, part, load=load)
     mlp = mlp_gradient_bytes(sym, part.layer)

@@ -13,7 +13,7 @@ from moewright.cost.constants import Constants
 from moewright.cost.time.op_time import interpolate
 from moewright.rules import grid, routing
 from moewright.rules.networks import message_path
-from moewright.rules.token_copies import expected_places, message_tokens
+from moewright.rules.routing import expected_places, message_tokens
 from moewright.spec.hardware import Collective, Curve, Hardware, MessagePath, NetworkKind
 from moewright.spec.layout import DispatcherKind, Layout, Overlap
 from moewright.spec.model import RouterSpec

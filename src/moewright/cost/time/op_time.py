@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moewright.cost.constants import FITTED_DEVICES, Constants
-from moewright.rules.extremes import largest_of
+from moewright.rules.routing import largest_of
 from moewright.spec.hardware import Curve, Hardware, Op
 from moewright.spec.layout import Recompute
 from moewright.spec.plan import Assumption, TimePart

@@ -14,7 +14,7 @@ from moewright.cost.time.head_ops import optimizer_ops
 from moewright.cost.time.muon import muon_ops
 from moewright.cost.time.op_time import DeviceRates
 from moewright.rules import grid
-from moewright.rules.extremes import largest_of
+from moewright.rules.routing import largest_of
 from moewright.rules.shapes import fsdp
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap

@@ -9,15 +9,14 @@ from moewright.diagnosis.traces.breakdown import Breakdown
 from moewright.diagnosis.traces.comm_classes import CommClass
 from moewright.diagnosis.traces.gaps import IdleCause
 from moewright.diagnosis.traces.peak_rate import PeakRate
-from moewright.diagnosis.traces.rank_means import mean_idle_s, measure_comm
-from moewright.diagnosis.traces.rank_skew import RankSkew
+from moewright.diagnosis.traces.rank_skew import RankSkew, mean_idle_s, measure_comm
 from moewright.diagnosis.waterfall import (
     BELOW_PEAK,
     close_waterfall,
     describe_ideal_step,
     ideal_step_s,
 )
-from moewright.rules.micro_batches import micro_batches
+from moewright.rules.job import micro_batches
 from moewright.spec.finding import Basis, Waterfall, WaterfallDrop
 from moewright.spec.plan import Plan, TimePart
 from moewright.spec.units import plural

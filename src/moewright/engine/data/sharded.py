@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from moewright.codec import read_json, write_json
-from moewright.codec.shards import ShardList, shard_list_path, shard_prefix
+from moewright.codec.files import ShardList, shard_list_path, shard_prefix
 from moewright.engine.data.indexed import (
     IndexedDataset,
     IndexedWriter,

@@ -14,8 +14,7 @@ from moewright.engine.comm.autograd_collectives import all_to_all
 from moewright.engine.comm.collectives import Group, all_gather_rows
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllRoute, MappedRows
 from moewright.engine.dispatch.interface import ForcedCounts, RoutedRows, build_padded_map
-from moewright.engine.dispatch.row_budget import RowBudget
-from moewright.engine.dispatch.rows import SelectRows, count_ids
+from moewright.engine.dispatch.rows import RowBudget, SelectRows, count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
 
 

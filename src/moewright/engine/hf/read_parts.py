@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moewright.engine.comm.tensor_placement import TensorPlacement
+from moewright.engine.comm.mesh import TensorPlacement
 from moewright.engine.hf.candidates import HfTensor
 from moewright.engine.hf.folder import HfReader
 

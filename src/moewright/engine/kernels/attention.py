@@ -58,7 +58,7 @@ class LinearBias:
     `positions` int64 are those of a row of keys, the same in all rows, or of all rows in order.
 
     A softmax does not see what all keys of a query have in common, so it is the same as minus the
-    slope times the distance between query and key (rules.alibi), in blocks of keys too.
+    slope times the distance between query and key (engine.model.attention), in blocks of keys too.
     """
 
     slopes: torch.Tensor

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moewright.engine.comm.collectives import Group
-from moewright.engine.comm.tensor_placement import Sharding, TensorPlacement, place_tensor
+from moewright.engine.comm.mesh import Sharding, TensorPlacement, place_tensor
 from moewright.engine.kernels.products import WIDE_PRODUCTS, Products
 from moewright.engine.memory.saved_tensors import run_checkpointed
 from moewright.engine.memory.weight_gradients import WeightGradStore

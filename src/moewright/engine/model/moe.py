@@ -40,10 +40,8 @@ from moewright.engine.model.layers import Mlp, Weight
 from moewright.engine.model.parallel_linear import ReplicatedLinear
 from moewright.engine.model.router import ExpertChoice, Router
 from moewright.engine.runtime import Runtime
-from moewright.rules.capacity import capacity_rows, rows_for_peer
 from moewright.rules.expert_placement import rank_slots, slot_experts
-from moewright.rules.job import Job
-from moewright.rules.micro_batches import micro_batch_tokens
+from moewright.rules.job import Job, capacity_rows, micro_batch_tokens, rows_for_peer
 from moewright.rules.routing import (
     RoundRobinCounts,
     dispatch_nodes,

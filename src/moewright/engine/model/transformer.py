@@ -16,26 +16,49 @@ from torch import nn
 
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.attention import AttentionContext, AttentionContextBuilder
-from moewright.engine.model.fine_tuning import apply_fine_tuning
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import (
     Embedding,
     HiddenNorm,
     NamedParameter,
     OutputHead,
+    Weight,
     compute_token_loss,
+    list_parameters,
 )
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.mtp import MtpDepth, share_weights
 from moewright.engine.model.residual_streams import StreamMix
 from moewright.engine.model.router_losses import aux_loss_coefficients
 from moewright.engine.runtime import Runtime
-from moewright.rules.adapters import is_adapter
+from moewright.rules.adapters import adapter_shapes, has_adapter, is_adapter, is_trained, trains_all
 from moewright.rules.saved.recompute import layer_recompute
 from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import RecurrentKind
+
+# What of a model trains: all of it, some parts, or adapters beside frozen weights.
+
+
+def apply_fine_tuning(runtime: Runtime, model: torch.nn.Module) -> None:
+    """Freeze the weights that the workload does not train, and make their adapters."""
+    fine_tuning = runtime.workload.fine_tuning
+    if trains_all(fine_tuning):
+        return
+    for parameter in list_parameters(model):
+        weight = parameter.owner
+        weight.is_trained = is_trained(fine_tuning, parameter.name)
+        placement = weight.placement
+        if not has_adapter(parameter.name, parameter.module, placement.global_shape, fine_tuning):
+            continue
+        first, second = adapter_shapes(
+            placement.global_shape, placement.sharding, fine_tuning.lora_rank
+        )
+        weight.lora_a = Weight(runtime, *first[0], sharding=first[1])
+        weight.lora_b = Weight(runtime, *second[0], sharding=second[1])
+        weight.lora_factor = fine_tuning.lora_alpha / fine_tuning.lora_rank
+
 
 # The ranges of a fresh head's decay rate, exp(A_log), in a delta net and in Mamba-2.
 _DELTA_RATES = (0.01, 16.0)

@@ -11,14 +11,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_iter
 
-from moewright.engine.observe.collective_counter import CollectiveCounter
 from moewright.engine.observe.flop_counter import FlopCounter
 from moewright.engine.observe.module_scopes import ModuleScopes
-from moewright.engine.observe.observing_mode import ObservingMode
+from moewright.engine.observe.observing_mode import ObservingMode, OperationArgs, OperationKwargs
 from moewright.engine.observe.storage_census import StorageCensus, storage_id
 from moewright.engine.observe.wait_clock import WaitClock
 from moewright.spec.hardware import Collective
@@ -32,6 +33,48 @@ from moewright.spec.ledger import (
     Module,
     TimeRow,
 )
+
+# The collectives that torch dispatches to process groups, whoever calls them.
+
+# Operations of torch's c10d library: what they are, and which argument a rank hands in.
+_RULES: Mapping[str, tuple[Collective, int]] = MappingProxyType(
+    {
+        "allreduce_": (Collective.ALL_REDUCE, 0),
+        "allreduce_coalesced_": (Collective.ALL_REDUCE, 0),
+        "reduce_": (Collective.ALL_REDUCE, 0),
+        "allgather_": (Collective.ALL_GATHER, 1),
+        "allgather_coalesced_": (Collective.ALL_GATHER, 1),
+        "_allgather_base_": (Collective.ALL_GATHER, 1),
+        "allgather_into_tensor_coalesced_": (Collective.ALL_GATHER, 1),
+        "gather_": (Collective.ALL_GATHER, 1),
+        "reduce_scatter_": (Collective.REDUCE_SCATTER, 1),
+        "_reduce_scatter_base_": (Collective.REDUCE_SCATTER, 1),
+        "reduce_scatter_tensor_coalesced_": (Collective.REDUCE_SCATTER, 1),
+        "scatter_": (Collective.BROADCAST, 1),
+        "broadcast_": (Collective.BROADCAST, 0),
+        "alltoall_": (Collective.ALL_TO_ALL, 1),
+        "alltoall_base_": (Collective.ALL_TO_ALL, 1),
+        "send": (Collective.P2P, 0),
+    }
+)
+
+
+class CollectiveCounter:
+    """A counter that reports every collective with the bytes that this rank hands in."""
+
+    def __init__(self, report: Callable[[Collective, int], None]) -> None:
+        self._report = report
+
+    def count(self, func: Any, args: OperationArgs, kwargs: OperationKwargs) -> None:
+        """Report an operation that torch dispatches with these arguments, if it is a collective."""
+        if func.namespace != "c10d":
+            return
+        rule = _RULES.get(func.overloadpacket.__name__)
+        if rule is not None:
+            op, index = rule
+            tensors = (x for x in tree_iter(args[index]) if isinstance(x, torch.Tensor))
+            self._report(op, sum(x.numel() * x.element_size() for x in tensors))
+
 
 ForwardKey = tuple[int, int]  # micro-batch, model chunk
 

@@ -14,11 +14,9 @@ from moewright.engine.comm.collectives import AsyncCollective, all_reduce
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import NamedParameter, list_parameters
 from moewright.engine.observe.storage_census import storage_id
-from moewright.engine.optim.flat_buffers import FlatBucket, build_buckets
+from moewright.engine.optim.flat_buffers import FlatBucket, GradReadyTracker, build_buckets
 from moewright.engine.optim.frozen_weights import FrozenWeights
 from moewright.engine.optim.fsdp import ShardedParameter, apply_fsdp
-from moewright.engine.optim.grad_ready import GradReadyTracker
-from moewright.engine.optim.loss_scale import LossScaler
 from moewright.engine.optim.muon import MuonUpdate
 from moewright.engine.optim.optimizer_states import (
     StoredStates,
@@ -33,7 +31,48 @@ from moewright.rules.shapes.fsdp import (
 from moewright.rules.shapes.shards import gradient_group
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
-from moewright.spec.workload import MatrixUpdate
+from moewright.spec.workload import Dtype, MatrixUpdate, Workload
+
+# The scale of the loss in fp16, where small gradients would vanish and large ones overflow.
+
+
+class LossScaler:
+    """A dynamic scale of the loss; it is always 1 unless in fp16.
+
+    All ranks have the same one, because all update it by the same global norm.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._spec = workload.scaling
+        self._is_active = workload.precision is Dtype.FP16
+        scale = self._spec.initial_loss_scale if self._is_active else 1.0
+        # The scale, and the finite steps since it last changed.
+        self._state = torch.tensor([scale, 0.0])
+
+    @property
+    def value(self) -> float:
+        """The factor of the loss."""
+        return float(self._state[0]) if self._is_active else 1.0
+
+    def update(self, *, finite: bool) -> None:
+        """Halve the scale after a step that was not finite; double it at the end of a window."""
+        if not self._is_active:
+            return
+        if not finite:
+            self._state[0] = max(self.value / 2, self._spec.min_loss_scale)
+            self._state[1] = 0.0
+            return
+        self._state[1] += 1
+        if int(self._state[1]) >= self._spec.loss_scale_window:
+            self._state[0] *= 2
+            self._state[1] = 0.0
+
+    def local_shards(self) -> list[LocalShard]:
+        """Return what a checkpoint must hold of it."""
+        if not self._is_active:
+            return []
+        return [whole_shard("optim/loss_scale", self._state)]
+
 
 # A norm is taken in fp32 over so many elements, and in fp64 over those parts.
 _NORM_ELEMENTS = 1 << 20

@@ -17,7 +17,7 @@ import torch
 
 from moewright.engine.comm.autograd_collectives import all_to_all
 from moewright.engine.comm.collectives import Group, all_gather_rows
-from moewright.engine.comm.tensor_placement import TensorPlacement
+from moewright.engine.comm.mesh import TensorPlacement
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.optim.flat_buffers import FlatBucket
 from moewright.engine.optim.fsdp import ShardedParameter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -10,12 +11,14 @@ import torch
 
 from moewright.engine.checkpoint import Coordinator
 from moewright.engine.comm import collectives
+from moewright.engine.comm.collectives import Group
 from moewright.engine.comm.mesh import Mesh, build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.deepep import verify_library
-from moewright.engine.dispatch.library import DispatchLibrary
-from moewright.engine.dispatch.open_library import open_library
-from moewright.engine.dispatch.row_budget import RowBudget
+from moewright.engine.dispatch.deepep_bindings import DeepEp, HybridEp
+from moewright.engine.dispatch.library import DispatchLibrary, unusable_reason
+from moewright.engine.dispatch.ncclep_binding import NcclEp
+from moewright.engine.dispatch.rows import RowBudget
 from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.select import build_kernels
@@ -30,9 +33,8 @@ from moewright.engine.model.transformer import Transformer
 from moewright.engine.observe.counters import Counters
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
-from moewright.engine.run.adapter_binding import bind_adapters
+from moewright.engine.run.adapter_binding import bind_adapters, bind_to_gpu
 from moewright.engine.run.corpus_loader import BatchSource
-from moewright.engine.run.cpu_binding import bind_to_gpu
 from moewright.engine.run.env import read_torchrun_env
 from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.run.train_state import TrainState
@@ -47,8 +49,49 @@ from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.rules.saved.activation_offload import offloading_layers
 from moewright.rules.shapes.shards import shared_table_ranks
 from moewright.rules.timetable.stages import Chunk, chunk_layers
+from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import CudaGraphScope
+from moewright.spec.layout import CudaGraphScope, DispatcherKind
+
+# Opening the library that a layout's dispatcher names.
+
+
+def open_library(
+    dispatcher: DispatcherKind,
+    group: Group,
+    *,
+    experts: int,
+    hidden: int,
+    max_tokens: int,
+    nvlink_domain_size: int,
+    device: torch.device,
+) -> DispatchLibrary:
+    """Set up the library for a group; every rank of it calls this.
+
+    Raises:
+        BadInput: when it cannot be set up.
+    """
+    try:
+        if dispatcher is DispatcherKind.NCCLEP:
+            return NcclEp(
+                group, experts=experts, hidden=hidden, max_tokens=max_tokens, device=device
+            )
+        module = importlib.import_module("deep_ep")
+        if dispatcher is DispatcherKind.DEEPEP:
+            return DeepEp(module, group, experts=experts, hidden=hidden)
+        return HybridEp(
+            module,
+            group,
+            experts=experts,
+            hidden=hidden,
+            max_tokens=max_tokens,
+            nvlink_domain_size=nvlink_domain_size,
+        )
+    except Exception as error:  # it may refuse a device, a number of ranks, its own version
+        raise BadInput(
+            unusable_reason(dispatcher, f"cannot be set up: {type(error).__name__}: {error}")
+        ) from error
+
 
 InitialValue = Callable[[NamedParameter, Runtime], torch.Tensor]
 

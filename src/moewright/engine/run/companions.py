@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from moewright.codec import PLAN_FILE, read_json, read_json_data
-from moewright.codec.model_folder import name_model
+from moewright.codec.files import name_model
 from moewright.engine.data.tokenizer import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,

@@ -9,9 +9,11 @@ rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moewright.engine.comm import collectives
 from moewright.engine.kernels.fused.reference import TorchKernels
@@ -20,7 +22,6 @@ from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.preferences import build_answers
 from moewright.engine.observe.counters import NoteActivity, ignore_activity
-from moewright.engine.observe.host_answers import HostAnswers
 from moewright.engine.observe.storage_census import freeze_older_objects
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
@@ -33,6 +34,17 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import DispatcherKind, ExpertPlacement
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.workload import DropPolicy, Dtype, Objective, RouterForce, Workload
+
+# What the host is told of tensors that have no data.
+
+
+class HostAnswers(TorchDispatchMode):
+    """A dispatch mode of a dry run, in which every number that the host reads is 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+            return 1
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from moewright.engine.pipeline.run_batch import evaluate_batch
 from moewright.engine.run.corpus_loader import build_from_rows
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import RankContext
-from moewright.rules.micro_batches import micro_batches
+from moewright.rules.job import micro_batches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import format_seconds
 from moewright.spec.workload import Workload

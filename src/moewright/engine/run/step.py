@@ -30,7 +30,7 @@ from moewright.engine.run.micro_batch_passes import (
 from moewright.engine.run.step_graph import GraphTensors
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
-from moewright.rules.micro_batches import micro_batches
+from moewright.rules.job import micro_batches
 from moewright.spec.ledger import StepPhase, TimeRow
 from moewright.spec.run import PairRewards
 from moewright.spec.workload import Objective

@@ -38,13 +38,18 @@ from moewright.engine.observe.profile import ProfilerWindow, merge_traces
 from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
 from moewright.engine.observe.step_timing import StepTimer, add_links, sample_device
 from moewright.engine.observe.wait_clock import WaitClock
-from moewright.engine.optim.lr_schedule import learning_rate
+from moewright.engine.optim.update_rules import learning_rate
 from moewright.engine.run.build_state import (
     build_coordinator,
     build_train_state,
     init_distributed,
 )
-from moewright.engine.run.corpus_loader import CorpusLoader, HeldoutData, NoBatches
+from moewright.engine.run.corpus_loader import (
+    CorpusLoader,
+    HeldoutData,
+    NoBatches,
+    PrefetchedBatches,
+)
 from moewright.engine.run.corruption import StateGuard
 from moewright.engine.run.env import (
     is_triton_interpreted,
@@ -60,7 +65,6 @@ from moewright.engine.run.incidents import (
 from moewright.engine.run.launch import LaunchHooks, launch
 from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.nonfinite import report_nonfinite
-from moewright.engine.run.prefetch import PrefetchedBatches
 from moewright.engine.run.rank_checks import (
     describe_device_queues,
     missing_devices,

@@ -58,9 +58,8 @@ from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
 from moewright.rules.context_parallel import rank_positions
-from moewright.rules.job import Job
+from moewright.rules.job import Job, micro_batches
 from moewright.rules.limits.engine_limits import require_runnable
-from moewright.rules.micro_batches import micro_batches
 from moewright.rules.shapes.parameters import parameters
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout

@@ -28,10 +28,9 @@ from torch._C._distributed_c10d import FileStore, Store
 
 from moewright.engine.observe.counters import NoteActivity, ignore_activity
 from moewright.engine.run.rendezvous import Rendezvous, open_rendezvous
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import BadInput, Reason, lacks_memory
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.run import IncidentKind
-from moewright.spec.shortage import lacks_memory
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STACK_SIGNAL = signal.SIGUSR1

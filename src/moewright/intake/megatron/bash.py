@@ -26,14 +26,13 @@ from moewright.intake.megatron.bash_session import (
 )
 from moewright.intake.megatron.bash_session import Command as Command
 from moewright.intake.megatron.bash_session import ShellReading as ShellReading
-from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal, tokenize
+from moewright.intake.megatron.bash_tokens import ShellToken, TokenReader, syntax_refusal, tokenize
 from moewright.intake.megatron.called_scripts import (
     CalledScript,
     find_called_script,
     is_environment_script,
     read_script_file,
 )
-from moewright.intake.megatron.token_reader import TokenReader
 from moewright.spec.errors import BadInput
 
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")

@@ -17,8 +17,7 @@ from moewright.intake.megatron.bash_session import (
     ScriptExit,
     ShellSession,
 )
-from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal, tokenize
-from moewright.intake.megatron.token_reader import TokenReader
+from moewright.intake.megatron.bash_tokens import ShellToken, TokenReader, syntax_refusal, tokenize
 
 _LOOPS = ("while", "until", "for", "select")
 _MAX_ROUNDS = 10_000  # of a loop

@@ -8,13 +8,11 @@ from itertools import islice
 from types import MappingProxyType
 
 from moewright.rules.adapters import is_frozen, trains_all, trains_module
-from moewright.rules.job import Job
-from moewright.rules.limits.compressed_limits import check_compressed
+from moewright.rules.job import Job, micro_batch_tokens
 from moewright.rules.limits.divisibility import divisors, nearest_legal
 from moewright.rules.limits.engine_features import unsupported_features
 from moewright.rules.limits.engine_graphs import check_graphs
 from moewright.rules.limits.legality import check_legality
-from moewright.rules.micro_batches import micro_batch_tokens
 from moewright.rules.moments import MOMENT_DTYPES, is_scaled
 from moewright.rules.packed_base import cuts_blocks, is_packed
 from moewright.rules.routing import LIBRARY_DISPATCHERS
@@ -45,6 +43,24 @@ from moewright.spec.workload import (
     Objective,
     Workload,
 )
+
+# What the engine does not run beside attention to compressed blocks of tokens (DeepSeek-V4).
+
+
+def check_compressed(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
+    """Yield what attention to compressed blocks of tokens does not go with."""
+    if model.attention.kind is not AttentionKind.COMPRESSED:
+        return
+    if layout.cp > 1 and layout.cp_comm is not CpComm.A2A:
+        rule = (
+            "the engine's compressed attention needs whole sequences, with some heads on each CP "
+            "rank"
+        )
+        yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.A2A)
+    if layout.tp > 1 and not layout.sp:
+        rule = "the engine lets each TP rank choose blocks for its own tokens"
+        yield Reason(field="layout.sp", value="0", rule=rule, nearest="1")
+
 
 # Packages that a dispatcher needs.
 _PACKAGES: Mapping[DispatcherKind, tuple[str, ...]] = MappingProxyType(

@@ -13,10 +13,9 @@ from math import gcd, isfinite, lcm
 from moewright.rules.batch_rampup import check_batch_samples, check_ramp, deciding_batches
 from moewright.rules.expert_placement import check_placement
 from moewright.rules.grid import NODE_AWARE_DISPATCHERS, min_world_size
-from moewright.rules.job import Job
+from moewright.rules.job import Job, check_batch
 from moewright.rules.limits.compatibility import check_compatibility, has_experts
 from moewright.rules.limits.divisibility import divisors, nearest_legal, nearest_multiples
-from moewright.rules.micro_batches import check_batch
 from moewright.rules.routing import LIBRARY_DISPATCHERS, check_load_histogram
 from moewright.rules.timetable.schedule import check_schedule
 from moewright.rules.timetable.stages import check_stages

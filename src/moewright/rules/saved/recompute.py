@@ -19,10 +19,8 @@ from typing import NamedTuple
 
 from moewright.rules import expert_placement, routing
 from moewright.rules.adapters import trains_all, trains_indexer
-from moewright.rules.capacity import routed_rows
 from moewright.rules.context_parallel import cp_factors
-from moewright.rules.job import Job
-from moewright.rules.micro_batches import micro_batch_tokens, tp_group_tokens
+from moewright.rules.job import Job, micro_batch_tokens, routed_rows, tp_group_tokens
 from moewright.rules.saved.mixer_saved import (
     MixerSymbols,
     compressed_saved,
