@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: slurm pictures evidence gpu train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts
+.PHONY: wheel slurm pictures evidence gpu train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -75,8 +75,7 @@ slurm: $(VENV)/.dev
 	{ command -v slurmctld && command -v munged; } || apt-get install -y -qq slurm-wlm munge
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/run.py
 
-# Every layout of the sweep, and a run that moves between every pair of some (minutes each); `make test` takes parts
-# that change with the source.
+# Every layout of the sweep, and a run that moves between every pair of some (minutes each); `make test` has some.
 verify-layouts: $(VENV)/.dev
 	$(BIN)/pytest tests/spawn/test_layout_sweep.py tests/spawn/test_checkpoint_layouts.py -m "thorough or not thorough"
 
@@ -106,6 +105,10 @@ evidence: | $(VENV)/.ready
 # The pictures of the studio's pages in docs/studio, by a headless chromium.
 pictures: $(VENV)/.dev
 	$(BIN)/python -m docs.tools.pictures
+
+# The wheel, in dist/.
+wheel: | $(VENV)/.ready
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # The site of docs/, in site/; the build asks no other host for anything.
 docs: $(VENV)/.docs

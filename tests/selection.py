@@ -13,7 +13,7 @@ import pytest
 
 _TESTS = Path(__file__).resolve().parent
 # A test marked `turns` runs for one source tree in this many.
-_TURNS = 8
+_TURNS = 1
 
 
 class _HasId(Protocol):

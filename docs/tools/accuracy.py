@@ -1,4 +1,4 @@
-"""Write docs/accuracy.md and docs/accuracy.svg: every published run, predicted beside measured.
+"""Write docs/accuracy.md, its picture and docs/accuracy/: every published run as predicted.
 
 `make accuracy` runs it. Each run is predicted by constants fitted without its publisher. JSON
 reports of `moewright validate ... --leave-out publisher`, without `--own-rows 3`, with it, and with
@@ -22,6 +22,7 @@ from moewright.view.palette import TIME_COLOURS
 
 PAGE = Path(__file__).parents[1] / "accuracy.md"
 PICTURE = PAGE.with_suffix(".svg")
+RUNS = PAGE.with_suffix("")  # a folder with a page a publisher
 TABLES = tuple(
     Path(__file__).parents[2] / "tests" / "published" / "data" / name
     for name in ("measurements.csv", "measurements_more.csv")
@@ -103,12 +104,38 @@ def render_page(
         "\n## What is not explained\n",
         "\n".join(_unexplained_lines(timed)),
         "\n## Every run\n",
+        "One page a publisher.\n",
+        "\n".join(_publisher_lines(timed)) + "\n",
     ]
-    for publisher in sorted({row["publisher"] for row in timed}):
-        parts.append(f"### {publisher}\n")
-        own = [row for row in timed if row["publisher"] == publisher]
-        parts.append("\n".join(_row_lines(own, cells)) + "\n")
     return "\n".join(parts)
+
+
+def render_runs(
+    report: Mapping[str, Any], cells: Mapping[str, Mapping[str, str]]
+) -> dict[str, str]:
+    """Return the text of the page of each publisher, by publisher, with all its timed runs."""
+    pages = {}
+    for publisher, rows in _group_by_publisher(report["rows"]).items():
+        lines = "\n".join(_row_lines(rows, cells))
+        pages[publisher] = (
+            f"# Accuracy: runs of {publisher}\n\n"
+            f"The columns are those of [accuracy](../accuracy.md).\n\n{lines}\n"
+        )
+    return pages
+
+
+def _group_by_publisher(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the timed rows of each publisher, publishers in alphabetical order."""
+    timed = [row for row in rows if _error(row) is not None]
+    names = sorted({row["publisher"] for row in timed})
+    return {name: [row for row in timed if row["publisher"] == name] for name in names}
+
+
+def _publisher_lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield "| publisher | runs |"
+    yield "|---|---:|"
+    for publisher, own in _group_by_publisher(rows).items():
+        yield f"| [{publisher}](accuracy/{publisher}.md) | {len(own)} |"
 
 
 def _own_row_parts(report: Mapping[str, Any] | None, title: str, text: str) -> Iterator[str]:
@@ -296,8 +323,12 @@ def main(arguments: Sequence[str]) -> None:
     else:
         asked = ((0, ()), (_OWN_ROWS, ()), (_OWN_ROWS, _OWN_COLUMNS))
         reports = [_compute_report(own_rows, columns) for own_rows, columns in asked]
-    page = render_page(reports[0], _read_cells(), *reports[1:], blind_report=_score_blind())
+    cells = _read_cells()
+    page = render_page(reports[0], cells, *reports[1:], blind_report=_score_blind())
     PAGE.write_text(page, encoding="utf-8")
+    RUNS.mkdir(exist_ok=True)
+    for publisher, text in render_runs(reports[0], cells).items():
+        (RUNS / f"{publisher}.md").write_text(text, encoding="utf-8")
     PICTURE.write_text(render_picture(reports[0]), encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """Write the published runs that pages show beside a plan: predicted beside measured.
 
-The figures are those of docs/accuracy.md, where each run is predicted by constants fitted without
+The figures are those of docs/accuracy/, where each run is predicted by constants fitted without
 its publisher; the layouts are those of the tables. `make accuracy` runs it.
 """
 
@@ -22,7 +22,7 @@ from moewright.spec.workload import Dtype, Task
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "src" / "moewright" / "diagnosis" / "data" / "published_runs.csv"
-_PAGE = ROOT / "docs" / "accuracy.md"
+_PAGES = ROOT / "docs" / "accuracy"
 _TABLES = ROOT / "tests" / "published" / "data"
 _COLUMNS = (
     *("id", "model", "device", "devices", "precision", "seq_len", "layout"),
@@ -33,7 +33,7 @@ _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 
 
 def render_file() -> str:
-    """Return the text of the table, a row for each run of the page on accuracy."""
+    """Return the text of the table, a row for each run of the pages on accuracy."""
     cells: dict[str, dict[str, str]] = {}
     for name in ("measurements.csv", "measurements_more.csv"):
         with (_TABLES / name).open(encoding="utf-8", newline="") as file:
@@ -41,8 +41,8 @@ def render_file() -> str:
     stream = StringIO()
     writer = csv.DictWriter(stream, _COLUMNS, lineterminator="\n")
     writer.writeheader()
-    section = _PAGE.read_text(encoding="utf-8").partition("## Every run")[2]
-    for line in section.splitlines():
+    pages = "".join(path.read_text(encoding="utf-8") for path in sorted(_PAGES.glob("*.md")))
+    for line in pages.splitlines():
         parts = [part.strip() for part in line.strip("|").split("|")]
         if not line.startswith("| ") or parts[0] not in cells:
             continue

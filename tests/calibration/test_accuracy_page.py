@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from docs.tools.accuracy import render_page, render_picture
+from docs.tools.accuracy import render_page, render_picture, render_runs
 
 
 def row(name: str, measured: float, predicted: float | None) -> dict[str, Any]:
@@ -48,8 +48,10 @@ OWN_REPORT = {"summary": {"splits": [OWN_SPLIT, {**OWN_SPLIT, "name": "publisher
 def test_the_page_has_every_timed_run() -> None:
     cells = {"a-1": {"model": "org/M", "num_gpus": "8", "hardware": "H100"}}
     page = render_page(REPORT, cells, OWN_REPORT)
-    assert "| a-1 | M | 8 H100 |  | 100 | 105 | 90-110 | +5.0 % |" in page
-    assert "b-2" not in page
+    runs = render_runs(REPORT, cells)
+    assert "| a-1 | M | 8 H100 |  | 100 | 105 | 90-110 | +5.0 % |" in runs["a"]
+    assert "| [b](accuracy/b.md) | 1 |" in page
+    assert "b-2" not in page + runs["b"]
     assert "| moe | all | 3 | 10.0 % | 20.0 % | -1.0 % | 80.0 % | 95.0 % | 0.90 | 1.0 % |" in page
     own_rows = page[page.index("own rows") : page.index("## Peaks")]
     assert "| moe | all | 3 | 5.0 % |" in own_rows

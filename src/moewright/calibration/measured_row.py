@@ -40,8 +40,7 @@ from moewright.spec.workload import Routing, Workload
 #
 # A statement that a run was out of memory has no step time and often no more than a layout. The
 # reading that needs least memory is taken. If even that does not fit, the verdict stands whatever
-# the
-# source left out; if it fits, nothing is known, and calibration.score says uncertain.
+# the source left out; if it fits, nothing is known, and calibration.score says uncertain.
 
 # The smallest micro-batch, and the usual values of the other two.
 _LEAST: tuple[tuple[str, tuple[str, ...]], ...] = (

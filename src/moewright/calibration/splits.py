@@ -18,8 +18,8 @@ from moewright.cost.uncertainty import tail_width
 # Intervals of predictions: how wide they have to be, and how many measurements they cover.
 #
 # A prediction has a standard deviation of its logarithm. Left-out residuals over these tell how
-# many
-# deviations hold 80 and 95 % of the measurements; they have heavier tails than a normal variable.
+# many deviations hold 80 and 95 % of the measurements; they have heavier tails than a normal
+# variable.
 
 Interval = tuple[float, float]
 _FEWEST = 20  # residuals of other groups below which the widths of a Student's t are taken

@@ -25,9 +25,8 @@ from moewright.spec.units import GIB, format_bytes
 # Where the shards of a stream of tokens lie: `<prefix>-00000`, `<prefix>-00001` and so on.
 #
 # `<prefix>.shards.json` says how many there are. Megatron-LM knows pairs of files alone: for it
-# each
-# shard is a corpus of a blend. Without weights it would stop after one pass over the blend, hence
-# each has its share of the tokens as its weight.
+# each shard is a corpus of a blend. Without weights it would stop after one pass over the blend,
+# hence each has its share of the tokens as its weight.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,10 +29,8 @@ from moewright.engine.observe.counters import Counters
 #
 # With overlap=tp, rows of a product travel round the ring of the group's ranks, a rank's at a time:
 # while a product of one rank's rows runs, those of the next are under way. A gather hands on what
-# it
-# has received, so that all ranks have had all rows after size - 1 shifts. A reduction hands on
-# sums,
-# to which each rank adds its part, so that each ends where it belongs. (Wang et al., "Overlap
+# it has received, so that all ranks have had all rows after size - 1 shifts. A reduction hands on
+# sums, to which each rank adds its part, so that each ends where it belongs. (Wang et al., "Overlap
 # Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
 #
 # Shapes: t, T tokens of this rank and of its group, K in, N out.

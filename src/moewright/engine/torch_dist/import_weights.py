@@ -39,8 +39,7 @@ from moewright.spec.workload import CheckpointSpec, Dtype, Workload
 # What a checkpoint of Megatron-LM holds beside tensors, read without executing its pickle.
 #
 # common.pt is a pickle in a zip file, of settings and counts, in classes of many modules. The
-# reader
-# here imports none of them: whatever the pickle names becomes an inert record.
+# reader here imports none of them: whatever the pickle names becomes an inert record.
 
 COMMON_FILE = "common.pt"
 _MAX_BYTES = 2**30

@@ -22,11 +22,9 @@ from moewright.spec.layout import Layout, Overlap, Schedule
 #
 # Wan et al., "PipeOffload" (arXiv 2503.01328): GIS and GIS-H. Megatron-LM's interleaved timetable
 # takes a group of micro-batches through a chunk before the next chunk begins, so that most of what
-# a
-# rank holds comes and goes at once. Here every micro-batch repeats one pattern, a constant time
-# after
-# the one before it, so that each chunk has its own share in what a rank holds at any moment. A rank
-# that offloads the chunk that it holds longest is rid of the largest share.
+# a rank holds comes and goes at once. Here every micro-batch repeats one pattern, a constant time
+# after the one before it, so that each chunk has its own share in what a rank holds at any moment.
+# A rank that offloads the chunk that it holds longest is rid of the largest share.
 
 _ROW_S = 3  # F, B and W of a chunk take a second each
 

@@ -16,8 +16,7 @@ from moewright.spec.model import RouterSpec, ScoreFunction
 # The sparse mixer: experts chosen one after the other, each weighed by a softmax of its own.
 #
 # The form of Phi-3.5-MoE's inference (Liu et al., arXiv 2409.12136, without its sampling). Shapes:
-# T
-# tokens, E experts, k choices.
+# T tokens, E experts, k choices.
 
 
 class SparseMixer(torch.autograd.Function):
