@@ -97,7 +97,7 @@ def read_engine_progress(folder: Path) -> TrialProgress:
         record = read_run(folder / RUN_FOLDER)
     except (BadInput, OSError):
         return TrialProgress()
-    if len(record.steps) <= WARM_UP_STEPS:
+    if len(record.planned_steps) <= WARM_UP_STEPS:
         return TrialProgress()
     seconds = [step.step_s for step in steady_steps(record)]
     return TrialProgress(steps=len(seconds), step_s=median(seconds))

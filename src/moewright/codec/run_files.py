@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moewright.codec.data import FloatPolicy, fingerprint, from_data, to_data
@@ -15,8 +15,11 @@ from moewright.codec.files import (
     read_text,
     write_text,
 )
+from moewright.codec.layout_text import format_layout
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger, Selection
+from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, Incident, RankTiming, RunRecord, Session, StepRecord
 
@@ -71,6 +74,7 @@ def read_run(directory: Path) -> RunRecord:
                 steps = {step: old for step, old in steps.items() if step < first}
                 evals = {step: old for step, old in evals.items() if step < first}
             case StepRecord(step=step):
+                _require_loads_of(plan.model, record, directory / STEPS_FILE)
                 steps[step] = record
             case EvalRecord(step=step):
                 evals[step] = record
@@ -83,10 +87,48 @@ def read_run(directory: Path) -> RunRecord:
         evals=tuple(evals[step] for step in sorted(evals)),
         ledgers=tuple(read_json(Ledger, path) for path in sorted(ledger_folder.glob("rank*.json"))),
         selection=read_json(Selection, selection) if selection.exists() else None,
-        paces=_read_rank_timings(directory / RANK_TIMINGS_FILE),
+        paces=_read_rank_timings(directory / RANK_TIMINGS_FILE, plan.layout),
         incidents=read_incidents(directory),
         notes=tuple(notes),
+        planned_from=_find_planned_from(plan.layout, sessions, steps),
     )
+
+
+def _require_loads_of(model: ModelSpec, record: StepRecord, path: Path) -> None:
+    """Raise BadInput for the loads of another model's experts."""
+    experts = model.moe.experts if model.moe else 0
+    for load in record.loads:
+        if len(load.counts) != experts:
+            raise BadInput(
+                Reason(
+                    field=f"{path}: step {record.step}: loads of layer {load.layer}",
+                    value=f"{len(load.counts)} experts",
+                    rule="are not of the model of plan.json",
+                    nearest=f"{experts} experts",
+                )
+            )
+
+
+def _find_planned_from(
+    layout: Layout, sessions: Sequence[Session], steps: Mapping[int, StepRecord]
+) -> int:
+    """Return the step since which a run has had a layout; past the last one where it has not.
+
+    A session of an earlier version does not state its layout: its world size and the number of its
+    expert-parallel ranks tell of another one.
+    """
+    texts = ("", format_layout(layout))
+    first = max(steps, default=0) + 1 if sessions else 1
+    for session in reversed(sessions):
+        if session.world_size != layout.world_size or session.layout not in texts:
+            break
+        first = min(first, session.first_step)
+    others = [
+        step
+        for step, record in steps.items()
+        if any(len(load.rank_counts) not in (0, layout.ep) for load in record.loads)
+    ]
+    return max(first, max(others, default=0) + 1)
 
 
 def read_incidents(directory: Path) -> tuple[Incident, ...]:
@@ -104,13 +146,20 @@ def write_incidents(directory: Path, incidents: Sequence[Incident]) -> None:
     write_text(directory / INCIDENTS_FILE, "".join(lines))
 
 
-def _read_rank_timings(path: Path) -> tuple[RankTiming, ...]:
-    """Return the timings of the ranks; () for a run that has not ended by itself yet."""
+def _read_rank_timings(path: Path, layout: Layout) -> tuple[RankTiming, ...]:
+    """Return the timings of a layout's ranks; () where no run of it has ended by itself yet.
+
+    A file of an earlier version does not state its layout, but has an entry for each of its ranks.
+    """
     if not path.exists():
         return ()
     data = read_json_data(path)
-    timings = data.get("paces") if isinstance(data, dict) else None
-    return tuple(from_data(RankTiming, timing, where=str(path)) for timing in timings or ())
+    if not isinstance(data, dict) or data.get("layout", "") not in ("", format_layout(layout)):
+        return ()
+    timings = data.get("paces") or ()
+    if len(timings) != layout.world_size:
+        return ()
+    return tuple(from_data(RankTiming, timing, where=str(path)) for timing in timings)
 
 
 def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], list[str]]:

@@ -136,6 +136,8 @@ def build_verdict(record: RunRecord, comparisons: Sequence[LedgerComparison]) ->
             f"a step took {format_seconds(measured_s)} where {format_seconds(predicted_s)} "
             f"was predicted, {error_text}"
         )
+    elif record.steps:
+        clauses.append("no step was done under this layout yet")
     clauses.append(ledger.note)
     steps = steady_steps(record)
     rate = median([step.tokens_per_s_per_rank for step in steps] or [0.0])
@@ -304,8 +306,11 @@ def _format_difference(line: LedgerLine, decimals: int) -> str:
 
 
 def list_load_window(record: RunRecord) -> tuple[StepRecord, ...]:
-    """Return the last steps whose expert loads were recorded; () for a run without MoE layers."""
-    return tuple(step for step in record.steps if step.loads)[-LOAD_STEPS:]
+    """Return the last steps under the plan's layout whose expert loads were recorded.
+
+    There are none of a run without MoE layers.
+    """
+    return tuple(step for step in record.planned_steps if step.loads)[-LOAD_STEPS:]
 
 
 def build_router_rows(window: Sequence[StepRecord]) -> tuple[RouterRow, ...]:

@@ -11,8 +11,9 @@ from moewright.spec.run import SESSION_WARMUP_STEPS, RunRecord, StepRecord
 def steady_steps(record: RunRecord) -> tuple[StepRecord, ...]:
     """Return the steps that were neither skipped nor disturbed.
 
-    The first two steps of a session and the step on which every op was counted are disturbed. A run
-    too short to have any steady step gives all its steps.
+    The first two steps of a session and the step on which every op was counted are disturbed. Steps
+    under another layout than the plan's are left out: neither their times nor the loads of their
+    ranks compare. A run too short to have any steady step gives all those of the plan's layout.
     """
     ledger_step = record.plan.workload.ledger_step
     disturbed = {
@@ -20,8 +21,9 @@ def steady_steps(record: RunRecord) -> tuple[StepRecord, ...]:
         for session in record.sessions
         for offset in (*range(SESSION_WARMUP_STEPS), ledger_step)
     }
-    steady = tuple(step for step in record.steps if not step.skipped and step.step not in disturbed)
-    return steady or record.steps
+    planned = record.planned_steps
+    steady = tuple(step for step in planned if not step.skipped and step.step not in disturbed)
+    return steady or planned
 
 
 def median_step_s(record: RunRecord) -> float:

@@ -168,6 +168,7 @@ class Session:
     device_name: str
     threads_per_rank: int
     routing: RouterForce = RouterForce.NONE
+    layout: str = ""  # as layout text; "" in the files of earlier versions
 
 
 class IncidentKind(StrEnum):
@@ -215,7 +216,10 @@ class Incident:
 class RunRecord(Record):
     """The content of a run folder.
 
-    Each rank counted one of the `ledgers`, on the step of `selection`.
+    Each rank counted one of the `ledgers`, on the step of `selection`. The layout may have changed
+    from one session to the next. What a step learned, it learned under any layout: `steps` are all
+    of them. What it took, and what each rank got, is of its layout: `planned_steps` are those of
+    the layout that the plan states, from `planned_from` on, and so are `ledgers` and `paces`.
     """
 
     plan: Plan
@@ -227,3 +231,9 @@ class RunRecord(Record):
     paces: tuple[RankTiming, ...] = ()  # one per rank, of the last session that ended by itself
     incidents: tuple[Incident, ...] = ()
     notes: tuple[str, ...] = ()  # what had to be left out when reading
+    planned_from: int = 1
+
+    @property
+    def planned_steps(self) -> tuple[StepRecord, ...]:
+        """The steps under the plan's layout; () where it has changed since the last step."""
+        return tuple(step for step in self.steps if step.step >= self.planned_from)

@@ -17,6 +17,7 @@ from moewright.codec import (
     RANK_TIMINGS_FILE,
     STEPS_FILE,
     FloatPolicy,
+    format_layout,
     format_record,
     parse_json,
     read_complete_lines,
@@ -27,6 +28,7 @@ from moewright.codec import (
 from moewright.rules.expert_placement import rank_loads
 from moewright.rules.routing import measure_load_balance, slot_rows
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.run import (
     EvalRecord,
@@ -299,12 +301,13 @@ def clamp_to_finite(value: float) -> float:
     return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
 
 
-def write_rank_timings(run_dir: Path, timings: Sequence[RankTiming]) -> None:
-    """Write paces.json: the timings of all ranks."""
-    write_text(
-        run_dir / RANK_TIMINGS_FILE,
-        json.dumps({"paces": [to_data(timing) for timing in timings]}, indent=1) + "\n",
-    )
+def write_rank_timings(run_dir: Path, layout: Layout, timings: Sequence[RankTiming]) -> None:
+    """Write paces.json: the timings of all ranks of a layout."""
+    data = {
+        "layout": format_layout(layout),
+        "paces": [to_data(timing) for timing in timings],
+    }
+    write_text(run_dir / RANK_TIMINGS_FILE, json.dumps(data, indent=1) + "\n")
 
 
 def write_ledger(run_dir: Path, ledger: Ledger, selection: Selection | None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from moewright.codec import format_layout
 from moewright.engine.observe.record import (
     ConsoleWriter,
     JsonLinesWriter,
@@ -53,6 +54,7 @@ def build_session(plan: Plan, first_step: int, device: torch.device) -> Session:
         device_name=device_name,
         threads_per_rank=torch.get_num_threads(),
         routing=plan.workload.router.force,
+        layout=format_layout(plan.layout),
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from moewright.codec import PLAN_FILE, from_data, read_json, to_data, write_json
+from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
 from moewright.engine.checkpoint import (
     CheckpointSaver,
     find_latest,
@@ -224,12 +225,19 @@ def _tell_other_weights(plan: Plan, run_dir: Path, steps_done: int) -> None:
 def _write_plan(plan: Plan, run_dir: Path) -> None:
     """Write plan.json, and remove ledgers that were counted under another plan.
 
-    A report predicts every ledger of the folder from plan.json, so all must be of one plan.
+    A report predicts every ledger of the folder from plan.json, so all must be of one plan. Traces
+    of another layout are put aside: a diagnosis reads them by the layout of plan.json.
     """
     path = run_dir / PLAN_FILE
     with suppress(BadInput):  # a damaged one is written anew
-        if path.exists() and read_json(Plan, path) == plan:
+        before = read_json(Plan, path) if path.exists() else plan
+        if path.exists() and before == plan:
             return
+        if before.layout != plan.layout and (run_dir / TRACE_FOLDER).exists():
+            aside = run_dir / f"earlier-{TRACE_FOLDER}"
+            shutil.rmtree(aside, ignore_errors=True)
+            (run_dir / TRACE_FOLDER).rename(aside)
+            (run_dir / MERGED_TRACE_FILE).unlink(missing_ok=True)
     shutil.rmtree(run_dir / "ledger", ignore_errors=True)
     write_json(path, plan)
 
@@ -429,5 +437,5 @@ def _write_rank_timings(plan: Plan, run_dir: Path, timer: StepTimer, rank: int) 
         for number, data in enumerate(gathered)
     ]
     calls = [data["calls"] for data in gathered]
-    write_rank_timings(run_dir, add_links(plan.layout, timings, calls))
+    write_rank_timings(run_dir, plan.layout, add_links(plan.layout, timings, calls))
     merge_traces(run_dir)
