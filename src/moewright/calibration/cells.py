@@ -19,6 +19,7 @@ from moewright.rules.timetable import stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Device, Fabric, Hardware
 from moewright.spec.layout import (
+    DEFAULT_LAYOUT,
     CapacityFill,
     CudaGraphScope,
     DispatcherKind,
@@ -258,7 +259,7 @@ def parse_dispatcher(text: str) -> DispatcherKind:
     """Parse the token dispatcher; an empty cell is Megatron's plain all-to-all."""
     if text and text not in tuple(DispatcherKind):
         raise cell_error("dispatcher", text, f"must be one of {', '.join(DispatcherKind)}")
-    return DispatcherKind(text) if text else DispatcherKind.ALL_TO_ALL
+    return DispatcherKind(text) if text else DEFAULT_LAYOUT.dispatcher
 
 
 def parse_graphs(text: str, *, has_experts: bool) -> tuple[CudaGraphScope, ...]:

@@ -30,6 +30,7 @@ from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.layout import (
+    DEFAULT_LAYOUT,
     CudaGraphScope,
     DispatcherKind,
     Layout,
@@ -292,11 +293,8 @@ def _neighbouring_layouts(layout: Layout) -> Iterator[Layout]:
     if layout.vpp > 1:
         yield replace(layout, vpp=1, schedule=Schedule.ONE_F_ONE_B, stages="")
     if layout.ep > 1:
-        for dispatcher in (
-            DispatcherKind.ALL_TO_ALL,
-            DispatcherKind.DEEPEP,
-            DispatcherKind.HYBRIDEP,
-        ):
+        searched = [kind for kind in DispatcherKind if kind.facts.is_searched]
+        for dispatcher in (DEFAULT_LAYOUT.dispatcher, *searched):
             yield replace(layout, dispatcher=dispatcher)
         yield replace(layout, overlap=tuple(sorted({*layout.overlap} ^ {Overlap.EP})))
     for recompute in ((), (Recompute.FULL,), (Recompute.LAYERNORM, Recompute.MOE_ACT)):

@@ -13,6 +13,7 @@ from typing import Any
 from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
+    DEFAULT_LAYOUT,
     CapacityFill,
     CpComm,
     CudaGraphScope,
@@ -139,7 +140,7 @@ def format_layout(layout: Layout) -> str:
         parts.append(f"vpp_group{layout.vpp_group}")
     if layout.cp_comm is not CpComm.P2P:
         parts.append(f"cp_comm={layout.cp_comm}")
-    if layout.dispatcher is not DispatcherKind.ALL_TO_ALL:
+    if layout.dispatcher is not DEFAULT_LAYOUT.dispatcher:
         parts.append(f"dispatcher={layout.dispatcher}")
     if layout.ep_node:
         parts.append(f"ep_node{layout.ep_node}")

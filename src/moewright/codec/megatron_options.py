@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from moewright.spec.layout import Overlap
+from moewright.spec.layout import DispatcherKind, Overlap
 
 LAYOUT_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -57,6 +57,14 @@ OVERLAP_OPTIONS: Mapping[Overlap, str] = MappingProxyType(
         Overlap.SHARED: "--moe-shared-expert-overlap",
     }
 )
+
+
+_DISPATCHER_OPTIONS = (LAYOUT_OPTIONS["dispatcher"], "--moe-flex-dispatcher-backend")
+
+
+def dispatcher_options(kind: DispatcherKind) -> tuple[tuple[str, str], ...]:
+    """Return the options that choose a dispatcher, each with its word; () where none does."""
+    return tuple(zip(_DISPATCHER_OPTIONS, kind.facts.megatron, strict=False))
 
 
 def field_option(field: str) -> str:

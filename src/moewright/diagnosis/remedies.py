@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from moewright.codec.megatron_options import LAYOUT_OPTIONS, WORKLOAD_OPTIONS
+from moewright.codec.megatron_options import LAYOUT_OPTIONS, WORKLOAD_OPTIONS, dispatcher_options
 from moewright.diagnosis.layout_changes import (
     OFFLOADED,
     add_graphs,
@@ -41,6 +41,8 @@ from moewright.diagnosis.traces.capture import TrainerMark
 from moewright.spec.finding import Cause
 from moewright.spec.layout import DispatcherKind, Offload, Overlap, Recompute
 
+# The first library whose speed is known.
+_LIBRARY = next(kind for kind in DispatcherKind if kind.facts.is_searched)
 _MEMORY = (
     Remedy(
         text="let the allocator grow its segments: ends fragmentation, costs nothing",
@@ -189,11 +191,11 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
         Cause.EP: (
             Remedy(
                 text="a dispatcher that sends a token once to each node or rank",
-                change=set_dispatcher(DispatcherKind.DEEPEP),
+                change=set_dispatcher(_LIBRARY),
                 is_switch=True,
                 mark=TrainerMark.DEEPEP,
                 for_experts=True,
-                megatron="--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep",
+                megatron=" ".join(map(" ".join, dispatcher_options(_LIBRARY))),
                 excludes="dry runs with a fake process group",
             ),
             Remedy(

@@ -249,22 +249,7 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
     elif model.family not in _FAMILIES:
         rule = f"Megatron Bridge converts no {model.family}"
         yield Reason(field="model.name", value=model.name, rule=rule, nearest="--to megatron")
-    is_deepep = plan.layout.dispatcher is DispatcherKind.DEEPEP
-    device = plan.hardware.device.name
-    if is_deepep and device.startswith("GB"):
-        yield Reason(
-            field="layout.dispatcher",
-            value=plan.layout.dispatcher,
-            rule=f"Megatron Bridge has no DeepEP on {device}",
-            nearest=DispatcherKind.HYBRIDEP,
-        )
-    if plan.layout.dispatcher is DispatcherKind.NCCLEP:
-        yield Reason(
-            field="layout.dispatcher",
-            value=plan.layout.dispatcher,
-            rule="Megatron Bridge sets up DeepEP and HybridEP alone",
-            nearest=DispatcherKind.HYBRIDEP,
-        )
+    yield from _check_library(plan)
     ramp = plan.workload.ramp.ramp_start
     if ramp:
         rule = "Megatron Bridge has batches of one size"
@@ -274,6 +259,26 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
     if trainer != TrainerSpec() or is_muon or (plan.layout.shard and plan.layout.zero == 1):
         rule = "Megatron Bridge's recipe has Adam and the kernels of its own providers"
         yield Reason(field="workload.trainer", rule=rule, nearest="--to megatron")
+
+
+def _check_library(plan: Plan) -> Iterator[Reason]:
+    """Yield why Megatron Bridge does not set up the library that moves tokens."""
+    kind = plan.layout.dispatcher
+    device = plan.hardware.device.name
+    without = kind.facts.no_bridge_devices
+    is_excluded = bool(without) and device.startswith(without)
+    if not kind.facts.is_library or (kind.facts.is_in_bridge and not is_excluded):
+        return
+    rule = f"Megatron Bridge has no {kind.facts.title} on {device}"
+    if not kind.facts.is_in_bridge:
+        titles = [other.facts.title for other in DispatcherKind if other.facts.is_in_bridge]
+        rule = f"Megatron Bridge sets up {' and '.join(titles)} alone"
+    everywhere = (
+        other
+        for other in DispatcherKind
+        if other.facts.is_in_bridge and not other.facts.no_bridge_devices
+    )
+    yield Reason(field="layout.dispatcher", value=kind, rule=rule, nearest=next(everywhere))
 
 
 def _places(options: Mapping[str, MegatronOption]) -> Mapping[str, tuple[str, str]]:

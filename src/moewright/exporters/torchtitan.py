@@ -16,7 +16,6 @@ from moewright.exporters.torchrun import torchrun_command
 from moewright.rules.batch_rampup import wsd_decay_steps
 from moewright.rules.job import micro_batches, plan_job
 from moewright.rules.limits.torchtitan_limits import (
-    EXPERT_BACKENDS,
     FLAVOURS,
     SCHEDULES,
     torchtitan_refusals,
@@ -125,7 +124,7 @@ def _registry_options(plan: Plan) -> str:
     """Return what is said of the model besides its flavour."""
     options: dict[str, Any] = {}
     if plan.model.moe and plan.layout.ep > 1:
-        options["moe_comm_backend"] = EXPERT_BACKENDS[plan.layout.dispatcher]
+        options["moe_comm_backend"] = plan.layout.dispatcher.facts.torchtitan
     if plan.model.mtp_layers:
         options["num_mtp_layers"] = plan.model.mtp_layers
     return "".join(f", {name}={value!r}" for name, value in options.items())

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 from moewright.codec import closest_match, from_data, read_toml_data
-from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Constant,
@@ -44,9 +43,6 @@ class NetworkEntry:
     title: str
     source: str
     latency_s: float
-    deepep: MessagePath
-    hybridep: MessagePath
-    ncclep: MessagePath
     domain_size: int = 0
     parts: tuple[str, ...] = ()
     without_libraries: tuple[str, ...] = ()
@@ -71,12 +67,11 @@ class NetworkEntry:
 
     def path(self, dispatcher: DispatcherKind) -> MessagePath:
         """Return how the messages of a dispatcher's library leave a device here."""
-        paths = {
-            DispatcherKind.DEEPEP: self.deepep,
-            DispatcherKind.HYBRIDEP: self.hybridep,
-            DispatcherKind.NCCLEP: self.ncclep,
-        }
-        return paths[dispatcher]
+        if self.kind in dispatcher.facts.gpu_networks:
+            return MessagePath.GPU
+        if self.kind in dispatcher.facts.proxy_networks:
+            return MessagePath.PROXY
+        return MessagePath.NONE
 
     def sourced(self, value: float) -> Sourced:
         """Return a figure of this kind with its source."""
@@ -206,7 +201,9 @@ def _library_paths(hardware: Hardware) -> tuple[LibraryPath, ...]:
     network = read_networks()[hardware.fabric.network]
     has_libraries = domain.has_libraries_for(hardware)
     paths = []
-    for dispatcher in LIBRARY_DISPATCHERS:
+    for dispatcher in DispatcherKind:
+        if not dispatcher.facts.is_library:
+            continue
         inside = domain.path(dispatcher) if has_libraries else MessagePath.NONE
         between = network.path(dispatcher)
         if inside is MessagePath.NONE:

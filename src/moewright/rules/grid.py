@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from moewright.rules.context_parallel import cp_factors
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import DispatcherKind, Layout, RankOrder
+from moewright.spec.layout import Layout, RankOrder
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
@@ -27,7 +27,6 @@ _DP_LAST_AXES = ("tp", "cp", "pp", "dp")
 _EDP_LAST_AXES = ("etp", "ep", "pp", "edp")
 # The parts of the cp axis, fastest first (rules.context_parallel).
 _CP_AXES = ("cp_a2a", "cp_kv")
-NODE_AWARE_DISPATCHERS = (DispatcherKind.DEDUP, DispatcherKind.HYBRIDEP)
 # The parts of the ep axis: the ranks of one node, and the nodes.
 _EP_AXES = ("ep_near", "ep_far")
 # The parts of cp and dp together, and of edp, under hybrid sharding: inside a block of tp * shard
@@ -183,7 +182,7 @@ def with_fabric_nodes(layout: Layout, domain_size: int) -> Layout:
     NVL72's 72.
     """
     if (
-        layout.dispatcher not in NODE_AWARE_DISPATCHERS
+        not layout.dispatcher.facts.knows_nodes
         or layout.ep_node
         or domain_size % layout.etp
         or layout.ep * layout.etp <= domain_size

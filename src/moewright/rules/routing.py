@@ -10,8 +10,9 @@ from statistics import NormalDist, fmean
 
 from moewright.rules import expert_placement, grid
 from moewright.rules.job import Job, capacity_rows, micro_batch_tokens, rows_for_peer
+from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
-from moewright.spec.layout import CapacityFill, DispatcherKind, ExpertPlacement, Layout
+from moewright.spec.layout import CapacityFill, ExpertPlacement, Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.workload import DropPolicy, RouterTraining, Routing, Workload
@@ -80,15 +81,6 @@ def largest_of_centred(draws: int) -> float:
     return largest_of(draws) * sqrt(draws / (draws - 1))
 
 
-# Dispatchers whose library brings its own kernels.
-LIBRARY_DISPATCHERS = (
-    DispatcherKind.DEEPEP,
-    DispatcherKind.HYBRIDEP,
-    DispatcherKind.NCCLEP,
-)
-_COPYING_DISPATCHERS = (DispatcherKind.DEDUP, *LIBRARY_DISPATCHERS)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadBalance:
     """How evenly the tokens of one layer are spread over its experts.
@@ -124,7 +116,7 @@ class DispatchCounts:
 
 def dispatch_nodes(layout: Layout) -> int:
     """Return the number of nodes, where tokens are sent to a node before a rank; else 0."""
-    if not layout.ep_node or layout.dispatcher is not DispatcherKind.DEDUP:
+    if not layout.ep_node or not sends_own_copies(layout):
         return 0
     return grid.axis_size(layout, "ep_far")
 
@@ -134,7 +126,12 @@ def counts_copies(layout: Layout) -> bool:
 
     Then copies are counted besides the (token, expert) rows.
     """
-    return layout.dispatcher in _COPYING_DISPATCHERS
+    return layout.dispatcher.facts.payload is Payload.COPIES
+
+
+def sends_own_copies(layout: Layout) -> bool:
+    """Return whether a dispatcher sends copies by collectives, not by the kernels of a library."""
+    return counts_copies(layout) and not layout.dispatcher.facts.is_library
 
 
 def expected_dispatch(job: Job) -> DispatchCounts:
@@ -208,7 +205,7 @@ def round_robin_counts(
 def drops_by_probability(layout: Layout, training: RouterTraining) -> bool:
     """Return whether the copies under dedup depend on which rows are dropped by probability."""
     drops = layout.capacity > 0 and training.drop_policy is DropPolicy.PROBS
-    return drops and layout.dispatcher is DispatcherKind.DEDUP
+    return drops and sends_own_copies(layout)
 
 
 def round_robin_selection(job: Job) -> Selection | None:

@@ -18,10 +18,10 @@ from moewright.cost.memory.peak import ModelMemory
 from moewright.cost.stage_parts import Array, LayerKind, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.cost.time.collective_time import CollectiveModel
-from moewright.cost.time.elementwise import DEDUP_DISPATCHERS
 from moewright.cost.time.layer_time import price_collectives
 from moewright.cost.time.op_time import DeviceRates
 from moewright.cost.time.step_time import Pricer, model_ops, price_model_ops
+from moewright.rules.routing import counts_copies
 from moewright.search.space import SearchSpace, cp_comm_choices, dispatcher_choices
 from moewright.spec.layout import CpComm, DispatcherKind, Layout, Overlap
 
@@ -104,7 +104,7 @@ class ScreeningTimes:
             layout.tp,
             layout.cp,
             layout.mbs,
-            layout.dispatcher in DEDUP_DISPATCHERS,
+            counts_copies(layout),
             Overlap.TP in layout.overlap,
         )
         if key not in self._known:

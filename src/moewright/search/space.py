@@ -29,6 +29,7 @@ from moewright.rules.timetable.stages import (
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (
+    DEFAULT_LAYOUT,
     CpComm,
     CudaGraphScope,
     DispatcherKind,
@@ -51,8 +52,7 @@ MAX_UNEVEN_VPP = 4  # virtual stages of an uneven split
 
 _OFFLOADED_EXPERTS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _OFFLOADED_ATTENTION = (Offload.ATTN_PROJ, Offload.CORE_ATTN)
-# How fast NCCL-EP is nobody has published: it is taken when asked for.
-_SEARCHED_LIBRARIES = (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
+_SEARCHED_LIBRARIES = tuple(kind for kind in DispatcherKind if kind.facts.is_searched)
 _OFFLOADED_ACTIVATIONS = ((Offload.MOE_ACT,), _OFFLOADED_EXPERTS, _OFFLOADED_ATTENTION)
 
 Objections = Callable[[Layout], tuple[Reason, ...]]
@@ -312,7 +312,7 @@ def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind,
     if "dispatcher" in space.fixed:
         return (space.base.dispatcher,)
     if cut.ep == 1 or not space.hardware.device.kind.runs_cuda:
-        return (DispatcherKind.ALL_TO_ALL,)
+        return (DEFAULT_LAYOUT.dispatcher,)
     fabric = space.hardware.fabric
     domains = group_span(cut, "ep", fabric.domain_size).domains
     libraries = [
@@ -320,7 +320,7 @@ def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind,
     ]
     return tuple(
         dispatcher
-        for dispatcher in (DispatcherKind.ALL_TO_ALL, *libraries[:1])
+        for dispatcher in (DEFAULT_LAYOUT.dispatcher, *libraries[:1])
         if space.permits(dispatcher=dispatcher)
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
+from moewright.spec.choices import DispatcherFacts, Payload, RegisteredMemory
 from moewright.spec.record import format_cell, list_changed_fields
 
 
@@ -56,12 +58,95 @@ class CpComm(StrEnum):
 class DispatcherKind(StrEnum):
     """How token rows travel to the ranks of their experts and back."""
 
-    ALL_GATHER = "allgather"
-    ALL_TO_ALL = "alltoall"
-    DEDUP = "dedup"
-    DEEPEP = "deepep"
-    HYBRIDEP = "hybridep"
-    NCCLEP = "ncclep"
+    facts: DispatcherFacts
+
+    def __new__(cls, value: str, *facts: DispatcherFacts) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        (member.facts,) = facts
+        return member
+
+    ALL_GATHER = (
+        "allgather",
+        DispatcherFacts(title="all-gather", payload=Payload.TOKENS, megatron=("allgather",)),
+    )
+    ALL_TO_ALL = (
+        "alltoall",
+        DispatcherFacts(
+            title="all-to-all",
+            payload=Payload.ROWS,
+            pads_rows=True,
+            megatron=("alltoall",),
+            torchtitan="standard",
+        ),
+    )
+    DEDUP = (
+        "dedup",
+        DispatcherFacts(title="de-duplication", payload=Payload.COPIES, knows_nodes=True),
+    )
+    DEEPEP = (
+        "deepep",
+        DispatcherFacts(
+            title="DeepEP",
+            payload=Payload.COPIES,
+            packages=("deep_ep",),
+            home="github.com/deepseek-ai/DeepEP",
+            gpu_networks=("nvlink", "xgmi", "ib", "roce"),
+            proxy_networks=("efa",),
+            registers=RegisteredMemory.RINGS,
+            waits_for_counts=True,
+            is_searched=True,
+            megatron=("flex", "deepep"),
+            torchtitan="deepep",
+            is_in_bridge=True,
+            no_bridge_devices="GB",
+        ),
+    )
+    HYBRIDEP = (
+        "hybridep",
+        DispatcherFacts(
+            title="HybridEP",
+            payload=Payload.COPIES,
+            packages=("deep_ep", "hybrid_ep_cpp"),
+            home="github.com/deepseek-ai/DeepEP",
+            gpu_networks=("nvlink", "nvl36", "nvl72", "ib", "roce"),
+            registers=RegisteredMemory.EVERY_TOKEN,
+            knows_nodes=True,
+            pads_rows=True,
+            has_static_shapes=True,
+            brings_local_probs=True,
+            is_searched=True,
+            megatron=("flex", "hybridep"),
+            torchtitan="hybridep",
+            is_in_bridge=True,
+        ),
+    )
+    NCCLEP = (
+        "ncclep",
+        # Bounds of its high-throughput kernels: its release notes, and a constant of its build.
+        # How fast it is nobody has published: it is taken when asked for.
+        DispatcherFacts(
+            title="NCCL-EP",
+            payload=Payload.COPIES,
+            packages=("nccl", "nccl.core", "nccl.ep"),
+            home="github.com/NVIDIA/nccl-extensions",
+            gpu_networks=("nvlink", "ib", "roce"),
+            max_ranks=64,
+            max_tokens=8192,
+            registers=RegisteredMemory.EVERY_TOKEN,
+            frees_received_rows=True,
+            megatron=("flex", "ncclep"),
+        ),
+    )
+
+    @property
+    def stand_in(self) -> DispatcherKind:
+        """The dispatcher of the engine itself that sends the same."""
+        return next(
+            kind
+            for kind in DispatcherKind
+            if kind.facts.payload is self.facts.payload and not kind.facts.is_library
+        )
 
 
 class CapacityFill(StrEnum):
@@ -206,3 +291,6 @@ class Layout:
     def edp(self) -> int:
         """Expert data-parallel degree, rounded down like `dp`."""
         return self.world_size // (self.etp * self.ep * self.pp)
+
+
+DEFAULT_LAYOUT = Layout(world_size=1)

@@ -17,7 +17,8 @@ from moewright.rules.job import Job
 from moewright.rules.packed_base import CHUNK_BYTES, CHUNK_NUMEL, packed_elements
 from moewright.rules.saved import recompute
 from moewright.rules.shapes import fsdp, shards
-from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
+from moewright.spec.choices import Payload, RegisteredMemory
+from moewright.spec.layout import CudaGraphScope, Layout
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import AttentionBackend, ExpertKernels, Fusion, Workload
@@ -56,9 +57,10 @@ def dispatcher_bytes(sym: Symbols) -> int:
     layout, token = sym.layout, sym.c * sym.model.expert_width
     if sym.model.moe is None or layout.ep == 1:
         return 0
-    if layout.dispatcher in (DispatcherKind.HYBRIDEP, DispatcherKind.NCCLEP):
+    registers = layout.dispatcher.facts.registers
+    if registers is RegisteredMemory.EVERY_TOKEN:
         return 2 * layout.ep * sym.t * token
-    if layout.dispatcher is not DispatcherKind.DEEPEP:
+    if registers is RegisteredMemory.NOTHING:
         return 0
     nodes = ceil(layout.ep / _DEEPEP_PEERS)
     inside = min(layout.ep, _DEEPEP_PEERS) * _DEEPEP_TOKENS_INSIDE
@@ -226,7 +228,7 @@ def gather_buffer_bytes(sym: Symbols, has_experts: Collection[bool], *, has_head
     sizes = [0]
     if layout.sp and layout.tp > 1 and (has_head or is_local):
         sizes.append(sym.T * h)
-    if layout.dispatcher is DispatcherKind.ALL_GATHER and True in has_experts:
+    if layout.dispatcher.facts.payload is Payload.TOKENS and True in has_experts:
         ranks = layout.ep * layout.etp
         sizes.append(sym.t * ranks * h if ranks > 1 else 0)
     if is_local and has_experts:

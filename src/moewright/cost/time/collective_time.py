@@ -11,11 +11,12 @@ from math import ceil, log2, prod
 
 from moewright.cost.constants import Constants
 from moewright.cost.time.op_time import interpolate
-from moewright.rules import grid, routing
+from moewright.rules import grid
 from moewright.rules.networks import message_path
 from moewright.rules.routing import expected_places, message_tokens
+from moewright.spec.choices import Payload
 from moewright.spec.hardware import Collective, Curve, Hardware, MessagePath, NetworkKind
-from moewright.spec.layout import DispatcherKind, Layout, Overlap
+from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import RouterSpec
 
 # Groups that the degrees of a layout decide.
@@ -176,9 +177,10 @@ class CollectiveModel:
         span = self.span(layout, "ep")
         if span.size == 1:
             return 0.0
-        if layout.dispatcher is DispatcherKind.ALL_GATHER:
+        facts = layout.dispatcher.facts
+        if facts.payload is Payload.TOKENS:
             return self.seconds(Collective.ALL_GATHER, span, tokens * row_bytes)
-        if layout.dispatcher is DispatcherKind.ALL_TO_ALL:
+        if facts.payload is Payload.ROWS:
             return self.seconds(
                 Collective.ALL_TO_ALL, span, load * tokens * router.top_k * row_bytes
             )
@@ -188,7 +190,7 @@ class CollectiveModel:
         sent_copies = node_copies * (1 - 1 / nodes)
         between_s = sent_copies * row_bytes / self._bandwidth(span)
         call_s = 0.0
-        if layout.dispatcher in routing.LIBRARY_DISPATCHERS:
+        if facts.is_library:
             call_s = c["library_call_s"] * nodes
         path = message_path(self._fabric, layout.dispatcher, domains=span.domains)
         if path is MessagePath.PROXY:
@@ -213,7 +215,8 @@ class CollectiveModel:
         c = self.constants
         if layout.ep == 1:
             return 0.0, 0.0
-        if layout.dispatcher not in routing.LIBRARY_DISPATCHERS:
+        facts = layout.dispatcher.facts
+        if not facts.is_library:
             if layout.has_fixed_rows:
                 return c["sync_s_fused"], c["sync_s_fused"]
             return self._lost_launches_s(layout, c["sync_s_alltoall"]), 0.0
@@ -222,7 +225,7 @@ class CollectiveModel:
         own_s = c["sync_s_fused"]
         if path is MessagePath.PROXY:
             own_s += self._proxy_cost(span).wait_s
-        if layout.dispatcher is not DispatcherKind.DEEPEP or layout.has_fixed_rows:
+        if not facts.waits_for_counts or layout.has_fixed_rows:
             return own_s, own_s
         return own_s + self._lost_launches_s(layout, c["sync_s_deepep"]), own_s
 

@@ -18,15 +18,13 @@ from moewright.cost.time.op_time import OpRow
 from moewright.cost.time.quantise import Operands, mixer_operands, mlp_operands, quantise_bytes
 from moewright.rules.adapters import adapted_widths
 from moewright.rules.packed_base import packed_bytes_per_element, packed_elements
-from moewright.rules.routing import LIBRARY_DISPATCHERS
+from moewright.rules.routing import counts_copies
 from moewright.spec.hardware import Op
-from moewright.spec.layout import DispatcherKind, Recompute
+from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, MixerKind, NormPlacement, QkNorm
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import FusedKernels, Fusion
-
-DEDUP_DISPATCHERS = (DispatcherKind.DEDUP, *LIBRARY_DISPATCHERS)
 
 # Bytes of the backward over those of the forward, for fused kernels (docs/findings.md 2).
 _FUSED_BACKWARD = 1.8
@@ -271,7 +269,7 @@ def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
     yield from _unpack_rows("experts.unpack_weights", sym, layer, of_experts=True)
     # A plain all-to-all hands over rows ordered by source: on arrival they are sorted by expert,
     # and before the way back by source again.
-    if layout.dispatcher not in DEDUP_DISPATCHERS and (sym.is_fused or layout.ep > 1):
+    if not counts_copies(layout) and (sym.is_fused or layout.ep > 1):
         yield kernel_rows(SORT, "sort_received", sym, 2 * sym.R * h, Recompute.MOE)
 
 

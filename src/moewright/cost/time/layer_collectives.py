@@ -5,8 +5,9 @@ from __future__ import annotations
 from moewright.cost.symbols import Symbols
 from moewright.cost.time.collective_time import CollectiveModel, GroupSpan
 from moewright.rules import routing
+from moewright.spec.choices import Payload
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import CpComm, DispatcherKind, Layout, Overlap
+from moewright.spec.layout import CpComm, Layout, Overlap
 from moewright.spec.model import AttentionKind, MixerKind, QkNorm
 
 _INT64_BYTES = 8
@@ -71,7 +72,7 @@ def ep_exchange_s(collectives: CollectiveModel, sym: Symbols) -> tuple[float, fl
         layout, tokens=sym.t, router=model.moe.router, row_bytes=row_bytes, load=load
     )
     forward_s = backward_s = 2 * one_way_s
-    if layout.dispatcher is DispatcherKind.ALL_TO_ALL:
+    if layout.dispatcher.facts.payload is Payload.ROWS:
         span = collectives.span(layout, "ep")
         counts_bytes = _INT64_BYTES * model.moe.experts
         counts_s = collectives.seconds(Collective.ALL_TO_ALL, span, counts_bytes)

@@ -20,8 +20,9 @@ from moewright.rules import expert_placement, grid, routing
 from moewright.rules.job import Job
 from moewright.rules.routing import DispatchCounts
 from moewright.rules.saved.recompute import activation_nbytes
+from moewright.spec.choices import Payload
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import CapacityFill, DispatcherKind, Recompute
+from moewright.spec.layout import CapacityFill, Recompute
 from moewright.spec.model import MoeSpec
 
 
@@ -54,12 +55,12 @@ def dispatch_calls(job: Job, rows: ExpertRows) -> Iterator[CallSum]:
         passes=micro_batches * len(rows.layers),
         forwards=1 + repeats_forward(job.layout, Recompute.MOE),
     )
-    dispatcher = job.layout.dispatcher
-    if dispatcher is DispatcherKind.ALL_GATHER:
+    facts = job.layout.dispatcher.facts
+    if facts.payload is Payload.TOKENS:
         yield from _all_gather_calls(job, moe, volume)
-    elif dispatcher in routing.LIBRARY_DISPATCHERS:
+    elif facts.is_library:
         yield from _library_calls(job, moe, volume)
-    elif dispatcher is DispatcherKind.DEDUP:
+    elif facts.payload is Payload.COPIES:
         yield from _dedup_calls(job, moe, volume)
     else:
         yield from _all_to_all_calls(job, rows, volume)
@@ -177,7 +178,7 @@ def _library_calls(job: Job, moe: MoeSpec, volume: _DispatchVolume) -> Iterator[
     forwards = volume.forwards
     top_k = moe.router.top_k
     copy_probs = top_k
-    if job.layout.dispatcher is DispatcherKind.HYBRIDEP:
+    if job.layout.dispatcher.facts.brings_local_probs:
         copy_probs = moe.experts // job.layout.ep
     tokens = passes * job.micro_batch_tokens
     copies = volume.counts.copies_in

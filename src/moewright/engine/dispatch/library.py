@@ -56,6 +56,5 @@ class DispatchLibrary(Protocol):
 
 def unusable_reason(dispatcher: DispatcherKind, rule: str) -> Reason:
     """Return the reason why a library cannot dispatch."""
-    return Reason(
-        field="layout.dispatcher", value=dispatcher, rule=rule, nearest=DispatcherKind.DEDUP
-    )
+    nearest = dispatcher.stand_in
+    return Reason(field="layout.dispatcher", value=dispatcher, rule=rule, nearest=nearest)

@@ -45,7 +45,6 @@ from moewright.rules.graph_parts import shared_gradients
 from moewright.rules.grid import axis_size
 from moewright.rules.job import Job
 from moewright.rules.low_precision import find_recipe
-from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.rules.saved.activation_offload import offloading_layers
 from moewright.rules.shapes.shards import shared_table_ranks
 from moewright.rules.timetable.stages import Chunk, chunk_layers
@@ -176,7 +175,7 @@ def build_train_state(
     counters = Counters(blocking=device.type == "cpu")
     mesh = build_mesh(layout, rank, counters, shared_table_ranks(job.model, layout).values())
     dispatch_library = None
-    if layout.dispatcher in LIBRARY_DISPATCHERS:
+    if layout.dispatcher.facts.is_library:
         dispatch_library = _open_library(job, mesh, device)
     recipe = find_recipe(workload)
     saved_tensors = SavedTensorManager(

@@ -29,9 +29,9 @@ from moewright.engine.runtime import Runtime
 from moewright.rules import grid
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import require_runnable
-from moewright.rules.routing import LIBRARY_DISPATCHERS, drops_by_probability
+from moewright.rules.routing import drops_by_probability
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import DispatcherKind, ExpertPlacement
+from moewright.spec.layout import ExpertPlacement
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.workload import DropPolicy, Dtype, Objective, RouterForce, Workload
 
@@ -122,13 +122,13 @@ def _require_countable(job: Job) -> None:
                 nearest=DropPolicy.POSITION,
             )
         )
-    if layout.dispatcher in LIBRARY_DISPATCHERS:
+    if layout.dispatcher.facts.is_library:
         raise BadInput(
             Reason(
                 field="layout.dispatcher",
                 value=layout.dispatcher,
                 rule="a dry run has no devices for a library to move rows between",
-                nearest=DispatcherKind.DEDUP,
+                nearest=layout.dispatcher.stand_in,
             )
         )
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:

@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from moewright.codec.data_paths import parse_data_paths
-from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
+from moewright.codec.megatron_options import (
+    LAYOUT_OPTIONS,
+    OVERLAP_OPTIONS,
+    WORKLOAD_OPTIONS,
+    dispatcher_options,
+)
 from moewright.exporters.megatron.model import Flag, format_number
 from moewright.rules.batch_rampup import batch_sizes, step_samples, wsd_decay_steps
 from moewright.rules.context_parallel import cp_factors
@@ -21,7 +26,6 @@ from moewright.spec.layout import (
     CapacityFill,
     CpComm,
     CudaGraphScope,
-    DispatcherKind,
     Layout,
     Offload,
     RankOrder,
@@ -38,22 +42,6 @@ from moewright.spec.workload import (
     Workload,
 )
 
-DISPATCHER_FLAGS = {
-    DispatcherKind.ALL_GATHER: ((LAYOUT_OPTIONS["dispatcher"], "allgather"),),
-    DispatcherKind.ALL_TO_ALL: ((LAYOUT_OPTIONS["dispatcher"], "alltoall"),),
-    DispatcherKind.DEEPEP: (
-        (LAYOUT_OPTIONS["dispatcher"], "flex"),
-        ("--moe-flex-dispatcher-backend", "deepep"),
-    ),
-    DispatcherKind.HYBRIDEP: (
-        (LAYOUT_OPTIONS["dispatcher"], "flex"),
-        ("--moe-flex-dispatcher-backend", "hybridep"),
-    ),
-    DispatcherKind.NCCLEP: (
-        (LAYOUT_OPTIONS["dispatcher"], "flex"),
-        ("--moe-flex-dispatcher-backend", "ncclep"),
-    ),
-}
 # Transformer Engine's spelling, which Megatron-LM hands on; its own help has another.
 CP_COMM_NAMES: Mapping[CpComm, str] = MappingProxyType({CpComm.ALL_GATHER: "all_gather"})
 # The length of training where the plan gives none: long enough to see its speed.
@@ -125,7 +113,7 @@ def _degree_flags(job: Job) -> Iterator[Flag]:
     if job.model.moe:
         yield LAYOUT_OPTIONS["ep"], str(job.layout.ep)
         yield LAYOUT_OPTIONS["etp"], str(job.layout.etp)  # always: left out, it would be tp
-        yield from DISPATCHER_FLAGS[job.layout.dispatcher]
+        yield from dispatcher_options(job.layout.dispatcher)
         if job.layout.capacity:
             yield LAYOUT_OPTIONS["capacity"], format_number(job.layout.capacity)
             yield "--moe-token-drop-policy", job.workload.router.drop_policy.value

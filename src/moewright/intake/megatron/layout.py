@@ -145,12 +145,13 @@ def _read_experts(arguments: Arguments, layout: Layout) -> Layout:
     if arguments.has("--moe-enable-deepep"):
         kind = "flex"
         backend = "deepep"
+    words = (kind, backend) if kind == "flex" else (kind,)
     is_padded = arguments.has(LAYOUT_OPTIONS["capacity_fill"])
     return replace(
         layout,
         ep=arguments.size(LAYOUT_OPTIONS["ep"]),
         etp=arguments.size(LAYOUT_OPTIONS["etp"], layout.tp),
-        dispatcher=DispatcherKind(backend if kind == "flex" else kind),
+        dispatcher=next(kind for kind in DispatcherKind if kind.facts.megatron == words),
         capacity=arguments.number(LAYOUT_OPTIONS["capacity"]),
         capacity_fill=CapacityFill.PADDED if is_padded else CapacityFill.USED,
         rank_capacity=arguments.number(LAYOUT_OPTIONS["rank_capacity"]),

@@ -11,10 +11,12 @@ from math import ceil
 
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
-from moewright.rules.routing import expected_load_factor
+from moewright.rules.routing import counts_copies, expected_load_factor
 from moewright.rules.saved.activation_offload import activation_offloads
+from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
 from moewright.spec.layout import (
+    DEFAULT_LAYOUT,
     CapacityFill,
     CpComm,
     CudaGraphScope,
@@ -29,6 +31,7 @@ from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import RouterAssignment, RouterForce
 
 _EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
+_STATIC_DISPATCHERS = " or ".join(kind for kind in DispatcherKind if kind.facts.has_static_shapes)
 _ROUTER_GRAPHS = (CudaGraphScope.MOE_ROUTER, CudaGraphScope.MOE_PREPROCESS)
 
 
@@ -171,7 +174,7 @@ def _check_ep_overlap(layout: Layout) -> Iterator[Reason]:
     rules = (
         (layout.ep == 1, "ep needs ep > 1"),
         (
-            layout.dispatcher is DispatcherKind.ALL_GATHER,
+            layout.dispatcher.facts.payload is Payload.TOKENS,
             "ep needs an all-to-all dispatcher",
         ),
         (layout.pp > 1 and layout.vpp == 1, "ep with pp > 1 needs vpp > 1"),
@@ -197,7 +200,7 @@ def _check_shared_overlap(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         (not has_shared, "shared needs a shared expert"),
         (layout.ep == 1, "shared needs ep > 1"),
         (
-            layout.dispatcher is DispatcherKind.ALL_GATHER,
+            layout.dispatcher.facts.payload is Payload.TOKENS,
             "shared needs an all-to-all dispatcher",
         ),
         (
@@ -247,24 +250,23 @@ def _check_graphs(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         rule = "overlap=grad+wgrad leaves biases of attention out of a graph"
         yield _without("graphs", chosen, [CudaGraphScope.ATTN], rule)
     has_budget = layout.capacity > 0 or layout.rank_capacity > 0
-    is_static = has_budget or layout.dispatcher is DispatcherKind.HYBRIDEP
+    is_static = has_budget or layout.dispatcher.facts.has_static_shapes
     if is_full and has_experts(model) and not is_static:
         rule = (
-            "full needs static shapes: a rank_capacity, a capacity, or the hybridep dispatcher "
-            "with its budget per rank"
+            f"full needs static shapes: a rank_capacity, a capacity, or the {_STATIC_DISPATCHERS} "
+            "dispatcher with its budget per rank"
         )
         yield _without("graphs", chosen, chosen, rule)
 
 
 def _check_exchanges(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     """Yield broken rules of dispatchers and of attention's exchange under context parallelism."""
-    direct = (DispatcherKind.ALL_TO_ALL, DispatcherKind.ALL_GATHER)
-    if has_experts(model) and layout.dispatcher not in direct and layout.ep * layout.etp == 1:
+    if has_experts(model) and counts_copies(layout) and layout.ep * layout.etp == 1:
         yield Reason(
             field="layout.dispatcher",
             value=layout.dispatcher,
             rule="needs etp * ep > 1",
-            nearest=DispatcherKind.ALL_TO_ALL,
+            nearest=DEFAULT_LAYOUT.dispatcher,
         )
     rule = _broken_cp_rule(model, layout)
     if rule:
@@ -299,7 +301,7 @@ def _check_capacity_fill(layout: Layout) -> Iterator[Reason]:
         return
     if not layout.capacity:
         rule = "needs a capacity"
-    elif layout.dispatcher not in (DispatcherKind.ALL_TO_ALL, DispatcherKind.HYBRIDEP):
+    elif not layout.dispatcher.facts.pads_rows:
         rule = f"does not go with dispatcher={layout.dispatcher}, which moves no row an expert"
     else:
         return
@@ -320,7 +322,7 @@ def _check_rank_capacity(job: Job) -> Iterator[Reason]:
     nearest = "0"
     if layout.capacity:
         rule = "drops no row: not with a capacity, which does"
-    elif layout.dispatcher not in (DispatcherKind.ALL_TO_ALL, DispatcherKind.HYBRIDEP):
+    elif not layout.dispatcher.facts.pads_rows:
         rule = f"does not go with dispatcher={layout.dispatcher}, whose copies it does not count"
     else:
         load = max(1.0, expected_load_factor(job))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moewright.rules.job import Job
+from moewright.rules.routing import counts_copies
+from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
 from moewright.spec.layout import (
+    DEFAULT_LAYOUT,
     CapacityFill,
     CudaGraphScope,
-    DispatcherKind,
     Layout,
     Offload,
     Overlap,
@@ -66,7 +68,7 @@ def _check_scopes(job: Job) -> Iterator[Reason]:
     graphs = layout.graphs
     model = job.model
     value = "+".join(graphs)
-    is_direct = layout.dispatcher is DispatcherKind.ALL_TO_ALL and not layout.rank_capacity
+    is_direct = layout.dispatcher.facts.payload is Payload.ROWS and not layout.rank_capacity
     is_partial = layout.capacity > 0 and layout.capacity_fill is not CapacityFill.PADDED
     if CudaGraphScope.MOE_PREPROCESS in graphs and (not is_direct or is_partial):
         rule = (
@@ -139,13 +141,12 @@ def _router_choices(job: Job) -> Iterator[_Choice]:
 
 def _layout_choices(job: Job) -> Iterator[_Choice]:
     layout = job.layout
-    is_direct = layout.dispatcher in (DispatcherKind.ALL_TO_ALL, DispatcherKind.ALL_GATHER)
     is_even = job.workload.router.force is RouterForce.BALANCED and not layout.capacity
     is_fixed = job.model.moe is None or layout.has_fixed_rows or is_even
     overlaps = "+".join(overlap for overlap in layout.overlap if overlap is not Overlap.SHARED)
     offloads = "+".join(kept for kept in layout.offload if kept is not Offload.OPTIMIZER)
     yield "layout.rank_capacity", 0, not is_fixed, "2"
-    yield "layout.dispatcher", layout.dispatcher, not is_direct, DispatcherKind.ALL_TO_ALL
+    yield "layout.dispatcher", layout.dispatcher, counts_copies(layout), DEFAULT_LAYOUT.dispatcher
     yield "layout.pp", layout.pp, layout.pp > 1, "1"
     yield "layout.zero", layout.zero, layout.zero >= 2, "1"
     yield "layout.spare", layout.spare, layout.spare > 0, "0"

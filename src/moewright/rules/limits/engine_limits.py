@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
-from types import MappingProxyType
 
 from moewright.rules.adapters import is_frozen, trains_all, trains_module
 from moewright.rules.job import Job, micro_batch_tokens
@@ -15,7 +14,6 @@ from moewright.rules.limits.engine_graphs import check_graphs
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.moments import MOMENT_DTYPES, is_scaled
 from moewright.rules.packed_base import cuts_blocks, is_packed
-from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes.fsdp import is_fsdp_sharded
 from moewright.rules.shapes.parameters import parameters
@@ -25,7 +23,6 @@ from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
     CapacityFill,
     CpComm,
-    DispatcherKind,
     ExpertPlacement,
     Layout,
     Overlap,
@@ -62,24 +59,6 @@ def check_compressed(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
         yield Reason(field="layout.sp", value="0", rule=rule, nearest="1")
 
 
-# Packages that a dispatcher needs.
-_PACKAGES: Mapping[DispatcherKind, tuple[str, ...]] = MappingProxyType(
-    {
-        DispatcherKind.DEEPEP: ("deep_ep",),
-        DispatcherKind.HYBRIDEP: ("deep_ep", "hybrid_ep_cpp"),
-        DispatcherKind.NCCLEP: ("nccl", "nccl.core", "nccl.ep"),
-    }
-)
-_HOMES: Mapping[DispatcherKind, str] = MappingProxyType(
-    {
-        DispatcherKind.DEEPEP: "github.com/deepseek-ai/DeepEP",
-        DispatcherKind.HYBRIDEP: "github.com/deepseek-ai/DeepEP",
-        DispatcherKind.NCCLEP: "github.com/NVIDIA/nccl-extensions",
-    }
-)
-# Bounds of NCCL-EP's high-throughput kernels: its release notes, and a constant of its build.
-_NCCLEP_RANKS = 64
-_NCCLEP_TOKENS = 8192
 # Rows of torch's grouped GEMM must be multiples of this.
 _GROUPED_ROW_BYTES = 16
 _NOT_YET = "the engine does not run this yet"
@@ -136,14 +115,13 @@ def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
 def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:
     """Yield what keeps a library dispatcher from running: a missing package, or an unmet limit."""
     kind = layout.dispatcher
-    if kind not in LIBRARY_DISPATCHERS:
+    if not kind.facts.is_library:
         return
-    missing = next((name for name in _PACKAGES[kind] if find_spec(name) is None), "")
+    missing = next((name for name in kind.facts.packages if find_spec(name) is None), "")
     if missing:
-        rule = f"needs the package {missing} ({_HOMES[kind]}), which is not installed"
-        yield Reason(field="layout.dispatcher", value=kind, rule=rule, nearest=DispatcherKind.DEDUP)
-    if kind is DispatcherKind.NCCLEP:
-        yield from _check_ncclep(layout, workload)
+        rule = f"needs the package {missing} ({kind.facts.home}), which is not installed"
+        yield Reason(field="layout.dispatcher", value=kind, rule=rule, nearest=kind.stand_in)
+    yield from _check_library_sizes(layout, workload)
     if layout.etp > 1:
         rule = f"the engine dispatches whole experts with dispatcher={kind}"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
@@ -164,14 +142,17 @@ def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:
         yield Reason(field="train.precision", value=precision, rule=rule, nearest="bf16")
 
 
-def _check_ncclep(layout: Layout, workload: Workload) -> Iterator[Reason]:
-    if layout.ep > _NCCLEP_RANKS:
-        rule = f"NCCL-EP has {_NCCLEP_RANKS} ranks at most, in eight nodes"
-        yield Reason(field="layout.ep", value=str(layout.ep), rule=rule, nearest=str(_NCCLEP_RANKS))
+def _check_library_sizes(layout: Layout, workload: Workload) -> Iterator[Reason]:
+    facts = layout.dispatcher.facts
+    if 0 < facts.max_ranks < layout.ep:
+        rule = f"{facts.title} has {facts.max_ranks} ranks at most"
+        nearest = str(facts.max_ranks)
+        yield Reason(field="layout.ep", value=str(layout.ep), rule=rule, nearest=nearest)
     tokens = micro_batch_tokens(workload, layout)
-    if tokens > _NCCLEP_TOKENS:
-        rule = f"a rank would dispatch {tokens} tokens; NCCL-EP is built for {_NCCLEP_TOKENS}"
-        nearest = str(max(1, layout.mbs * _NCCLEP_TOKENS // tokens))
+    if 0 < facts.max_tokens < tokens:
+        rule = f"a rank would dispatch {tokens} tokens; {facts.title} is built for "
+        rule += str(facts.max_tokens)
+        nearest = str(max(1, layout.mbs * facts.max_tokens // tokens))
         yield Reason(field="layout.mbs", value=str(layout.mbs), rule=rule, nearest=nearest)
 
 

@@ -12,16 +12,16 @@ from math import gcd, isfinite, lcm
 
 from moewright.rules.batch_rampup import check_batch_samples, check_ramp, deciding_batches
 from moewright.rules.expert_placement import check_placement
-from moewright.rules.grid import NODE_AWARE_DISPATCHERS, min_world_size
+from moewright.rules.grid import min_world_size
 from moewright.rules.job import Job, check_batch
 from moewright.rules.limits.compatibility import check_compatibility, has_experts
 from moewright.rules.limits.divisibility import divisors, nearest_legal, nearest_multiples
-from moewright.rules.routing import LIBRARY_DISPATCHERS, check_load_histogram
+from moewright.rules.routing import check_load_histogram
 from moewright.rules.timetable.schedule import check_schedule
 from moewright.rules.timetable.stages import check_stages
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import DispatcherKind, Layout, RankOrder
+from moewright.spec.layout import DEFAULT_LAYOUT, DispatcherKind, Layout, RankOrder
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
@@ -98,9 +98,9 @@ def check_device(layout: Layout, hardware: Hardware) -> tuple[Reason, ...]:
         value = "+".join(layout.graphs)
         rule = f"{name} has no CUDA graphs"
         reasons.append(Reason(field="layout.graphs", value=value, rule=rule, nearest="none"))
-    if layout.dispatcher in LIBRARY_DISPATCHERS:
+    if layout.dispatcher.facts.is_library:
         rule = f"its library has no kernels for {name}"
-        nearest = DispatcherKind.ALL_TO_ALL
+        nearest = DEFAULT_LAYOUT.dispatcher
         reasons.append(
             Reason(field="layout.dispatcher", value=layout.dispatcher, rule=rule, nearest=nearest)
         )
@@ -373,7 +373,7 @@ def _check_experts(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
             ("etp", layout.etp, 1),
             ("capacity", layout.capacity, 0),
             ("rank_capacity", layout.rank_capacity, 0),
-            ("dispatcher", layout.dispatcher, DispatcherKind.ALL_TO_ALL),
+            ("dispatcher", layout.dispatcher, DEFAULT_LAYOUT.dispatcher),
         )
         for name, value, only in settings:
             if value != only:
@@ -400,8 +400,8 @@ def _check_nodes(layout: Layout) -> Iterator[Reason]:
     """
     if not layout.ep_node:
         return
-    if layout.dispatcher not in NODE_AWARE_DISPATCHERS:
-        legal_kinds = " or ".join(NODE_AWARE_DISPATCHERS)
+    if not layout.dispatcher.facts.knows_nodes:
+        legal_kinds = " or ".join(kind for kind in DispatcherKind if kind.facts.knows_nodes)
         rule = f"goes with dispatcher={legal_kinds}, not {layout.dispatcher}"
         yield _reason("ep_node", layout.ep_node, rule, "0")
         return

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_features import Feature, unsupported_features
 from moewright.rules.limits.export_limits import unexported_training
+from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
@@ -267,9 +268,10 @@ def _check_layout(layout: Layout) -> Iterator[Reason]:
     if 0 < layout.offload_chunks < layout.vpp:
         rule = "offloads the same modules of every chunk"
         yield _refusal("layout.offload_chunks", layout.offload_chunks, rule, 0)
-    if layout.dispatcher is DispatcherKind.DEDUP:
+    if not layout.dispatcher.facts.megatron:
+        nearest_kind = _find_exported(layout.dispatcher.facts.payload)
         rule = "de-duplicates tokens in DeepEP and HybridEP only"
-        yield _refusal("layout.dispatcher", layout.dispatcher, rule, DispatcherKind.DEEPEP)
+        yield _refusal("layout.dispatcher", layout.dispatcher, rule, nearest_kind)
     if layout.shard and layout.zero != 1:
         yield _refusal("layout.shard", layout.shard, "export has no hybrid sharding", "all ranks")
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
@@ -280,6 +282,13 @@ def _check_layout(layout: Layout) -> Iterator[Reason]:
         others = "+".join(item for item in layout.recompute if item is not Recompute.LOSS)
         rule = "export has no loss that computes the logits in pieces"
         yield _refusal("layout.recompute", Recompute.LOSS, rule, others or "none")
+
+
+def _find_exported(payload: Payload) -> DispatcherKind:
+    """Return the first dispatcher that Megatron-LM has and that sends this."""
+    return next(
+        kind for kind in DispatcherKind if kind.facts.payload is payload and kind.facts.megatron
+    )
 
 
 def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
@@ -311,7 +320,7 @@ def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
 
 def _check_graphs(layout: Layout) -> Iterator[Reason]:
     is_synchronous = (
-        layout.dispatcher is DispatcherKind.ALL_TO_ALL
+        layout.dispatcher.facts.payload is Payload.ROWS
         and layout.capacity
         and layout.capacity_fill is not CapacityFill.PADDED
     )
@@ -322,10 +331,11 @@ def _check_graphs(layout: Layout) -> Iterator[Reason]:
 
 def _check_rank_capacity(layout: Layout) -> Iterator[Reason]:
     overlaps_expert_input = Overlap.EP in layout.overlap and Offload.EXPERT_FC1 in layout.offload
-    if layout.dispatcher is DispatcherKind.NCCLEP and overlaps_expert_input:
-        rule = "frees the rows of NCCL-EP that expert_fc1 would offload, with overlap=ep"
+    facts = layout.dispatcher.facts
+    if facts.frees_received_rows and overlaps_expert_input:
+        rule = f"frees the rows of {facts.title} that expert_fc1 would offload, with overlap=ep"
         yield _refusal("layout.offload", "+".join(layout.offload), rule, "without expert_fc1")
-    if layout.rank_capacity and layout.dispatcher is not DispatcherKind.HYBRIDEP:
+    if layout.rank_capacity and not facts.has_static_shapes:
         rule = "has a rank capacity only with hybridep"
         yield _refusal("layout.rank_capacity", layout.rank_capacity, rule, 0)
 

@@ -14,8 +14,8 @@ from moewright.rules.limits.export_limits import unexported_training
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
+    DEFAULT_LAYOUT,
     CpComm,
-    DispatcherKind,
     ExpertPlacement,
     Layout,
     Overlap,
@@ -58,12 +58,6 @@ SCHEDULES = {
     Schedule.INTERLEAVED: "Interleaved1F1B",
     Schedule.ZBV: "ZBVZeroBubble",
     Schedule.DUALPIPEV: "DualPipeV",
-}
-# The communication of its experts: its own, or those of libraries.
-EXPERT_BACKENDS = {
-    DispatcherKind.ALL_TO_ALL: "standard",
-    DispatcherKind.DEEPEP: "deepep",
-    DispatcherKind.HYBRIDEP: "hybridep",
 }
 _MTP_FAMILY = "deepseek_v3"  # the models that predict further tokens
 
@@ -130,12 +124,12 @@ def _check_sharding(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
 
 
 def _check_experts(layout: Layout) -> Iterator[Reason]:
-    if layout.dispatcher not in EXPERT_BACKENDS:
+    if not layout.dispatcher.facts.torchtitan:
         yield _refusal(
             "layout.dispatcher",
             layout.dispatcher,
             "dispatches all-to-all, by DeepEP or by HybridEP",
-            DispatcherKind.ALL_TO_ALL,
+            DEFAULT_LAYOUT.dispatcher,
         )
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
         rule = "keeps experts in blocks by number"

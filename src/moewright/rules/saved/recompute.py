@@ -32,7 +32,8 @@ from moewright.rules.saved.saved_tensor import SavedTensor, saved_tensor
 from moewright.rules.saved.trained_saved import adapter_saved, drop_unread
 from moewright.rules.shapes.shards import shard_size
 from moewright.rules.shared_choices import is_choice_shared
-from moewright.spec.layout import DispatcherKind, Layout, Recompute
+from moewright.spec.choices import Payload
+from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import (
     AttentionKind,
@@ -424,13 +425,13 @@ def _index_counts(
     R, dispatch = local.R, local.dispatch
     top_k = moe.router.top_k
     slots = t * top_k
-    if layout.dispatcher is DispatcherKind.ALL_GATHER:
+    facts = layout.dispatcher.facts
+    if facts.payload is Payload.TOKENS:
         return _IndexCounts(0, slots * layout.ep * layout.etp + 2 * R, 0)
-    if layout.dispatcher in routing.LIBRARY_DISPATCHERS and not is_fused_stack:
-        is_hybrid = layout.dispatcher is DispatcherKind.HYBRIDEP
-        columns = moe.experts // layout.ep if is_hybrid else top_k
+    if facts.is_library and not is_fused_stack:
+        columns = moe.experts // layout.ep if facts.brings_local_probs else top_k
         return _IndexCounts(0, dispatch.copies_in * columns + 2 * R, 0)
-    if layout.dispatcher is DispatcherKind.DEDUP:
+    if routing.sends_own_copies(layout):
         to_experts = dispatch.copies_gathered * top_k + 2 * R
         if not layout.ep_node:
             return _IndexCounts(slots, to_experts, dispatch.copies_out)
