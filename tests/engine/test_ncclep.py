@@ -13,6 +13,7 @@ from moewright.engine.comm.autograd_collectives import all_to_all_in_turn
 from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch import ncclep_binding
 from moewright.engine.dispatch.deepep import DeepEpDispatcher
+from moewright.engine.dispatch.library import LibrarySizes
 from moewright.engine.dispatch.ncclep_binding import NcclEp
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.observe.counters import Counters
@@ -45,7 +46,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> NcclEp:
     monkeypatch.setattr(stand_in_nccl_ep, "TokenExchange", LocalExchange)
     group = Group(name="ep", ranks=(0,), index=0, handle=None, counters=Counters())
     device = torch.device("cpu")
-    return NcclEp(group, experts=EXPERTS, hidden=HIDDEN, max_tokens=TOKENS, device=device)
+    sizes = LibrarySizes(experts=EXPERTS, hidden=HIDDEN, max_tokens=TOKENS, nvlink_domain_size=1)
+    return NcclEp(group, sizes, device)
 
 
 def test_a_layer_dispatches_and_combines_in_both_directions_along_one_route(

@@ -59,8 +59,16 @@ class AllGatherDispatcher:
         self._kernels = kernels
         self._forced_counts = forced_counts
 
+    def map_rows(self, experts_Tk: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return nothing: how many rows a rank makes is read by its host."""
+        return ()
+
     def preprocess(
-        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+        self,
+        x_TH: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        mapped: tuple[torch.Tensor, ...] = (),
     ) -> tuple[RoutedRows, AllGatherRoute]:
         """Gather the choices of all ranks and find the rows of the local experts."""
         local = len(self._local_experts)

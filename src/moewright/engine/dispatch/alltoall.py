@@ -131,7 +131,7 @@ class AllToAllDispatcher:
         x_TH: torch.Tensor,
         experts_Tk: torch.Tensor,
         weights_Tk: torch.Tensor,
-        mapped: MappedRows | None = None,
+        mapped: tuple[torch.Tensor, ...] = (),
     ) -> tuple[RoutedRows, AllToAllRoute]:
         """Sort (token, slot) pairs by expert; agree with the groups on how many rows go where.
 
@@ -139,7 +139,10 @@ class AllToAllDispatcher:
         """
         ep = self._ep_group.size
         local = self._local_experts
-        counts, received, gathered = mapped[:3] if mapped else self._exchange_counts(experts_Tk)
+        mapped_rows = MappedRows(*mapped) if mapped else None
+        counts, received, gathered = (
+            mapped_rows[:3] if mapped_rows else self._exchange_counts(experts_Tk)
+        )
         if self._forced_counts:
             sizes = self._forced_sizes(self._forced_counts(*experts_Tk.shape).rows)
         else:
@@ -147,10 +150,10 @@ class AllToAllDispatcher:
                 counts.view(ep, local).sum(1), received.sum(1), gathered.sum((1, 2))
             )
         send, receive, etp_rows = sizes
-        if mapped is None:
+        if mapped_rows is None:
             row_map = build_row_map(experts_Tk, sum(send), self._kernels)
         else:
-            row_map = self._restore_map(mapped, is_complete=True)
+            row_map = self._restore_map(mapped_rows, is_complete=True)
         padded_length = max(etp_rows)
         expert_order = source_order = unpadded_rows = None
         if self._etp_group.size > 1:

@@ -12,7 +12,7 @@ import torch
 
 from moewright.engine.comm.autograd_collectives import all_to_all
 from moewright.engine.comm.collectives import Group, all_gather_rows
-from moewright.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllRoute, MappedRows
+from moewright.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllRoute
 from moewright.engine.dispatch.interface import ForcedCounts, RoutedRows, build_padded_map
 from moewright.engine.dispatch.rows import RowBudget, SelectRows, count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
@@ -43,7 +43,7 @@ class BudgetedAllToAllDispatcher(AllToAllDispatcher):
         x_TH: torch.Tensor,
         experts_Tk: torch.Tensor,
         weights_Tk: torch.Tensor,
-        mapped: MappedRows | None = None,
+        mapped: tuple[torch.Tensor, ...] = (),
     ) -> tuple[RoutedRows, AllToAllRoute]:
         """Lay slots out by rank, `peer_rows` rows each; note how many have no room.
 

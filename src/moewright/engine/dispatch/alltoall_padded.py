@@ -54,15 +54,15 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
         x_TH: torch.Tensor,
         experts_Tk: torch.Tensor,
         weights_Tk: torch.Tensor,
-        mapped: MappedRows | None = None,
+        mapped: tuple[torch.Tensor, ...] = (),
     ) -> tuple[RoutedRows, AllToAllRoute]:
         """Make the rows that `map_rows` lays out; `mapped` where it has run already."""
         ep, etp = self._ep_group.size, self._etp_group.size
         local = self._local_experts
         capacity = self._capacity
         device = experts_Tk.device
-        mapped = mapped or self.map_rows(experts_Tk)
-        row_map = self._restore_map(mapped, is_complete=False)
+        mapped_rows = MappedRows(*mapped) if mapped else self.map_rows(experts_Tk)
+        row_map = self._restore_map(mapped_rows, is_complete=False)
         unpadded_rows = expert_order = source_order = None
         if etp > 1:
             unpadded_rows = _swap_outer_axes(etp * ep, local, capacity, device)
@@ -77,7 +77,7 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
             expert_order=expert_order,
             source_order=source_order,
             expert_ends=(expert_numbers * (etp * ep * capacity)).to(torch.int32),
-            sent_counts=mapped.counts,
+            sent_counts=mapped_rows.counts,
             unpadded_rows=unpadded_rows,
             padded_length=ep * local * capacity,
         )

@@ -105,8 +105,16 @@ class DedupDispatcher:
         self._ranks = prod(group.size for group in groups)
         self._local_experts = experts // self._ranks
 
+    def map_rows(self, experts_Tk: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return nothing: ids of experts travel in parts whose sizes the host reads."""
+        return ()
+
     def preprocess(
-        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+        self,
+        x_TH: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        mapped: tuple[torch.Tensor, ...] = (),
     ) -> tuple[RoutedRows, DedupRoute]:
         """Copy each token once per destination.
 

@@ -1,6 +1,6 @@
 """The dispatcher that leaves dispatch and combine to DeepEP, HybridEP or NCCL-EP.
 
-The module also checks such a library at the start.
+The module also opens such a library at the start, and checks it.
 
 Shapes as in dispatch.interface; N copies that this rank received, each with j places for its local
 experts.
@@ -8,7 +8,9 @@ experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from moewright.engine.comm.autograd_collectives import all_to_all_in_turn
 from moewright.engine.comm.collectives import Group, all_reduce
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher
 from moewright.engine.dispatch.dedup import mask_repeats
+from moewright.engine.dispatch.deepep_bindings import DeepEp, HybridEp
 from moewright.engine.dispatch.interface import (
     RoutedRows,
     RowExchange,
@@ -26,7 +29,8 @@ from moewright.engine.dispatch.interface import (
     copy_to_host,
     permute_to_local_experts,
 )
-from moewright.engine.dispatch.library import DispatchLibrary, unusable_reason
+from moewright.engine.dispatch.library import DispatchLibrary, LibrarySizes, unusable_reason
+from moewright.engine.dispatch.ncclep_binding import NcclEp
 from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.reference import TorchKernels
@@ -112,8 +116,16 @@ class DeepEpDispatcher:
         self._experts = experts
         self._kernels = kernels
 
+    def map_rows(self, experts_Tk: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return nothing: the library maps rows as it sends them."""
+        return ()
+
     def preprocess(
-        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+        self,
+        x_TH: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        mapped: tuple[torch.Tensor, ...] = (),
     ) -> tuple[RoutedRows, DeepEpRoute]:
         """Count what is sent; the library works out the rest by itself."""
         ranks = self._library.group.size
@@ -160,6 +172,33 @@ class DeepEpDispatcher:
 
     def combine_postprocess(self, rows: torch.Tensor, route: DeepEpRoute) -> torch.Tensor:
         return rows
+
+
+_BINDINGS: Mapping[
+    DispatcherKind, Callable[[Group, LibrarySizes, torch.device], DispatchLibrary]
+] = MappingProxyType(
+    {
+        DispatcherKind.DEEPEP: DeepEp,
+        DispatcherKind.HYBRIDEP: HybridEp,
+        DispatcherKind.NCCLEP: NcclEp,
+    }
+)
+
+
+def open_library(
+    dispatcher: DispatcherKind, group: Group, sizes: LibrarySizes, device: torch.device
+) -> DispatchLibrary:
+    """Set up the library that a layout's dispatcher names; every rank of the group calls this.
+
+    Raises:
+        BadInput: when it cannot be set up.
+    """
+    try:
+        return _BINDINGS[dispatcher](group, sizes, device)
+    except Exception as error:  # it may refuse a device, a number of ranks, its own version
+        raise BadInput(
+            unusable_reason(dispatcher, f"cannot be set up: {type(error).__name__}: {error}")
+        ) from error
 
 
 def verify_library(

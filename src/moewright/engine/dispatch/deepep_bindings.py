@@ -12,12 +12,13 @@ plain all-to-all.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 
 from moewright.engine.comm.collectives import Group
-from moewright.engine.dispatch.library import ReceivedCopies
+from moewright.engine.dispatch.library import LibrarySizes, ReceivedCopies
 
 
 class DeepEp:
@@ -26,15 +27,16 @@ class DeepEp:
     The host waits once a dispatch, for the number of copies that this rank receives.
     """
 
-    def __init__(self, module: Any, group: Group, *, experts: int, hidden: int) -> None:
+    def __init__(self, group: Group, sizes: LibrarySizes, device: torch.device) -> None:
+        module = importlib.import_module("deep_ep")
         buffer_class = module.Buffer
-        row_bytes = 2 * hidden  # rows are bf16
+        row_bytes = 2 * sizes.hidden  # rows are bf16
         configs = [
             buffer_class.get_dispatch_config(group.size),
             buffer_class.get_combine_config(group.size),
         ]
         self.group = group
-        self._experts = experts
+        self._experts = sizes.experts
         self._index_dtype = getattr(module, "topk_idx_t", torch.int64)
         self._buffer = buffer_class(
             group.handle,
@@ -85,30 +87,21 @@ class HybridEp:
     probability; a copy arrives with the probabilities of all experts of the node.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        group: Group,
-        *,
-        experts: int,
-        hidden: int,
-        max_tokens: int,
-        nvlink_domain_size: int,
-    ) -> None:
-        """Set up the buffer; `nvlink_domain_size` ranks of the group lie in one NVLink domain."""
-        local = experts // group.size
-        first = group.index % nvlink_domain_size * local
+    def __init__(self, group: Group, sizes: LibrarySizes, device: torch.device) -> None:
+        module = importlib.import_module("deep_ep")
+        local = sizes.experts // group.size
+        first = group.index % sizes.nvlink_domain_size * local
         self.group = group
-        self._experts = experts
-        self._node_experts = local * nvlink_domain_size
+        self._experts = sizes.experts
+        self._node_experts = local * sizes.nvlink_domain_size
         self._local_ids = torch.arange(local)
         self._local_columns = slice(first, first + local)  # of the node's experts
         self._buffer = module.HybridEPBuffer(
             group=group.handle,
-            hidden_dim=hidden,
-            max_num_of_tokens_per_rank=max_tokens,
+            hidden_dim=sizes.hidden,
+            max_num_of_tokens_per_rank=sizes.max_tokens,
             num_local_experts=local,
-            num_of_ranks_per_nvlink_domain=nvlink_domain_size,
+            num_of_ranks_per_nvlink_domain=sizes.nvlink_domain_size,
         )
 
     def dispatch(

@@ -155,16 +155,24 @@ ForcedCounts = Callable[[int, int], RoundRobinCounts]
 class TokenDispatcher(Protocol):
     """A way to bring tokens to their experts and the results back.
 
-    A slot whose expert is E was dropped. `preprocess` agrees with the other ranks on sizes and
-    returns, beside the rows, a route: what the later steps of this dispatcher need to know. Other
-    code reads two fields of a route. `expert_ends` [E_local] int32 are the running ends of the
-    local experts' rows. `sent_counts` int64 are the rows that this rank sends to each expert [E];
-    de-duplication appends the copies sent to each rank [ep] and, where they cross to nodes first,
-    those sent to each node.
+    A slot whose expert is E was dropped. `map_rows` returns what is known of the rows to send
+    before the host reads how many there are, so that a graph may do it; () where that is nothing.
+    `preprocess`, which takes what `map_rows` returned where that has run, agrees with the other
+    ranks on sizes and returns, beside the rows, a route: what the later steps of this dispatcher
+    need to know. Other code reads two fields of a route. `expert_ends` [E_local] int32 are the
+    running ends of the local experts' rows. `sent_counts` int64 are the rows that this rank sends
+    to each expert [E]; de-duplication appends the copies sent to each rank [ep] and, where they
+    cross to nodes first, those sent to each node.
     """
 
+    def map_rows(self, experts_Tk: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
+
     def preprocess(
-        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+        self,
+        x_TH: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        mapped: tuple[torch.Tensor, ...] = (),
     ) -> tuple[RoutedRows, Any]: ...
 
     def dispatch(self, routed: RoutedRows, route: Any, exchange: RowExchange) -> RoutedRows: ...

@@ -27,6 +27,19 @@ class ReceivedCopies:
     handle: Any
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LibrarySizes:
+    """The sizes for which a library is set up; `max_tokens` are those of a rank in one dispatch.
+
+    `nvlink_domain_size` ranks of the group lie in one NVLink domain.
+    """
+
+    experts: int
+    hidden: int
+    max_tokens: int
+    nvlink_domain_size: int
+
+
 class DispatchLibrary(Protocol):
     """A library that dispatches and combines over an expert-parallel group.
 

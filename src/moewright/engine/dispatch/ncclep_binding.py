@@ -17,7 +17,7 @@ import torch
 
 from moewright.engine.comm.collectives import Group, communicator_address
 from moewright.engine.dispatch.interface import copy_to_host
-from moewright.engine.dispatch.library import ReceivedCopies
+from moewright.engine.dispatch.library import LibrarySizes, ReceivedCopies
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,23 +42,21 @@ class NcclEp:
     The host waits once a dispatch, for the number of copies that this rank receives.
     """
 
-    def __init__(
-        self, group: Group, *, experts: int, hidden: int, max_tokens: int, device: torch.device
-    ) -> None:
+    def __init__(self, group: Group, sizes: LibrarySizes, device: torch.device) -> None:
         """Set up the library's group on the communicator of a process group."""
         core = importlib.import_module("nccl.core")
         self._ep = ep = importlib.import_module("nccl.ep")
         self.group = group
-        self._experts = experts
+        self._experts = sizes.experts
         self._device = device
         # The library holds no reference to the communicator that it is built on.
         self._communicator = core.Communicator(ptr=communicator_address(group, device))
         config = ep.GroupConfig(
             algorithm=ep.Algorithm.HIGH_THROUGHPUT,
-            num_experts=experts,
-            max_dispatch_tokens_per_rank=max_tokens,
+            num_experts=sizes.experts,
+            max_dispatch_tokens_per_rank=sizes.max_tokens,
             max_recv_tokens_per_rank=0,  # outputs have as many rows as a dispatch brings
-            max_token_bytes=2 * hidden,  # rows are bf16
+            max_token_bytes=2 * sizes.hidden,  # rows are bf16
         )
         self._library_group = ep.Group.create(self._communicator, config)
 

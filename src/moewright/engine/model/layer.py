@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from moewright.engine.dispatch.alltoall import MappedRows
 from moewright.engine.memory.saved_tensors import RoutingDecisions
 from moewright.engine.model.attention import Attention, AttentionContext
 from moewright.engine.model.compressed_attention import CompressedAttention
@@ -123,8 +122,7 @@ class TransformerLayer(nn.Module):
             partial(self._norm_and_route, context), residual
         )
         choice = ExpertChoice(experts=experts, weights=weights, counts=counts)
-        rows = MappedRows(*mapped) if mapped else None
-        out, sent_counts = self.moe.run_experts(normed, choice, rows)
+        out, sent_counts = self.moe.run_experts(normed, choice, tuple(mapped))
         return self._leave_block(None, residual, out, None), aux_losses, sent_counts
 
     def _norm_and_route(

@@ -19,7 +19,7 @@ from moewright.engine.comm.autograd_collectives import (
 )
 from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch.allgather import AllGatherDispatcher
-from moewright.engine.dispatch.alltoall import AllToAllDispatcher, MappedRows
+from moewright.engine.dispatch.alltoall import AllToAllDispatcher
 from moewright.engine.dispatch.alltoall_budget import BudgetedAllToAllDispatcher
 from moewright.engine.dispatch.alltoall_padded import PaddedAllToAllDispatcher
 from moewright.engine.dispatch.dedup import DedupDispatcher
@@ -48,7 +48,8 @@ from moewright.rules.routing import (
     drops_by_probability,
     round_robin_counts,
 )
-from moewright.spec.layout import CapacityFill, DispatcherKind, ExpertPlacement, Overlap, Recompute
+from moewright.spec.choices import Payload
+from moewright.spec.layout import CapacityFill, ExpertPlacement, Overlap, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import MoeSpec
 from moewright.spec.workload import RouterForce
@@ -256,9 +257,8 @@ class MoeLayer(torch.nn.Module):
             selection, aux_losses = self.router(x_TH, decisions, first_sequence, counted, ids)
             return selection, aux_losses
 
-    def map_rows(self, choice: ExpertChoice) -> MappedRows:
+    def map_rows(self, choice: ExpertChoice) -> tuple[torch.Tensor, ...]:
         """Return what is known of the rows to send before the host reads how many there are."""
-        assert isinstance(self._dispatcher, AllToAllDispatcher)  # rules.limits.engine_graphs
         with self._runtime.counters.scopes.enter(Module.EXPERTS):
             return self._dispatcher.map_rows(self._choose_slots(choice))
 
@@ -268,7 +268,7 @@ class MoeLayer(torch.nn.Module):
         return experts_Tk if self._assigner is None else self._assigner.assign(experts_Tk)
 
     def run_experts(
-        self, x_TH: torch.Tensor, choice: ExpertChoice, mapped: MappedRows | None = None
+        self, x_TH: torch.Tensor, choice: ExpertChoice, mapped: tuple[torch.Tensor, ...] = ()
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the experts of every token, and those that all pass; return the sent counts too.
 
@@ -305,15 +305,12 @@ class MoeLayer(torch.nn.Module):
 
     def _preprocess(
         self,
-        mapped: MappedRows | None,
+        mapped: tuple[torch.Tensor, ...],
         x_TH: torch.Tensor,
         slots_Tk: torch.Tensor,
         weights_Tk: torch.Tensor,
     ) -> tuple[RoutedRows, Any]:
         rows = x_TH if self.latent is None else self.latent.project_down(x_TH)
-        if mapped is None:
-            return self._dispatcher.preprocess(rows, slots_Tk, weights_Tk)
-        assert isinstance(self._dispatcher, AllToAllDispatcher)  # which has mapped them
         return self._dispatcher.preprocess(rows, slots_Tk, weights_Tk, mapped)
 
     def _run_routed(
@@ -382,7 +379,8 @@ def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispa
     layout = mesh.layout
     kernels = runtime.kernels
     forced_counts = _forced_counts(runtime, spec)
-    if layout.dispatcher is DispatcherKind.ALL_GATHER:
+    facts = layout.dispatcher.facts
+    if facts.payload is Payload.TOKENS:
         local_experts = range(slots)[rank_slots(range(slots), layout.ep, mesh.coordinate("ep"))]
         return AllGatherDispatcher(
             mesh.group("etp_ep"),
@@ -394,7 +392,7 @@ def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispa
     if runtime.dispatch_library is not None:
         return DeepEpDispatcher(runtime.dispatch_library, slots, kernels)
     etp_group = mesh.group("etp")
-    if layout.dispatcher is DispatcherKind.DEDUP:
+    if facts.payload is Payload.COPIES:
         names = ("ep_far", "ep_near") if layout.ep_node else ("ep",)
         groups = [mesh.group(name) for name in names]
         return DedupDispatcher(groups, etp_group, slots, kernels, forced_counts=forced_counts)

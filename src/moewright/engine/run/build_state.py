@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -11,13 +10,10 @@ import torch
 
 from moewright.engine.checkpoint import Coordinator
 from moewright.engine.comm import collectives
-from moewright.engine.comm.collectives import Group
 from moewright.engine.comm.mesh import Mesh, build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
-from moewright.engine.dispatch.deepep import verify_library
-from moewright.engine.dispatch.deepep_bindings import DeepEp, HybridEp
-from moewright.engine.dispatch.library import DispatchLibrary, unusable_reason
-from moewright.engine.dispatch.ncclep_binding import NcclEp
+from moewright.engine.dispatch.deepep import open_library, verify_library
+from moewright.engine.dispatch.library import DispatchLibrary, LibrarySizes
 from moewright.engine.dispatch.rows import RowBudget
 from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet
@@ -48,49 +44,8 @@ from moewright.rules.low_precision import find_recipe
 from moewright.rules.saved.activation_offload import offloading_layers
 from moewright.rules.shapes.shards import shared_table_ranks
 from moewright.rules.timetable.stages import Chunk, chunk_layers
-from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import CudaGraphScope, DispatcherKind
-
-# Opening the library that a layout's dispatcher names.
-
-
-def open_library(
-    dispatcher: DispatcherKind,
-    group: Group,
-    *,
-    experts: int,
-    hidden: int,
-    max_tokens: int,
-    nvlink_domain_size: int,
-    device: torch.device,
-) -> DispatchLibrary:
-    """Set up the library for a group; every rank of it calls this.
-
-    Raises:
-        BadInput: when it cannot be set up.
-    """
-    try:
-        if dispatcher is DispatcherKind.NCCLEP:
-            return NcclEp(
-                group, experts=experts, hidden=hidden, max_tokens=max_tokens, device=device
-            )
-        module = importlib.import_module("deep_ep")
-        if dispatcher is DispatcherKind.DEEPEP:
-            return DeepEp(module, group, experts=experts, hidden=hidden)
-        return HybridEp(
-            module,
-            group,
-            experts=experts,
-            hidden=hidden,
-            max_tokens=max_tokens,
-            nvlink_domain_size=nvlink_domain_size,
-        )
-    except Exception as error:  # it may refuse a device, a number of ranks, its own version
-        raise BadInput(
-            unusable_reason(dispatcher, f"cannot be set up: {type(error).__name__}: {error}")
-        ) from error
-
+from moewright.spec.layout import CudaGraphScope
 
 InitialValue = Callable[[NamedParameter, Runtime], torch.Tensor]
 
@@ -251,15 +206,13 @@ def _open_library(job: Job, mesh: Mesh, device: torch.device) -> DispatchLibrary
     dispatcher = job.layout.dispatcher
     experts = job.model.moe.experts
     hidden = job.model.expert_width
-    library = open_library(
-        dispatcher,
-        mesh.group("ep"),
+    sizes = LibrarySizes(
         experts=experts,
         hidden=hidden,
         max_tokens=job.micro_batch_tokens,
         nvlink_domain_size=axis_size(job.layout, "ep_near"),
-        device=device,
     )
+    library = open_library(dispatcher, mesh.group("ep"), sizes, device)
     like = torch.empty(0, dtype=torch_dtype(job.workload.precision), device=device)
     verify_library(
         library, dispatcher, mesh.group("etp"), experts=experts, hidden=hidden, like=like
