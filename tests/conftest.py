@@ -15,7 +15,7 @@ from importlib import import_module
 import pytest
 from hypothesis import HealthCheck, settings
 
-from selection import is_in_turn
+from selection import leave_out
 
 # The same tree gives the same examples, so a failure comes from the change. There is no deadline:
 # the time of an example depends on what else the machine does.
@@ -41,10 +41,9 @@ _MODULES_OF_RANKS = ("numpy.ma", "torch._inductor.compile_fx", "torch.utils.tens
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the cases whose turn it is not to `make test-all`."""
-    for item in items:
-        if item.get_closest_marker("turns") and not is_in_turn(item.nodeid):
-            item.add_marker(pytest.mark.thorough)
+    """Leave most cases of many alike to `make test-all`."""
+    for item in leave_out(items):
+        item.add_marker(pytest.mark.thorough)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures that start ranks

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import tomllib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import pytest
 
 _TESTS = Path(__file__).resolve().parent
-# A test marked `turns` runs for one source tree in this many.
-_TURNS = 1
+# Of the cases of a test marked `turns`, `make test` runs one in this many.
+_EVERY = 5
 
 
 class _HasId(Protocol):
@@ -29,20 +30,25 @@ def thorough(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-def is_in_turn(node_id: str) -> bool:
-    """Return whether a test marked `turns` runs in `make test` on this source.
+def leave_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases marked `turns` that `make test` leaves to `make test-all`.
 
-    Others run with the next change of the package; the same source always has the same. What
-    catches a mutant runs always.
+    It runs the first case of each test and every fifth after it, and what catches a mutant: the
+    same ones for every tree.
     """
-    return _hash(node_id)[0] % _TURNS == 0 or bool(
-        _tests_of_mutants() & {node_id, *_prefixes(node_id)}
-    )
+    seen: Counter[str] = Counter()
+    for item in items:
+        if item.get_closest_marker("turns"):
+            function = item.nodeid.partition("[")[0]
+            names = {item.nodeid, *_prefixes(item.nodeid)}
+            if seen[function] % _EVERY and not _tests_of_mutants() & names:
+                yield item
+            seen[function] += 1
 
 
-def rotate_cases(cases: Sequence[T], count: int) -> tuple[T, ...]:
-    """Pick `count` of the cases, which have an `id`, by a hash of the source of the package."""
-    return tuple(sorted(cases, key=lambda case: _hash(case.id))[:count])
+def choose_cases(cases: Sequence[T], count: int) -> tuple[T, ...]:
+    """Pick `count` of the cases, which have an `id`, by a hash of it: the same for every tree."""
+    return tuple(sorted(cases, key=lambda case: sha256(case.id.encode()).digest())[:count])
 
 
 @cache
@@ -54,16 +60,3 @@ def _tests_of_mutants() -> frozenset[str]:
 def _prefixes(node_id: str) -> tuple[str, str]:
     """Return the file and the function of a test."""
     return node_id.partition("::")[0], node_id.partition("[")[0]
-
-
-@cache
-def source_digest() -> bytes:
-    """Return a hash of every Python file of the package."""
-    tree = hashlib.sha256()
-    for path in sorted((_TESTS.parent / "src" / "moewright").rglob("*.py")):
-        tree.update(path.read_bytes())
-    return tree.digest()
-
-
-def _hash(name: str) -> bytes:
-    return hashlib.sha256(source_digest() + name.encode()).digest()

@@ -36,7 +36,7 @@ from moewright.spec.workload import (
     RouterTraining,
     TensorScaling,
 )
-from selection import rotate_cases
+from selection import choose_cases
 from tiny_jobs import read_checkpoint
 
 pytestmark = pytest.mark.spawn
@@ -127,7 +127,7 @@ PAIRS = tuple(
 
 def mark_cases() -> list[object]:
     small = [pair for pair in PAIRS if max(pair.ranks) <= _MAX_RANKS]
-    chosen_ids = {pair.id for pair in rotate_cases(small, _PAIRS_IN_EVERY_TEST)}
+    chosen_ids = {pair.id for pair in choose_cases(small, _PAIRS_IN_EVERY_TEST)}
     return [
         pytest.param(
             pair, id=pair.id, marks=() if pair.id in chosen_ids else (pytest.mark.thorough,)

@@ -12,7 +12,7 @@ import pytest
 
 from layout_proof import prove_layout
 from layout_space import CORNERS, DRAWN_SHAPES, SHAPES, Case, draw_sweep, plan_case
-from selection import rotate_cases
+from selection import choose_cases
 
 pytestmark = pytest.mark.spawn
 
@@ -26,7 +26,7 @@ def mark_cases() -> list[object]:
         [case for case in all_cases if not case.refusals and case.layout.world_size <= _MAX_RANKS]
         for all_cases in (CORNERS, draw_sweep())
     )
-    chosen_ids = {case.id for case in rotate_cases((*corners, *drawn), _IN_EVERY_TEST)}
+    chosen_ids = {case.id for case in choose_cases((*corners, *drawn), _IN_EVERY_TEST)}
     return [
         pytest.param(
             case, id=case.id, marks=() if case.id in chosen_ids else (pytest.mark.thorough,)
