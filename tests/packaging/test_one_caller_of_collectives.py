@@ -24,14 +24,13 @@ NAMES_TAKEN = {
         "WriteItem", "WriteItemType", "create_read_items_for_chunk_list",
     },
     "optim/fsdp.py": {
-        "AllGather", "CPUOffloadPolicy", "DTensor", "DeviceMesh", "FSDPModule",
-        "MixedPrecisionPolicy", "OffloadPolicy", "ReduceScatter", "fully_shard",
+        "CPUOffloadPolicy", "DTensor", "DeviceMesh", "FSDPModule",
+        "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard",
     },
-    "run/rendezvous.py": {
-        "DistError", "DistNetworkError", "DistStoreError", "PrefixStore", "Store", "TCPStore",
+    "run/rendezvous.py": {"DistError", "DistNetworkError", "DistStoreError"},
+    "torch_private.py": {
+        "AllGather", "FileStore", "PrefixStore", "ReduceScatter", "Store", "TCPStore", "_fsdp_api",
     },
-    "run/torchrun_watch.py": {"PrefixStore", "TCPStore"},
-    "run/worker.py": {"FileStore", "Store"},
     "torch_dist/export_weights.py": {  # writes alone, without a process group
         "ChunkStorageMetadata", "DefaultSavePlanner", "FileSystemWriter", "MetadataIndex",
         "SavePlan", "TensorProperties", "TensorWriteData", "WriteItem", "WriteItemType", "save",

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moewright.engine.observe.counters import Counters
+from moewright.engine.torch_private import create_fake_store
 from moewright.spec.hardware import Collective
 
 _FAKE = "fake"
@@ -82,9 +83,7 @@ def join_world(*, rank: int, world_size: int, store: Any, backend: str, timeout_
 
 def join_fake_world(*, rank: int, world_size: int) -> None:
     """Join a world in which no other rank runs: collectives return at once and carry no values."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(_FAKE, store=create_fake_store(), rank=rank, world_size=world_size)
 
 
 def leave_world() -> None:

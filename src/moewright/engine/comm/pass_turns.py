@@ -14,9 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from moewright.engine.torch_private import dispatch_modes, function_modes
 from moewright.rules.timetable.timetable_row import RowKind
 
 
@@ -85,7 +84,7 @@ class PassTurns:
         self._error = None
         self._left = [None] * len(self._states)
         self._note_turn = note_turn or _ignore_turn
-        modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+        modes = [*dispatch_modes(), *function_modes()]
         # A daemon: where this thread is interrupted, the process does not wait for it.
         worker = threading.Thread(
             target=self._run_backward, args=(backward, modes), name="backward", daemon=True

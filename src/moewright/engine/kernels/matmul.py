@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from moewright.engine.kernels.operations import define_operation
+from moewright.engine.torch_private import ONEDNN_LINEAR
 
 # Multiplications from which a product is worth the kernel that oneDNN makes for each new shape.
 _MIN_ONEDNN_PRODUCT = 1 << 22
-# x @ w.T; what torch.compile calls on a CPU. None where torch was built without oneDNN.
-ONEDNN_LINEAR: Any = (
-    torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
-)
 
 
 @cache

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moewright.engine.observe.storage_census import storage_id
+from moewright.engine.torch_private import HOST_READ, TorchDispatchMode, tree_leaves, tree_map_only
 
 # Steps that run as they are before one is captured, as Megatron-LM has it: libraries choose their
 # kernels and take their workspaces.
@@ -91,7 +90,7 @@ class OperationList(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+        if func.overloadpacket is HOST_READ:
             raise RuntimeError("the host reads a number of a tensor inside a graph")
         result = func(*args, **kwargs)
         if func.namespace == "prim":  # a tensor without data is asked for its device

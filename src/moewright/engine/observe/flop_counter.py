@@ -27,7 +27,7 @@ from moewright.engine.kernels.delta_rule import (
     scan_flops,
 )
 from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
-from moewright.engine.kernels.matmul import CPU_GROUPED_MATMUL, ONEDNN_LINEAR
+from moewright.engine.kernels.matmul import CPU_GROUPED_MATMUL
 from moewright.engine.kernels.scaled_groups import SCALED_WEIGHT_GRAD
 from moewright.engine.kernels.sparse_attention import (
     CHOOSE_KEYS,
@@ -43,6 +43,7 @@ from moewright.engine.kernels.state_space import (
     state_space_flops,
 )
 from moewright.engine.observe.observing_mode import OperationArgs, OperationKwargs
+from moewright.engine.torch_private import ONEDNN_LINEAR
 from moewright.spec.ledger import FlopOp
 
 _aten = torch.ops.aten

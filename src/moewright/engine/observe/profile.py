@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moewright.codec import read_json_data, write_text
 from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
+from moewright.engine.torch_private import ProfilerConfig, record_memory, write_memory_snapshot
 from moewright.spec.workload import ProfileSpec
 
 # The numbers of processes that a rank's trace may use.
@@ -72,17 +72,17 @@ class ProfilerWindow:
         self._profiler.export_chrome_trace(str(path))
         write_text(path, json.dumps(_label_with_rank(read_json_data(path), self._rank)))
         if self._is_cuda:
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory{self._rank:05d}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            write_memory_snapshot(folder / f"memory{self._rank:05d}.pickle")
+            record_memory(enabled=False)
         self._profiler = None
 
     def _start(self) -> profile:
         activities = [ProfilerActivity.CPU]
         if self._is_cuda:
-            torch.cuda.memory._record_memory_history()
+            record_memory(enabled=True)
             activities.append(ProfilerActivity.CUDA)
         # A backward beside a forward runs on a thread of its own (engine.comm.pass_turns).
-        every_thread = _ExperimentalConfig(profile_all_threads=self._watches_all_threads)
+        every_thread = ProfilerConfig(profile_all_threads=self._watches_all_threads)
         started = profile(
             activities=activities, record_shapes=True, experimental_config=every_thread
         )

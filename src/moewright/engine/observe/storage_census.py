@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from moewright.engine.observe.module_scopes import ModuleScopes
 from moewright.engine.observe.observing_mode import OperationKwargs
+from moewright.engine.torch_private import has_fake_mode, tree_iter
 from moewright.spec.ledger import Module, StorageBytes
 
 
@@ -199,6 +199,6 @@ def _fake_tensor_types() -> list[type]:
 
     Elsewhere they are what a compiler traced with, and weigh nothing.
     """
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+    if not has_fake_mode():
         return []
     return [kind for kind in torch.Tensor.__subclasses__() if kind.__name__ == "FakeTensor"]

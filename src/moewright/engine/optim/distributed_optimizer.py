@@ -25,6 +25,7 @@ from moewright.engine.optim.optimizer_states import (
 )
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
 from moewright.engine.runtime import Runtime
+from moewright.engine.torch_private import foreach_norm
 from moewright.rules.shapes.fsdp import (
     is_fsdp_sharded,
 )
@@ -451,5 +452,5 @@ def _squared_norm(flat: torch.Tensor) -> torch.Tensor:
 
     A whole pass in fp64 costs ten times as much. Nothing is read by the host.
     """
-    norms = torch._foreach_norm(list(flat.split(_NORM_ELEMENTS)), dtype=torch.float32)
+    norms = foreach_norm(flat.split(_NORM_ELEMENTS), torch.float32)
     return torch.stack(norms).double().square().sum()

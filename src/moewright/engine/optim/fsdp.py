@@ -25,9 +25,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from moewright.engine.comm.collectives import (
     Group,
@@ -51,6 +49,7 @@ from moewright.engine.optim.optimizer_states import (
     uses_muon,
 )
 from moewright.engine.runtime import Runtime, torch_dtype
+from moewright.engine.torch_private import AllGather, ReduceScatter, disable_modes
 from moewright.rules.shapes.fsdp import FsdpGroups, fsdp_groups, fsdp_units, offloaded_names
 from moewright.rules.shapes.shards import gradient_group, holding_pp_ranks
 from moewright.spec.layout import Layout
@@ -356,7 +355,7 @@ def _build_device_mesh(group: Group, device: torch.device) -> DeviceMesh:
     It computes with rank numbers, which a dry run must not take for tensors of the job.
     """
     assert group.handle is not None  # something is sharded over it
-    with _disable_current_modes():
+    with disable_modes():
         return DeviceMesh.from_group(group.handle, device.type)
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moewright.engine.comm import collectives
 from moewright.engine.kernels.fused.reference import TorchKernels
@@ -26,6 +24,7 @@ from moewright.engine.observe.storage_census import freeze_older_objects
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
 from moewright.engine.runtime import Runtime
+from moewright.engine.torch_private import HOST_READ, FakeTensorMode, TorchDispatchMode
 from moewright.rules import grid
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import require_runnable
@@ -42,7 +41,7 @@ class HostAnswers(TorchDispatchMode):
     """A dispatch mode of a dry run, in which every number that the host reads is 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+        if func.overloadpacket is HOST_READ:
             return 1
         return func(*args, **(kwargs or {}))
 

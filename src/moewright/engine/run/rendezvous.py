@@ -10,10 +10,9 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-# torch.distributed re-exports these, but type checkers do not see it.
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
+from moewright.engine.torch_private import PrefixStore, Store, TCPStore
 from moewright.spec.errors import BadInput, Reason
 
 # The key that ends the roll call: "" once all ranks are there, else JSON that says why not.

@@ -22,9 +22,6 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-# torch.distributed re-exports these, but type checkers do not see it.
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-
 from moewright.engine.run.env import TorchrunEnv
 from moewright.engine.run.watch import (
     WatchedRank,
@@ -42,6 +39,9 @@ from moewright.engine.run.worker import (
     die_with_parent,
     rank_file_path,
 )
+
+# torch.distributed re-exports these, but type checkers do not see it.
+from moewright.engine.torch_private import PrefixStore, TCPStore
 from moewright.spec.errors import BadInput, Reason
 
 _POLL_S = 0.2

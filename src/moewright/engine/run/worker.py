@@ -23,11 +23,11 @@ from types import FrameType
 
 import torch
 
-# torch.distributed re-exports these, but type checkers do not see it.
-from torch._C._distributed_c10d import FileStore, Store
-
 from moewright.engine.observe.counters import NoteActivity, ignore_activity
 from moewright.engine.run.rendezvous import Rendezvous, open_rendezvous
+
+# torch.distributed re-exports these, but type checkers do not see it.
+from moewright.engine.torch_private import FileStore, Store
 from moewright.spec.errors import BadInput, Reason, lacks_memory
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.run import IncidentKind

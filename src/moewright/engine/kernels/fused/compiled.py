@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from moewright.engine.kernels.fused.reference import SWIGLU_ALPHA, SWIGLU_LIMIT, TorchKernels
+from moewright.engine.torch_private import compile_counters, has_dispatch_modes, mark_dynamic
 
 _CPU_COMPILERS = ("g++", "clang++")  # what Inductor looks for
 
@@ -29,8 +30,7 @@ def compile_backend(*, is_cpu: bool) -> str:
 
 def describe_compilation() -> str:
     """Return what this process has compiled so far, in words."""
-    from torch._dynamo.utils import counters
-
+    counters = compile_counters()
     graphs = counters["stats"]["unique_graphs"]
     breaks = sum(counters["graph_break"].values())
     text = f"torch.compile: {graphs} graphs, {breaks} graph breaks"
@@ -60,7 +60,7 @@ class CompiledKernels(TorchKernels):
     def swiglu(
         self, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool
     ) -> torch.Tensor:
-        if _is_counted() or not x_R2F.numel():
+        if has_dispatch_modes() or not x_R2F.numel():
             return super().swiglu(x_R2F, weight_R, clamped)
         return _run(self._swiglu, x_R2F, weight_R, clamped)
 
@@ -71,14 +71,14 @@ class CompiledKernels(TorchKernels):
         weight_R: torch.Tensor | None,
         clamped: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if _is_counted() or not x_R2F.numel():
+        if has_dispatch_modes() or not x_R2F.numel():
             return super().swiglu_backward(grad_RF, x_R2F, weight_R, clamped)
         return _run(self._swiglu_backward, grad_RF, x_R2F, weight_R, clamped)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if _is_counted() or not x.numel():
+        if has_dispatch_modes() or not x.numel():
             return super().rms_norm(x, weight, eps)
         out, scale = _run(self._rms_norm, x.flatten(0, -2), weight, eps)
         return out.view(x.shape), scale.view(*x.shape[:-1], 1)
@@ -92,7 +92,7 @@ class CompiledKernels(TorchKernels):
         scale: torch.Tensor | None,
         weight_rows: slice,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if _is_counted() or not x.numel():
+        if has_dispatch_modes() or not x.numel():
             return super().rms_norm_backward(grad, x, weight, eps, scale, weight_rows)
         x_NK = x.flatten(0, -2)
         start, stop, _ = weight_rows.indices(len(x_NK))
@@ -110,17 +110,17 @@ class CompiledKernels(TorchKernels):
         return grad_x.view(x.shape), grad_weight
 
     def rotate(self, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        if _is_counted():
+        if has_dispatch_modes():
             return super().rotate(x_BSHD, cos, sin)
         return _run(self._rotate, x_BSHD, cos, sin)
 
     def cross_entropy(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        if _is_counted():
+        if has_dispatch_modes():
             return super().cross_entropy(logits_TV, targets_T)
         return _run(self._cross_entropy, logits_TV, targets_T)
 
     def sum_exp(self, logits_TV: torch.Tensor, max_T: torch.Tensor) -> torch.Tensor:
-        if _is_counted():
+        if has_dispatch_modes():
             return super().sum_exp(logits_TV, max_T)
         return _run(self._sum_exp, logits_TV, max_T)
 
@@ -132,21 +132,16 @@ class CompiledKernels(TorchKernels):
         log_sum_T: torch.Tensor | None,
         size: int,
     ) -> torch.Tensor:
-        if _is_counted():
+        if has_dispatch_modes():
             return super().cross_entropy_backward(grad_T, logits_TV, columns_T, log_sum_T, size)
         return _run(self._cross_entropy_backward, grad_T, logits_TV, columns_T, log_sum_T, size)
-
-
-def _is_counted() -> bool:
-    """Tell whether somebody looks at every operation: a compiled kernel would hide its own."""
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def _run(chain: Callable[..., Any], *args: Any) -> Any:
     """Run a chain whose first dim is another one every step; it has no gradient of its own."""
     for arg in args:
         if isinstance(arg, torch.Tensor) and arg.dim():
-            torch._dynamo.maybe_mark_dynamic(arg, 0)
+            mark_dynamic(arg)
     with torch.no_grad():
         return chain(*args)
 

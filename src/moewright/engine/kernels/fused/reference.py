@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from moewright.engine.kernels.fused.router_losses import SCORE_SUM_EPS, router_losses
 from moewright.engine.kernels.fused.scans import TorchScans
+from moewright.engine.torch_private import SOFTMAX_BACKWARD
 from moewright.rules.row_blocks import MAX_LOSS_ROWS, rows_per_block
 from moewright.spec.model import RouterSpec, ScoreFunction
 
@@ -56,7 +57,7 @@ class SparseMixer(torch.autograd.Function):
         ctx: Any, _: torch.Tensor, grad_weights: torch.Tensor, grad_scores: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
         logits_TE, experts_Tk, scores = ctx.saved_tensors
-        grad = torch.ops.aten._softmax_backward_data(grad_scores, scores, -1, scores.dtype)
+        grad = SOFTMAX_BACKWARD(grad_scores, scores, -1, scores.dtype)
         left = logits_TE.clone()
         for chosen, grad_weight in zip(
             experts_Tk.split(1, 1), grad_weights.split(1, 1), strict=True
