@@ -32,8 +32,8 @@ from benchmarks.gpu.sizes import (
 )
 from moewright.cost.estimate import estimate
 from moewright.cost.ledger import predict_rank_ledger
-from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.fused.select import build_kernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.kernels.low_precision import Groups, NarrowTensor, convert
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
 from moewright.engine.kernels.scaled_groups import (
@@ -96,7 +96,7 @@ def _kernel_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
     device = sizes.device
     kind = DeviceKind.CUDA if device.type == "cuda" else DeviceKind.CPU
     fused = build_kernels(FusedKernels.AUTO, kind)
-    plain = TorchKernels()
+    plain = torch_kernels()
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(sizes.rows, width, generator=generator).to(device)
     weight = torch.randn(width, generator=generator).to(device)

@@ -10,7 +10,7 @@ import torch
 from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher
 from moewright.engine.dispatch.dedup import DedupDispatcher, mask_repeats
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.model.moe import SlotAssigner
 from moewright.engine.observe.counters import Counters
 from moewright.rules.routing import round_robin_counts, slot_rows
@@ -60,13 +60,13 @@ def test_forced_sizes_are_those_of_experts_in_turn(rank: int, tokens: int, capac
     nodes = torch.bincount(mask_repeats(experts // 4, 2).flatten(), minlength=3)[:2].tolist()
     sent = round_robin_counts(tokens, 2, 8, max_rows=capacity, ranks=4, nodes=2)
     alltoall = AllToAllDispatcher(
-        ep_group, etp_group, 8, TorchKernels(), forced_counts=None, may_drop=True
+        ep_group, etp_group, 8, torch_kernels(), forced_counts=None, may_drop=True
     )
     send, receive, etp_rows = alltoall._forced_sizes(sent.rows)
     assert list(send) == counts
     assert receive == (counts[rank],) * 4
     assert etp_rows == (4 * counts[rank],) * 2
-    dedup = DedupDispatcher([ep_group], etp_group, 8, TorchKernels(), forced_counts=None)
+    dedup = DedupDispatcher([ep_group], etp_group, 8, torch_kernels(), forced_counts=None)
     sizes = dedup._forced_sizes(sent)
     assert sizes.hops == ((tuple(copies), (copies[rank],) * 4),)
     assert sizes.received_copies == (4 * copies[rank],) * 2
@@ -74,7 +74,7 @@ def test_forced_sizes_are_those_of_experts_in_turn(rank: int, tokens: int, capac
     node, place = divmod(rank, 2)
     far = build_group("ep_far", (place, 2 + place), node)
     near = build_group("ep_near", (2 * node, 2 * node + 1), place)
-    two_hops = DedupDispatcher([far, near], etp_group, 8, TorchKernels(), forced_counts=None)
+    two_hops = DedupDispatcher([far, near], etp_group, 8, torch_kernels(), forced_counts=None)
     node_sizes = two_hops._forced_sizes(sent)
     near_send = tuple(2 * copies[2 * node + other] for other in range(2))
     assert node_sizes.hops == (

@@ -11,9 +11,10 @@ import torch
 import tiny_jobs
 from layout_proof import WORKLOAD, draw_test_weight
 from moewright.engine.kernels.fused import compiled
-from moewright.engine.kernels.fused.compiled import CompiledKernels, describe_compilation
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.compiled import describe_compilation
+from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.select import build_kernels, implementation_name
+from moewright.engine.kernels.fused.table import compiled_kernels, torch_kernels
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
 from moewright.engine.run.verify import FixedBatches
@@ -22,7 +23,7 @@ from moewright.spec.hardware import DeviceKind
 from moewright.spec.workload import FusedKernels
 from selection import thorough
 
-PLAIN = TorchKernels()
+PLAIN = torch_kernels()
 
 
 @pytest.fixture(
@@ -30,14 +31,14 @@ PLAIN = TorchKernels()
     params=["aot_eager", thorough("inductor")],
     ids=["graphs alone", "kernels of a compiler"],
 )
-def kernels(request: pytest.FixtureRequest) -> Iterator[CompiledKernels]:
+def kernels(request: pytest.FixtureRequest) -> Iterator[KernelSet]:
     """Graphs run as they are traced, and as kernels where there is a compiler."""
     backend: str = request.param
     if backend == "inductor" and compiled.compile_backend(is_cpu=True) != "inductor":
         pytest.skip("no C++ compiler")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield CompiledKernels(backend)
+    yield compiled_kernels(backend)
     torch._dynamo.reset()
 
 
@@ -45,7 +46,7 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def test_every_chain_gives_the_numbers_of_the_reference(kernels: CompiledKernels) -> None:
+def test_every_chain_gives_the_numbers_of_the_reference(kernels: KernelSet) -> None:
     """Of three numbers of rows: the second makes the rows a symbol, the third compiles nothing."""
     compiled_before = {}
     for rows in (6, 10, 14, 0):
@@ -85,7 +86,7 @@ def list_calls(rows: int) -> Iterator[tuple[str, tuple[object, ...]]]:
         )
 
 
-def test_a_run_has_the_losses_of_plain_operations(kernels: CompiledKernels) -> None:
+def test_a_run_has_the_losses_of_plain_operations(kernels: KernelSet) -> None:
     """Also on the step that is counted, which sees each operation."""
     ids = torch.randint(
         0,
@@ -115,7 +116,7 @@ def test_a_run_has_the_losses_of_plain_operations(kernels: CompiledKernels) -> N
     assert ", 0 graph breaks" in describe_compilation()
 
 
-def test_graph_breaks_are_told(kernels: CompiledKernels) -> None:
+def test_graph_breaks_are_told(kernels: KernelSet) -> None:
     @torch.compile(backend="aot_eager")
     def breaks(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -129,6 +130,7 @@ def test_a_cpu_without_a_compiler_runs_the_graphs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(shutil, "which", lambda name: None)
     name = implementation_name(FusedKernels.COMPILED, DeviceKind.CPU)
     assert name.startswith("compiled aot_eager ")
-    assert isinstance(build_kernels(FusedKernels.COMPILED, DeviceKind.CPU), CompiledKernels)
+    built = build_kernels(FusedKernels.COMPILED, DeviceKind.CPU)
+    assert built.implementation is FusedKernels.COMPILED
     cuda = implementation_name(FusedKernels.COMPILED, DeviceKind.CUDA)
     assert cuda.startswith("compiled inductor ")

@@ -25,9 +25,9 @@ TOKENS, WIDTH, HEADS, HEAD, EXPERTS, VOCABULARY = 24, 96, 3, 64, 8, 5000
 
 def call_all() -> None:
     """Call every kernel in bf16, and each of its branches."""
-    from moewright.engine.kernels.fused.triton import TritonKernels
+    from moewright.engine.kernels.fused.table import triton_kernels
 
-    kernels = TritonKernels()
+    kernels = triton_kernels()
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = torch.ones(WIDTH, dtype=torch.bfloat16)
     ids = torch.zeros(TOKENS, dtype=torch.int64)

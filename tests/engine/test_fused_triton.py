@@ -15,8 +15,8 @@ from itertools import product
 import pytest
 import torch
 
-from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.fused.router_losses import RouterLossTerms
+from moewright.engine.kernels.fused.table import torch_kernels, triton_kernels
 from moewright.engine.run.env import is_triton_interpreted
 from moewright.spec.model import RouterSpec, ScoreFunction
 
@@ -24,11 +24,9 @@ pytest.importorskip(
     "triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone"
 )
 
-from moewright.engine.kernels.fused.triton import TritonKernels
-
 CLOSE = 32 * 2.0**-24
 DEVICE = torch.device("cpu" if is_triton_interpreted() else "cuda")
-PLAIN, FUSED = TorchKernels(), TritonKernels()
+PLAIN, FUSED = torch_kernels(), triton_kernels()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from moewright.engine.comm.collectives import Group
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.model.autograd import LayerNorm, NormSettings
 from moewright.engine.observe.counters import Counters
 
@@ -28,7 +28,7 @@ def run_norm(
         for seed, shape in enumerate(((3, 5, WIDTH), (WIDTH,), (WIDTH,)))
     )
     settings = NormSettings(
-        eps=1e-3, kernels=TorchKernels(), keeps_scale=keeps_scale, replica_group=group
+        eps=1e-3, kernels=torch_kernels(), keeps_scale=keeps_scale, replica_group=group
     )
     out = LayerNorm.apply(x, weight, bias, settings)
     grad = draw(3, 5, WIDTH, dtype=dtype, seed=9).detach()

@@ -5,11 +5,13 @@ Compared are values, gradients, and how many logits exist at once.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moewright.engine.comm.collectives import Group, TensorParallel
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.biases import AddBiasInPlace
@@ -53,7 +55,7 @@ def full_logits_loss(
         logits = AddBiasInPlace.apply(logits, bias, None)
     if len(w) > VOCABULARY:
         logits = logits[:, :VOCABULARY]
-    return VocabParallelCrossEntropy.apply(logits, targets, shard, TorchKernels())
+    return VocabParallelCrossEntropy.apply(logits, targets, shard, torch_kernels())
 
 
 def chunked_loss(
@@ -64,7 +66,7 @@ def chunked_loss(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     shard = single_rank_shard(Counters())
-    settings = ChunkedLossSettings(shard=shard, max_columns=max_columns, kernels=TorchKernels())
+    settings = ChunkedLossSettings(shard=shard, max_columns=max_columns, kernels=torch_kernels())
     return LinearCrossEntropy.apply(x, w, bias, targets, settings)
 
 
@@ -131,21 +133,23 @@ def test_keeps_no_logits_and_makes_no_more_than_a_chunk_of_them() -> None:
     widths = []
     saved = []
 
-    class WatchedKernels(TorchKernels):
-        def sum_exp(self, logits_TV: torch.Tensor, max_T: torch.Tensor) -> torch.Tensor:
-            widths.append(logits_TV.shape[1])
-            return super().sum_exp(logits_TV, max_T)
+    plain = torch_kernels()
 
-        def cross_entropy_backward(
-            self,
-            grad_T: torch.Tensor,
-            logits_TV: torch.Tensor,
-            columns_T: torch.Tensor,
-            log_sum_T: torch.Tensor | None,
-            size: int,
-        ) -> torch.Tensor:
-            widths.append(logits_TV.shape[1])
-            return super().cross_entropy_backward(grad_T, logits_TV, columns_T, log_sum_T, size)
+    def watch_sum(logits_TV: torch.Tensor, max_T: torch.Tensor) -> torch.Tensor:
+        widths.append(logits_TV.shape[1])
+        return plain.sum_exp(logits_TV, max_T)
+
+    def watch_backward(
+        grad_T: torch.Tensor,
+        logits_TV: torch.Tensor,
+        columns_T: torch.Tensor,
+        log_sum_T: torch.Tensor | None,
+        size: int,
+    ) -> torch.Tensor:
+        widths.append(logits_TV.shape[1])
+        return plain.cross_entropy_backward(grad_T, logits_TV, columns_T, log_sum_T, size)
+
+    watched = replace(plain, sum_exp=watch_sum, cross_entropy_backward=watch_backward)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved.append((tuple(tensor.shape), tensor.dtype))
@@ -154,7 +158,7 @@ def test_keeps_no_logits_and_makes_no_more_than_a_chunk_of_them() -> None:
     with counters.counting(), counters.scopes.enter(Module.HEAD):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             settings = ChunkedLossSettings(
-                shard=single_rank_shard(counters), max_columns=max_columns, kernels=WatchedKernels()
+                shard=single_rank_shard(counters), max_columns=max_columns, kernels=watched
             )
             loss = LinearCrossEntropy.apply(x, w, None, targets, settings)
         loss.backward(grad)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moewright.engine.dispatch.rows import Unpermute
 from moewright.engine.kernels import matmul as matmul_module
 from moewright.engine.kernels.attention import AttentionMask, attention, attention_backward
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.kernels.matmul import grouped_matmul, matmul, zero_empty_groups
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.observe.counters import Counters
@@ -125,7 +125,7 @@ def test_swiglu_in_blocks_has_the_gradients_of_its_formula(weighted: bool) -> No
     leaves = [leaf for leaf in (x, weight) if leaf is not None]
     gate, up = x.chunk(2, -1)
     plain = torch.sigmoid(gate) * gate * up * (1.0 if weight is None else weight[:, None])
-    out = SwiGlu.apply(x, weight, TorchKernels(1 << 13))
+    out = SwiGlu.apply(x, weight, torch_kernels(1 << 13))
     torch.testing.assert_close(out, plain)
     gradients = torch.autograd.grad(out, leaves, grad)
     torch.testing.assert_close(gradients, torch.autograd.grad(plain, leaves, grad))
@@ -135,7 +135,7 @@ def test_slots_without_a_row_add_nothing() -> None:
     rows = torch.arange(12.0).view(4, 3).requires_grad_()
     row_of_slot = torch.tensor([[0, 2], [4, 4], [3, 1]])
     token_of_row = torch.tensor([0, 2, 0, 2])
-    out = Unpermute.apply(rows, token_of_row, row_of_slot, False, TorchKernels())
+    out = Unpermute.apply(rows, token_of_row, row_of_slot, False, torch_kernels())
     torch.testing.assert_close(
         out, torch.stack((rows[0] + rows[2], torch.zeros(3), rows[3] + rows[1]))
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 from moewright.engine.comm.mesh import build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.memory.part_graphs import PartGraphs
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
@@ -42,7 +42,7 @@ def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
         counters=counters,
         weight_grads=WeightGradStore(),
         saved_tensors=SavedTensorManager(counters, replaces_tensors=False),
-        kernels=TorchKernels(),
+        kernels=torch_kernels(),
         device=torch.device("cpu"),
         turns=PassTurns(torch.device("cpu"), ()),
         part_graphs=PartGraphs(torch.device("cpu"), WeightGradStore()),

@@ -12,7 +12,7 @@ import torch
 
 from moewright.engine.comm.mesh import build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.memory.part_graphs import PartGraphs
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
@@ -44,7 +44,7 @@ def build_layer() -> MoeLayer:
         device=torch.device("cpu"),
         turns=PassTurns(torch.device("cpu"), ()),
         part_graphs=PartGraphs(torch.device("cpu"), WeightGradStore()),
-        kernels=TorchKernels(),
+        kernels=torch_kernels(),
     )
     layer = MoeLayer(runtime, 2)
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from moewright.engine.dispatch import ncclep_binding
 from moewright.engine.dispatch.deepep import DeepEpDispatcher
 from moewright.engine.dispatch.library import LibrarySizes
 from moewright.engine.dispatch.ncclep_binding import NcclEp
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.observe.counters import Counters
 
 EXPERTS, HIDDEN, TOKENS = 4, 8, 6
@@ -59,7 +59,7 @@ def test_a_layer_dispatches_and_combines_in_both_directions_along_one_route(
     weights = torch.rand(TOKENS, 2)
     weights[-1, 1] = 0.0
     weights.requires_grad_()
-    dispatcher = DeepEpDispatcher(library, EXPERTS, TorchKernels())
+    dispatcher = DeepEpDispatcher(library, EXPERTS, torch_kernels())
     routed, route = dispatcher.preprocess(x, experts, weights)
     routed = dispatcher.dispatch(routed, route, all_to_all_in_turn)
     handle = route.handle.handle

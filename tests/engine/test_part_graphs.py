@@ -13,7 +13,7 @@ from layout_proof import BATCH, LENGTH, WORKLOAD, draw_batches, draw_test_weight
 from layout_space import SHAPES
 from moewright.codec import parse_layout
 from moewright.engine.comm import collectives
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.memory.graph_capture import WARMUP_STEPS, OperationList
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
@@ -61,7 +61,7 @@ def build_state(shape: str, layout: str, world_size: int = 1, rank: int = 0) -> 
         rank=rank,
         device=torch.device("cpu"),
         initial_value=draw_test_weight if world_size == 1 else draw_blank,
-        kernels=TorchKernels(),
+        kernels=torch_kernels(),
     )
 
 

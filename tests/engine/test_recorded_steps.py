@@ -13,7 +13,7 @@ import tiny_jobs
 from layout_proof import BATCH, LENGTH, draw_batches, draw_test_weight
 from moewright.codec import parse_layout
 from moewright.engine.comm import collectives
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.memory.graph_capture import WARMUP_STEPS, OperationList
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
@@ -47,7 +47,7 @@ def build_state(layout: str, world_size: int = 1) -> TrainState:
         rank=0,
         device=torch.device("cpu"),
         initial_value=draw_test_weight if world_size == 1 else draw_blank,
-        kernels=TorchKernels(),
+        kernels=torch_kernels(),
     )
 
 

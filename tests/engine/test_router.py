@@ -16,7 +16,8 @@ from moewright.codec import parse_layout
 from moewright.engine.comm.mesh import build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.dedup import mask_repeats
-from moewright.engine.kernels.fused.reference import TorchKernels, choose_experts, compute_scores
+from moewright.engine.kernels.fused.reference import choose_experts, compute_scores
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.memory.part_graphs import PartGraphs
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
@@ -71,7 +72,7 @@ def build_router(
         counters=counters,
         weight_grads=WeightGradStore(),
         saved_tensors=SavedTensorManager(counters, replaces_tensors=False),
-        kernels=TorchKernels(),
+        kernels=torch_kernels(),
         device=torch.device("cpu"),
         turns=PassTurns(torch.device("cpu"), ()),
         part_graphs=PartGraphs(torch.device("cpu"), WeightGradStore()),
@@ -93,7 +94,7 @@ def test_weights_are_the_chosen_scores_over_their_sum_times_the_factor(
 ) -> None:
     x = draw_logits()
     spec = RouterSpec(top_k=4, score=score, scaling_factor=2.5)
-    selection = select_experts(x, spec, TorchKernels())
+    selection = select_experts(x, spec, torch_kernels())
     torch.testing.assert_close(selection.weights.sum(-1), torch.full((64,), 2.5))
     plain = {
         ScoreFunction.SOFTMAX: lambda v: v.exp(),  # any common factor of a token falls out
@@ -118,7 +119,7 @@ def test_a_sparse_mixer_is_that_of_phi() -> None:
     assert (weights < 1).float().mean() > 0.5  # the threshold lets most choices have neighbours
     for forced in (None, experts):
         logits = draw_logits()
-        selection = select_experts(logits, MIXER, TorchKernels(), forced_Tk=forced)
+        selection = select_experts(logits, MIXER, torch_kernels(), forced_Tk=forced)
         assert torch.equal(selection.experts, experts)
         torch.testing.assert_close(selection.weights, weights.detach())
         torch.testing.assert_close(selection.scores, torch.softmax(logits, -1))
@@ -131,7 +132,7 @@ def test_the_gradient_of_a_sparse_mixer_is_that_of_its_weights_and_scores() -> N
     forced = torch.tensor([[0, 3]] * 3 + [[4, 1]] * 3)  # most of them are not the highest
 
     def select(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        selection = select_experts(values, MIXER, TorchKernels(), forced_Tk=forced)
+        selection = select_experts(values, MIXER, torch_kernels(), forced_Tk=forced)
         return selection.weights, selection.scores
 
     assert torch.autograd.gradcheck(select, (logits,))
@@ -142,7 +143,7 @@ def test_a_bias_moves_the_choice_and_leaves_the_weights() -> None:
     bias = torch.zeros(16)
     bias[3] = 10.0
     spec = RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, renormalize=False, selection_bias=True)
-    selection = select_experts(x, spec, TorchKernels(), bias)
+    selection = select_experts(x, spec, torch_kernels(), bias)
     assert (selection.experts == 3).any(1).all()
     torch.testing.assert_close(selection.weights, torch.sigmoid(x).gather(1, selection.experts))
 
@@ -183,7 +184,7 @@ def test_the_choice_and_its_weights_are_those_of_deepseek_v3_in_transformers() -
         top_k=4, score=ScoreFunction.SIGMOID, scaling_factor=2.5, groups=4, top_groups=2,
         group_scores=2, selection_bias=True,
     )  # fmt: skip
-    selection = select_experts(x, spec, TorchKernels(), bias)
+    selection = select_experts(x, spec, torch_kernels(), bias)
     experts, order = selection.experts.sort(-1)
     sorted_hf_experts, hf_order = hf_experts.sort(-1)
     assert torch.equal(experts, sorted_hf_experts)
@@ -196,9 +197,9 @@ def test_gradients_of_the_weights_are_those_of_the_plain_formula() -> None:
         spec = RouterSpec(top_k=3, score=score, scaling_factor=1.7)
         pull = torch.randn(64, 3, dtype=torch.float64)
         assert torch.autograd.gradcheck(
-            lambda v, spec=spec: select_experts(v, spec, TorchKernels()).weights, (x,), eps=1e-6
+            lambda v, spec=spec: select_experts(v, spec, torch_kernels()).weights, (x,), eps=1e-6
         )
-        (select_experts(x, spec, TorchKernels()).weights * pull).sum().backward()
+        (select_experts(x, spec, torch_kernels()).weights * pull).sum().backward()
         assert x.grad is not None
         assert (x.grad != 0).any()
 
@@ -344,7 +345,7 @@ def test_forced_experts() -> None:
 
 @pytest.mark.parametrize("policy", list(DropPolicy))
 def test_a_capacity_keeps_the_likeliest_rows_or_the_first(policy: DropPolicy) -> None:
-    selection = select_experts(draw_logits(), RouterSpec(top_k=4), TorchKernels())
+    selection = select_experts(draw_logits(), RouterSpec(top_k=4), torch_kernels())
     kept = selection.drop_over_capacity(10, policy)
     assert torch.equal(selection.drop_over_capacity(64, policy), selection.experts)
     for expert in range(16):

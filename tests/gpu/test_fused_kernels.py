@@ -11,7 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.kernels.fused.table import torch_kernels, triton_kernels
 from moewright.engine.run.env import is_triton_interpreted
 from moewright.spec.model import RouterSpec, ScoreFunction
 
@@ -25,10 +26,8 @@ pytestmark = [
     ),
 ]
 
-from moewright.engine.kernels.fused.triton import TritonKernels  # noqa: E402 - which needs Triton
-
-PLAIN = TorchKernels()
-FUSED = TritonKernels()
+PLAIN = torch_kernels()
+FUSED = triton_kernels()
 # Qwen3-30B-A3B on one device: 4096 tokens, 8 of 128 experts, hidden 2048, expert width 768, 32
 # heads of 128.
 TOKENS = 4096
@@ -185,7 +184,7 @@ def test_times_of_the_kernels_and_the_reference_are_reported(
     router_logits = draw_normal(TOKENS, EXPERTS).requires_grad_()
     for kernels in (FUSED, PLAIN):
 
-        def route(kernels: TorchKernels | TritonKernels = kernels) -> None:
+        def route(kernels: KernelSet = kernels) -> None:
             _, weights, scores = kernels.route_tokens(router_logits, spec, None, None)
             (weights.sum() + scores.square().sum()).backward()
 

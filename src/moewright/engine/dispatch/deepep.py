@@ -33,7 +33,7 @@ from moewright.engine.dispatch.library import DispatchLibrary, LibrarySizes, unu
 from moewright.engine.dispatch.ncclep_binding import NcclEp
 from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import DispatcherKind
 
@@ -219,9 +219,9 @@ def verify_library(
         BadInput: on all ranks, when the library fails on one of them or gives another result.
     """
     plain = AllToAllDispatcher(
-        library.group, etp_group, experts, TorchKernels(), forced_counts=None, may_drop=False
+        library.group, etp_group, experts, torch_kernels(), forced_counts=None, may_drop=False
     )
-    fused = DeepEpDispatcher(library, experts, TorchKernels())
+    fused = DeepEpDispatcher(library, experts, torch_kernels())
     failures = like.new_zeros(1, dtype=torch.float32)
     rule = "differs from the plain all-to-all in a trial at the start"
     try:

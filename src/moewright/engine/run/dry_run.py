@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moewright.engine.comm import collectives
-from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.kernels.matmul import has_native_bf16
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
@@ -80,7 +80,7 @@ def dry_run(job: Job, *, rank: int, note: NoteActivity = ignore_activity) -> Dry
                 rank=rank,
                 device=torch.device("cpu"),
                 initial_value=lambda parameter, runtime: _uninitialized(parameter),
-                kernels=TorchKernels(),  # they save the same tensors, and run without data
+                kernels=torch_kernels(),  # they save the same tensors, and run without data
             )
             # With zero=3 there is no gradient among them: gradients are made in the step.
             states = state.memory_rows()

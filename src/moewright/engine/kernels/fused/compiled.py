@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from moewright.engine.kernels.fused.reference import SWIGLU_ALPHA, SWIGLU_LIMIT, TorchKernels
+from moewright.engine.kernels.fused.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from moewright.engine.torch_private import compile_counters, has_dispatch_modes, mark_dynamic
 
 _CPU_COMPILERS = ("g++", "clang++")  # what Inductor looks for
@@ -38,112 +38,65 @@ def describe_compilation() -> str:
     return f"{text} ({reasons})" if reasons else text
 
 
-class CompiledKernels(TorchKernels):
-    """A KernelSet whose chains are compiled once for each kind of tensor, whatever its rows.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """A kernel to be compiled: its operations, and how the kernel's arguments are handed to them.
 
-    What moves rows and what chooses experts stays the reference's, and so does a step on which
-    operations are counted one by one.
+    `call` gets the compiled operations and the arguments.
     """
 
-    def __init__(self, backend: str, block_numel: int = 0) -> None:
-        super().__init__(block_numel)
-        compile_chain = partial(torch.compile, backend=backend)
-        self._swiglu = compile_chain(_swiglu)
-        self._swiglu_backward = compile_chain(_swiglu_backward)
-        self._rms_norm = compile_chain(_rms_norm)
-        self._rms_norm_backward = compile_chain(_rms_norm_backward)
-        self._rotate = compile_chain(_rotate)
-        self._cross_entropy = compile_chain(_cross_entropy)
-        self._sum_exp = compile_chain(_sum_exp)
-        self._cross_entropy_backward = compile_chain(_cross_entropy_backward)
-
-    def swiglu(
-        self, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool
-    ) -> torch.Tensor:
-        if has_dispatch_modes() or not x_R2F.numel():
-            return super().swiglu(x_R2F, weight_R, clamped)
-        return _run(self._swiglu, x_R2F, weight_R, clamped)
-
-    def swiglu_backward(
-        self,
-        grad_RF: torch.Tensor,
-        x_R2F: torch.Tensor,
-        weight_R: torch.Tensor | None,
-        clamped: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if has_dispatch_modes() or not x_R2F.numel():
-            return super().swiglu_backward(grad_RF, x_R2F, weight_R, clamped)
-        return _run(self._swiglu_backward, grad_RF, x_R2F, weight_R, clamped)
-
-    def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if has_dispatch_modes() or not x.numel():
-            return super().rms_norm(x, weight, eps)
-        out, scale = _run(self._rms_norm, x.flatten(0, -2), weight, eps)
-        return out.view(x.shape), scale.view(*x.shape[:-1], 1)
-
-    def rms_norm_backward(
-        self,
-        grad: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        scale: torch.Tensor | None,
-        weight_rows: slice,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if has_dispatch_modes() or not x.numel():
-            return super().rms_norm_backward(grad, x, weight, eps, scale, weight_rows)
-        x_NK = x.flatten(0, -2)
-        start, stop, _ = weight_rows.indices(len(x_NK))
-        flat_scale = None if scale is None else scale.reshape(-1, 1)
-        grad_x, grad_weight = _run(
-            self._rms_norm_backward,
-            grad.flatten(0, -2),
-            x_NK,
-            weight,
-            eps,
-            flat_scale,
-            start,
-            stop,
-        )
-        return grad_x.view(x.shape), grad_weight
-
-    def rotate(self, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        if has_dispatch_modes():
-            return super().rotate(x_BSHD, cos, sin)
-        return _run(self._rotate, x_BSHD, cos, sin)
-
-    def cross_entropy(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        if has_dispatch_modes():
-            return super().cross_entropy(logits_TV, targets_T)
-        return _run(self._cross_entropy, logits_TV, targets_T)
-
-    def sum_exp(self, logits_TV: torch.Tensor, max_T: torch.Tensor) -> torch.Tensor:
-        if has_dispatch_modes():
-            return super().sum_exp(logits_TV, max_T)
-        return _run(self._sum_exp, logits_TV, max_T)
-
-    def cross_entropy_backward(
-        self,
-        grad_T: torch.Tensor,
-        logits_TV: torch.Tensor,
-        columns_T: torch.Tensor,
-        log_sum_T: torch.Tensor | None,
-        size: int,
-    ) -> torch.Tensor:
-        if has_dispatch_modes():
-            return super().cross_entropy_backward(grad_T, logits_TV, columns_T, log_sum_T, size)
-        return _run(self._cross_entropy_backward, grad_T, logits_TV, columns_T, log_sum_T, size)
+    operations: Callable[..., Any]
+    call: Callable[..., Any]
 
 
-def _run(chain: Callable[..., Any], *args: Any) -> Any:
-    """Run a chain whose first dim is another one every step; it has no gradient of its own."""
+def compile_kernel(chain: Chain, reference: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Return a kernel whose chain is compiled once for each kind of tensor, whatever its rows.
+
+    A step on which operations are counted one by one runs the reference, for a compiled kernel
+    would hide its own; and so does a tensor without rows.
+    """
+    compiled = torch.compile(chain.operations, backend=backend)
+
+    def run(*args: Any) -> Any:
+        if has_dispatch_modes() or not args[0].numel():
+            return reference(*args)
+        return chain.call(compiled, *args)
+
+    return run
+
+
+def _call(compiled: Callable[..., Any], *args: Any) -> Any:
+    """Call a chain whose first dim is another one every step; it has no gradient of its own."""
     for arg in args:
         if isinstance(arg, torch.Tensor) and arg.dim():
             mark_dynamic(arg)
     with torch.no_grad():
-        return chain(*args)
+        return compiled(*args)
+
+
+def _call_rms_norm(
+    compiled: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, scale = _call(compiled, x.flatten(0, -2), weight, eps)
+    return out.view(x.shape), scale.view(*x.shape[:-1], 1)
+
+
+def _call_rms_norm_backward(
+    compiled: Callable[..., Any],
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    weight_rows: slice,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x_NK = x.flatten(0, -2)
+    start, stop, _ = weight_rows.indices(len(x_NK))
+    flat_scale = None if scale is None else scale.reshape(-1, 1)
+    grad_x, grad_weight = _call(
+        compiled, grad.flatten(0, -2), x_NK, weight, eps, flat_scale, start, stop
+    )
+    return grad_x.view(x.shape), grad_weight
 
 
 def _swiglu(x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool) -> torch.Tensor:
@@ -250,3 +203,13 @@ def _cross_entropy_backward(
     probs = (wide - log_sum_T[:, None]).exp() * (columns < size)
     at_target = columns == columns_T[:, None]  # -1 is no column
     return ((probs - at_target.float()) * grad_T[:, None]).to(logits_TV.dtype)
+
+
+SWIGLU = Chain(operations=_swiglu, call=_call)
+SWIGLU_BACKWARD = Chain(operations=_swiglu_backward, call=_call)
+RMS_NORM = Chain(operations=_rms_norm, call=_call_rms_norm)
+RMS_NORM_BACKWARD = Chain(operations=_rms_norm_backward, call=_call_rms_norm_backward)
+ROTATE = Chain(operations=_rotate, call=_call)
+CROSS_ENTROPY = Chain(operations=_cross_entropy, call=_call)
+SUM_EXP = Chain(operations=_sum_exp, call=_call)
+CROSS_ENTROPY_BACKWARD = Chain(operations=_cross_entropy_backward, call=_call)

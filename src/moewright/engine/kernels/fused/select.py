@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from moewright.engine.kernels.fused.compiled import CompiledKernels, compile_backend
+from moewright.engine.kernels.fused.compiled import compile_backend
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.fused.scans import fla_version
+from moewright.engine.kernels.fused.table import compiled_kernels, torch_kernels, triton_kernels
 from moewright.rules.row_blocks import CACHED_NUMEL
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
@@ -50,16 +50,14 @@ def implementation_name(choice: FusedKernels, device: DeviceKind) -> str:
 
 
 def build_kernels(choice: FusedKernels, device: DeviceKind) -> KernelSet:
-    """Build the kernels of a job; Triton is imported where it is used, and nowhere else."""
+    """Build the kernels of a job."""
     is_cpu = device is DeviceKind.CPU
     block_numel = CACHED_NUMEL if is_cpu else 0
     if choice is FusedKernels.COMPILED:
-        return CompiledKernels(compile_backend(is_cpu=is_cpu), block_numel)
+        return compiled_kernels(compile_backend(is_cpu=is_cpu), block_numel)
     if not _uses_triton(choice, device):
-        return TorchKernels(block_numel)
-    from moewright.engine.kernels.fused.triton import TritonKernels
-
-    return TritonKernels()
+        return torch_kernels(block_numel)
+    return triton_kernels()
 
 
 def _uses_triton(choice: FusedKernels, device: DeviceKind) -> bool:

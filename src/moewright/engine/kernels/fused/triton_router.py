@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moewright.engine.kernels.fused import reference
 from moewright.engine.kernels.fused.router_losses import SCORE_SUM_EPS
 from moewright.engine.kernels.fused.triton_rows import pointer_or
 from moewright.spec.model import RouterSpec, ScoreFunction
@@ -246,6 +247,19 @@ class RouteTokens(torch.autograd.Function):
                 **_blocks(num_experts, spec.top_k),
             )
         return out, None, None, None
+
+
+def route_tokens(
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    bias_E: torch.Tensor | None,
+    forced_Tk: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute KernelSet.route_tokens; the sparse mixer is the reference's."""
+    if spec.score is ScoreFunction.SPARSE_MIXER:
+        return reference.route_tokens(logits_TE, spec, bias_E, forced_Tk)
+    experts, weights, scores = RouteTokens.apply(logits_TE, spec, bias_E, forced_Tk)
+    return experts, weights, scores
 
 
 def program_grid(tokens: int, experts: int) -> tuple[int]:

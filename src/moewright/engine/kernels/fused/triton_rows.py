@@ -168,7 +168,7 @@ def permute(x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def unpermute(rows_RH: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+def unpermute(rows_RH: torch.Tensor, rows_Tk: torch.Tensor, is_complete: bool) -> torch.Tensor:
     """Compute KernelSet.unpermute; a slot without a row is known by its row number R."""
     routed = rows_RH.contiguous()
     tokens, slots = rows_Tk.shape
