@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: wheel slurm pictures evidence gpu train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts
+.PHONY: wheel slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -40,9 +40,24 @@ bench-rivals: | $(VENV)/.ready
 	$(BIN)/python -m benchmarks.rivals $(or $(REPORT),$(error REPORT=FILE, SIMUMAX=DIR, LLM_ANALYSIS=DIR)) \
 	    --simumax $(SIMUMAX) --llm-analysis $(LLM_ANALYSIS)
 
-# One GPU in nine minutes: tests/gpu, kernels, layers, steps, memory, a profile and rates, to docs/gpu/<card>.md.
+# One GPU in two commands of eight minutes, PART=tests and PART=speed, each of which goes on where it was cut off: OUT/<card>.md.
+# A machine without a network takes WHEELS, the folder that `make gpu-wheels` filled, and its own torch, Triton and pytest.
+OUT  ?= docs/gpu
+PART ?= all
+GPU_SITE ?= $(CURDIR)/runs/gpu_site
+ifdef WHEELS
+gpu: $(GPU_SITE)
+	PYTHONPATH=$(CURDIR)/src:$(GPU_SITE) $(PYTHON) -m benchmarks.gpu --out $(OUT) --part $(PART) $(GPU_OPTIONS)
+
+$(GPU_SITE): $(WHEELS)
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $@ $(WHEELS)/*.whl
+else
 gpu: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.gpu --out $(OUT) --part $(PART) $(GPU_OPTIONS)
+endif
+
+gpu-wheels: | $(VENV)/.ready
+	$(BIN)/python -m benchmarks.gpu.wheels $(or $(WHEELS),$(error WHEELS=DIR, a folder for the wheels))
 
 # How near tuning comes to the best of a space; every point of it is run.
 bench-tuning: | $(VENV)/.ready

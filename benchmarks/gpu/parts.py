@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -65,13 +66,18 @@ _RECIPES = (
 )
 
 
-def run_tests(sizes: GpuSizes) -> str:
-    """Run tests/gpu and return how they ended."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
+def run_tests(sizes: GpuSizes, *, file: str) -> str:
+    """Run a file of tests/gpu and return how it ended; each test is a line as it ends."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"tests/gpu/{file}"]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return "\n".join((f"`pytest tests/gpu`: {lines[-1].strip('= ')}", *failed))
+    summary = next(line for line in reversed(lines) if line)
+    return "\n".join((f"`pytest tests/gpu/{file}`: {summary.strip('= ')}", *failed))
 
 
 def compare_kernels(sizes: GpuSizes) -> str:
@@ -428,16 +434,39 @@ def profile_step(sizes: GpuSizes) -> str:
     return f"A step of {model.name}.\n\n{_table(('operation', 'calls', 'time', 'share'), rows)}"
 
 
-PARTS: Mapping[str, tuple[str, float, Callable[[GpuSizes], str]]] = MappingProxyType(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A section of the page: its title, the most seconds it may take, and what measures it.
+
+    `group` is the command of `make gpu PART=...` that runs it, each of which takes eight minutes.
+    """
+
+    title: str
+    group: str
+    limit_s: float
+    measure: Callable[[GpuSizes], str]
+
+
+def _tests(title: str, file: str) -> Part:
+    return Part(title=title, group="tests", limit_s=210.0, measure=partial(run_tests, file=file))
+
+
+def _speed(title: str, limit_s: float, measure: Callable[[GpuSizes], str]) -> Part:
+    return Part(title=title, group="speed", limit_s=limit_s, measure=measure)
+
+
+PARTS: Mapping[str, Part] = MappingProxyType(
     {
-        # name: title, seconds it may take, what measures it
-        "tests": ("Tests", 120.0, run_tests),
-        "kernels": ("Kernels against references", 60.0, compare_kernels),
-        "layers": ("Speed of a MoE layer", 90.0, time_layers),
-        "steps": ("Speed of a step", 90.0, time_steps),
-        "memory": ("Memory", 60.0, compare_memory),
-        "profile": ("Profile of a step", 45.0, profile_step),
-        "rates": ("Rates for a hardware file", 120.0, measure_rates),
+        "test_one_gpu": _tests("Tests: layers, steps and memory", "test_one_gpu.py"),
+        "test_fused_kernels": _tests("Tests: fused kernels", "test_fused_kernels.py"),
+        "test_narrow_products": _tests("Tests: narrow products", "test_narrow_products.py"),
+        "test_scans": _tests("Tests: scans", "test_scans.py"),
+        "steps": _speed("Speed of a step", 90.0, time_steps),
+        "memory": _speed("Memory", 60.0, compare_memory),
+        "layers": _speed("Speed of a MoE layer", 90.0, time_layers),
+        "kernels": _speed("Kernels against references", 60.0, compare_kernels),
+        "profile": _speed("Profile of a step", 45.0, profile_step),
+        "rates": _speed("Rates for a hardware file", 120.0, measure_rates),
     }
 )
 
@@ -464,4 +493,4 @@ def _free(sizes: GpuSizes) -> None:
 if __name__ == "__main__":
     part, target, is_rehearsal = sys.argv[1], Path(sys.argv[2]), sys.argv[3:] == ["--rehearse"]
     chosen = rehearsal_sizes() if is_rehearsal else card_sizes()
-    target.write_text(PARTS[part][2](chosen), encoding="utf-8")
+    target.write_text(PARTS[part].measure(chosen), encoding="utf-8")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
+import venv
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -19,8 +22,7 @@ COMMAND = [sys.executable, "-m", "benchmarks.gpu"]
 
 @pytest.mark.parametrize("name", ["kernels", "memory", "profile"])
 def test_parts_run_on_a_cpu(name: str) -> None:
-    _, _, measure = PARTS[name]
-    section = measure(rehearsal_sizes())
+    section = PARTS[name].measure(rehearsal_sizes())
     if name == "kernels":
         assert "| fp8, blocks of 128 | 0 |" in section
         assert section.count("| widened |") == 8  # four recipes, dense and of experts
@@ -35,7 +37,7 @@ def test_parts_run_on_a_cpu(name: str) -> None:
 @pytest.mark.thorough
 def test_a_rehearsal_writes_a_page_with_every_part(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*COMMAND, "--rehearse", "--folder", str(tmp_path)],
+        [*COMMAND, "--rehearse", "--out", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -43,11 +45,11 @@ def test_a_rehearsal_writes_a_page_with_every_part(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "rehearsal.md").read_text()
-    for title, _, _ in PARTS.values():
-        assert f"\n## {title}\n" in page
+    for part in PARTS.values():
+        assert f"\n## {part.title}\n" in page
     assert "Failed" not in page
     assert "| fp8, blocks of 128 | 0 |" in page
-    _, layers = page.split("## Speed of a MoE layer")
+    layers = page.split("## Speed of a MoE layer")[1].split("\n## ")[0]
     assert "| quickstart | moewright |" in layers
     states, counted = _memory_row(page.split("## Memory")[1])[1:3]
     assert states == counted
@@ -58,27 +60,44 @@ def _memory_row(section: str) -> list[str]:
     return [cell.strip() for cell in row.strip("| ").split("|")]
 
 
-def test_a_part_that_fails_or_hangs_is_named_and_leaves_the_others(
+def test_a_part_that_fails_is_named_and_alone_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    ended = {"kernels": ("Failed with code 1: `RuntimeError: the card fell`", False)}
-    ended["memory"] = ("all is well", True)
-    monkeypatch.setattr(gpu, "_run_part", lambda name, limit_s, rehearse: ended[name])
-    assert gpu.measure_gpu(folder=tmp_path, rehearse=True, only=("kernels", "memory")) == 1
+    ended = {name: f"{name} is well" for name in PARTS}
+    ended["memory"] = "Failed with code 1: `RuntimeError: the card fell`"
+    ran = []
+
+    def run_part(name: str, limit_s: float, log: Path, rehearse: bool) -> str:
+        ran.append(name)
+        return ended[name]
+
+    monkeypatch.setattr(gpu, "_run_part", run_part)
+    assert gpu.measure_gpu(out=tmp_path, rehearse=True, part="speed") == 1
     page = (tmp_path / "rehearsal.md").read_text()
-    assert page.index("the card fell") < page.index("## Memory") < page.index("all is well")
+    assert page.index("the card fell") < page.index("layers is well")
+    assert "test_scans" not in page
+    ended["memory"] = "memory is well"
+    ran.clear()
+    assert gpu.measure_gpu(out=tmp_path, rehearse=True, part="speed") == 0
+    assert ran == ["memory"]
+    assert gpu.measure_gpu(out=tmp_path, rehearse=True, part="tests") == 0
+    page = (tmp_path / "rehearsal.md").read_text()
+    titles = [part.title for part in PARTS.values()]
+    assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == titles
+    assert all(f"{name} is well" in page for name in PARTS)
 
 
-def test_what_a_part_says_last_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_part_says_last_is_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(gpu, "_PARTS_MODULE", "benchmarks.no_such_module")
-    text, is_whole = gpu._run_part("layers", 30.0, rehearse=True)
-    assert not is_whole
+    log = tmp_path / "layers.log"
+    text = gpu._run_part("layers", 30.0, log, rehearse=True)
     assert text.startswith("Failed with code 1: `")
     assert "No module named benchmarks.no_such_module`" in text
-    late, is_whole = gpu._run_part("layers", 4.0, rehearse=True)
-    assert (late, is_whole) == ("Not run: no time was left.", False)
+    assert gpu._run_part("layers", 4.0, log, rehearse=True) == "Not run: no time was left."
 
 
 @pytest.mark.thorough
@@ -88,3 +107,59 @@ def test_without_a_device_it_is_refused_in_one_line() -> None:
     assert refused.returncode == 2
     assert len(refused.stderr.splitlines()) == 1
     assert "needs a CUDA device" in refused.stderr
+
+
+@pytest.mark.waits
+def test_a_machine_without_a_network_runs_it_from_wheels(tmp_path: Path) -> None:
+    """The environment has what the machine of a first card has, and no index to ask."""
+    wheels = tmp_path / "wheels"
+    gathered = _make("gpu-wheels", f"WHEELS={wheels}")
+    if "pip could not download" in gathered.stderr:
+        pytest.skip("no package index can be reached")
+    assert gathered.returncode == 0, gathered.stderr
+    names = {path.name.partition("-")[0] for path in wheels.iterdir()}
+    assert {"cyclopts", "cattrs", "tomli_w"} <= names
+    assert not {"numpy", "torch", "rich"} & names
+    python = _bare_environment(tmp_path / "machine", leave_out={*names, "moewright"})
+    lacking = subprocess.run(
+        [python, "-c", "import torch, cyclopts"], capture_output=True, text=True
+    )
+    assert "No module named 'cyclopts'" in lacking.stderr
+    out = tmp_path / "out"
+    done = _make(
+        *(
+            "gpu",
+            f"WHEELS={wheels}",
+            f"OUT={out}",
+            f"PYTHON={python}",
+            f"GPU_SITE={tmp_path / 'site'}",
+        ),
+        "GPU_OPTIONS=--rehearse --only memory --only test_scans",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (out / "rehearsal.md").read_text()
+    assert "`pytest tests/gpu/test_scans.py`" in page
+    states, counted = _memory_row(page)[1:3]
+    assert states == counted
+
+
+def _make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "--no-print-directory", f"VENV={Path(sys.prefix)}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def _bare_environment(folder: Path, leave_out: set[str]) -> Path:
+    """Make an environment of links to the packages of this one; return its interpreter."""
+    venv.create(folder, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    own = Path(sysconfig.get_paths()["purelib"])
+    hidden = {
+        file.parts[0]
+        for name in leave_out
+        for file in distribution(name).files or ()
+        if file.parts[0] != ".."
+    }
+    for path in own.iterdir():
+        if path.name not in hidden and path.suffix != ".pth":
+            (site / path.name).symlink_to(path)
+    return folder / "bin" / "python"
