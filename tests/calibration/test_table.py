@@ -9,14 +9,16 @@ import pytest
 
 from moewright.calibration.cells import PeakKind
 from moewright.calibration.columns import COLUMNS
+from moewright.calibration.readings import Reading, likely_readings
 from moewright.calibration.software_facts import release_age_years, source_facts
 from moewright.calibration.table import MeasurementTable, read_table
 from moewright.codec import format_layout
+from moewright.intake import catalogue
 from moewright.rules.shapes import flops
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import CapacityFill, CudaGraphScope, Offload, Overlap, Recompute
+from moewright.spec.layout import CapacityFill, CudaGraphScope, Layout, Offload, Overlap, Recompute
 from moewright.spec.units import GIB
-from moewright.spec.workload import Dtype, Fusion, Routing
+from moewright.spec.workload import Dtype, Fusion, Routing, Workload
 
 BASE = {
     "id": "a-1",
@@ -560,3 +562,16 @@ def test_a_row_has_the_layout_that_its_recipe_ran(row_id: str, layout: str, tmp_
     (row,) = read_table(path).rows
     assert format_layout(row.layout) == layout
     assert not row.unstated
+
+
+def test_a_run_far_over_memory_in_every_reading_keeps_its_readings() -> None:
+    """The planner is wrong about its memory: one row ends no table."""
+    model = catalogue.model("Qwen3-30B-A3B")
+    hardware = catalogue.hardware("1xA100")
+    workload = Workload(seq_len=65536, global_batch=1)
+    readings = [
+        Reading(share=share, workload=workload, layout=Layout(world_size=1, recompute=recompute))
+        for share, recompute in ((0.6, ()), (0.4, (Recompute.FULL,)))
+    ]
+    kept = likely_readings(model, hardware, readings)
+    assert [reading.share for reading in kept] == pytest.approx([0.6, 0.4])

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from moewright.cli.main import main
-from moewright.diagnosis.traces.log_findings import diagnose_log
+from moewright.diagnosis.traces.log_findings import diagnose_log, suggest_switches
 from moewright.diagnosis.traces.megatron_log import parse_log, printed_flops_per_token
 from moewright.diagnosis.traces.megatron_timers import Timer, diagnose_timers
 from moewright.spec.finding import Cause, Wall
@@ -439,3 +439,60 @@ def test_a_rate_and_the_hardware_give_mfu_and_what_to_switch_on(tmp_path, capsys
     out = capsys.readouterr().out
     assert f"MFU {216.4 / 989.4:.1%}" in out
     assert "--timing-log-level 2" in out
+
+
+@pytest.mark.parametrize(
+    "number", ["1.2.3", "nan", "inf", "-inf", "1e999", "--", "12.", "1,2,3", "٣"]
+)
+@pytest.mark.parametrize(
+    "line",
+    [
+        " iteration 7/ 500 | global batch size: {} | elapsed time per iteration (ms): 12.0 |",
+        " iteration 7/ 500 | elapsed time per iteration (ms): {} | lm loss: 2.0 |",
+        " iteration 7/ 500 | number of skipped iterations: {} | number of nan iterations: {} |",
+        " iteration 7/ 500 | {} TFLOP/s/GPU | TFLOPs: {} |",
+        "Step Time : {}s GPU utilization: {}MODEL_TFLOP/s/GPU",
+        "[Rank 0] (after 2 iterations) memory (MB) | allocated: {} | max reserved: {}",
+        "CUDA out of memory. Tried to allocate {} GiB (GPU 0; {} GiB total capacity)",
+        " (min, max) time across ranks (ms):\n    forward-backward ...: ({}, {})",
+    ],
+)
+def test_no_text_in_the_place_of_a_number_is_a_traceback(line, number):
+    parsed = parse_log(f"{HEAD}\n{line.replace('{}', number)}")
+    assert all(math.isfinite(iteration.step_s) for iteration in parsed.iterations)
+
+
+def test_a_version_is_no_number():
+    (iteration,) = parse_log(" iteration 1/ 5 | torch: 2.11.0 | lm loss: 1.2.3 |").iterations
+    assert math.isnan(iteration.loss)
+
+
+def test_the_line_that_bridge_prints_before_an_iteration_is_read():
+    line = "0: Step Time : 5.39s GPU utilization: 2347.0MODEL_TFLOP/s/GPU"
+    only = parse_log(f"{line}\n{line.replace('5.39', '5.41')}")
+    assert [iteration.step_s for iteration in only.iterations] == [5.39, 5.41]
+    assert only.tflops_per_device == 2347.0
+    beside = parse_log(
+        f"{line}\n iteration 9/ 50 | elapsed time per iteration (ms): 5388.0 | lm loss: 2.0 |"
+    )
+    (iteration,) = beside.iterations
+    assert (iteration.number, iteration.step_s) == (9, 5.388)
+    assert iteration.tflops_per_device == 2347.0
+    assert "--log-throughput" not in suggest_switches(beside)
+
+
+def test_a_log_is_taken_at_its_word(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    path.write_text(log())
+    job = ["diagnose", str(path), "--model", "Qwen3-235B-A22B", "--on", "256xH800"]
+    layout = ["--layout", "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"]
+    assert main([*job, *layout, "--json", str(tmp_path / "said.json")]) == 0
+    assert (
+        json.loads((tmp_path / "said.json").read_text())["job"]["workload"]["global_batch"] == 2048
+    )
+    assert main([*job, *layout, "--global-batch", "256"]) == 2
+    assert "the log's global_batch_size is 2048, the job given beside it says 256" in (
+        capsys.readouterr().err
+    )
+    assert main([*job, "--layout", "tp2,ep4,pp32,vpp3,mbs1,layout='E|(t|)*94L'"]) == 2
+    assert "layout.ep=4: the log's expert_model_parallel_size is 8" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def test_a_slow_log_stands_beside_the_published_runs_of_its_job(tmp_path, capsys
 def test_timers_say_where_the_gap_lies_and_its_fixes_come_first(tmp_path, capsys):
     path = tmp_path / "run.log"
     text = text_with_timers(sync=9000.0).replace("(150.00, 9000.00)", "(9000.00, 9000.00)")
-    path.write_text(text)
+    path.write_text(text.replace("2048", "512"))
     small = ["--model", "Qwen3-30B-A3B", "--on", "16xH100", "--layout", "ep8,pp2"]
     assert main(["compare", str(path), *small, "--global-batch", "512", "--json", "-"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -54,7 +54,7 @@ def test_timers_say_where_the_gap_lies_and_its_fixes_come_first(tmp_path, capsys
 
 def test_classes_sum_to_the_step_on_both_sides(tmp_path):
     sample_run.write_run(tmp_path / "run", sample_run.record())
-    (tmp_path / "run.log").write_text(text_with_timers())
+    (tmp_path / "run.log").write_text(text_with_timers().replace("2048", "128"))
     plan = mw.estimate("Qwen3-30B-A3B", "ep8", on="8xH100")
     for path, stated in (
         (tmp_path / "run", None),

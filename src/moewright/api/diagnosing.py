@@ -18,6 +18,7 @@ from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
 from moewright.diagnosis.traces.capture import Capture
 from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.log_findings import (
+    check_logged_job,
     compare_flops,
     describe_gap,
     diagnose_log,
@@ -160,6 +161,7 @@ def diagnose(
     notes: tuple[str, ...] = ()
     options: frozenset[str] = frozenset()
     job = plan
+    source = "the job given beside it" if script is None else f"the script {script}"
     if script is not None:
         if plan is not None:
             rule = "states the job, and so does the plan"
@@ -186,14 +188,34 @@ def diagnose(
         path = path.parent / TRACE_FOLDER  # the same, rank by rank
     if job is None and (path.parent / PLAN_FILE).exists():
         job = read_json(Plan, path.parent / PLAN_FILE)
+        source = f"the {PLAN_FILE} beside it"
+        notes = (
+            *notes,
+            f"the job is that of {path.parent / PLAN_FILE}, which lies beside the file",
+        )
     if is_trace(path):
         tracks = None if perfetto is None else Path(perfetto)
         return _diagnose_traces(path, job, notes, options, tracks)
     log = read_log(path)
-    if job is None and log.arguments and on:
+    if job is not None:
+        check_logged_job(log, job, source=source)
+    elif log.arguments and on:
         job, reasons = _read_logged_job(log, path, model=model, on=on, network=network)
         notes = (*notes, *reasons)
     return _diagnose_log(log, job, notes, options, on=on)
+
+
+def read_logged_sizes(path: Path) -> tuple[int, int]:
+    """Return the global batch and the tokens a sequence that a log states; 0: it does not.
+
+    Both are 0 for what is no log.
+    """
+    if not path.is_file() or is_trace(path):
+        return 0, 0
+    log = read_log(path)
+    sizes = (log.find_argument(name) for name in ("global_batch_size", "seq_length"))
+    batch, seq_len = (int(size) if size.isdecimal() else 0 for size in sizes)
+    return log.global_batch or batch, seq_len
 
 
 def is_engine_run(path: Path) -> bool:
@@ -288,7 +310,11 @@ def _diagnose_log(
     hints = []
     if job is None:
         untold = "what nobody timed" if log.timers else "a wall of time"
-        missing = "--on (and --model, --layout, or --script)"
+        missing = (
+            "--model and --layout, or --script"
+            if on
+            else "--on (and --model, --layout, or --script)"
+        )
         hints.append(f"the log alone does not tell {untold}: say {missing}")
     elif log.step_s:
         waterfall = build_log_waterfall(job, log.step_s, measure_parts(log.timers))

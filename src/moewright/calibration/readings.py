@@ -86,6 +86,9 @@ def _weigh_by_memory(
         replace(reading, share=reading.share * probability.get(reading.layout.recompute, 1.0))
         for reading in readings
     ]
+    if not sum(reading.share for reading in weighed):
+        # Far over memory in every reading, though the run ran: memory does not tell them apart.
+        return list(readings)
     return sorted(weighed, key=lambda reading: -reading.share)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ def read_stated_job(
     Raises:
         BadInput: the options contradict each other, or say no job that can be planned.
     """
-    from moewright.api.diagnosing import is_engine_run
+    from moewright.api.diagnosing import is_engine_run, read_logged_sizes
     from moewright.api.planning import estimate_request
 
     if is_engine_run(run):
@@ -46,6 +46,14 @@ def read_stated_job(
             raise BadInput(Reason(field="--layout", value=layout, rule=rule))
         return StatedJob(script=script)
     if model:
+        if not model.endswith(".toml"):
+            # What the log says wins over defaults; what is said otherwise is held against it.
+            global_batch, seq_len = read_logged_sizes(run)
+            batch = replace(
+                batch,
+                global_batch=batch.global_batch or global_batch or None,
+                seq_len=batch.seq_len or seq_len or None,
+            )
         plan, _ = estimate_request(model, layout, on=on, options=batch.to_workload_options())
         return StatedJob(plan=plan)
     if layout or batch.seq_len:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -123,6 +124,9 @@ def _read_file(path: Path, index: int) -> tuple[tuple[Capture, ...], bool]:
     elif collector.other_device:
         rule = f"is of a device whose activities are not read ({collector.other_device})"
         raise BadInput(Reason(field=str(path), rule=rule, nearest="a trace of CUDA, HIP or XPU"))
+    elif not collector.has_events and not stream.is_cut:
+        rule = "holds no event: nothing ran while it was recorded"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest="a trace of at least one step"))
     elif collector.used_device or stream.metadata.get("deviceProperties"):
         rule = "holds no work of a GPU: it was recorded without ProfilerActivity.CUDA"
         nearest = "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
@@ -152,6 +156,11 @@ class _TraceCollector:
         self._has_runtime = False
         self._categories: dict[str, str] = {}  # in lower case
         self._first_s = float("inf")
+
+    @property
+    def has_events(self) -> bool:
+        """Return whether anything was recorded that took time."""
+        return isfinite(self._first_s)
 
     @property
     def used_device(self) -> bool:

@@ -6,7 +6,7 @@ Findings come from what the log measured, and where it measured nothing, from th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import log2
 from statistics import median
 
@@ -20,6 +20,7 @@ from moewright.diagnosis.thresholds import (
 from moewright.diagnosis.traces.megatron_log import MegatronLog, MemoryReport
 from moewright.diagnosis.traces.megatron_timers import FORWARD_BACKWARD, diagnose_timers
 from moewright.diagnosis.waterfall import COMPUTE_PARTS
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Cause, Finding, Wall, Waterfall
 from moewright.spec.plan import Plan, TimePart, Verdict
 from moewright.spec.units import TERA, format_bytes, format_seconds
@@ -191,6 +192,43 @@ def describe_gap(waterfall: Waterfall | None, job: Plan | None) -> str:
     )
 
 
+# What a log prints of its job, and what a job says of the same. The values of a log are whole
+# numbers, or "None" where the trainer was not told.
+_LOGGED: tuple[tuple[str, str, Callable[[Plan], int]], ...] = (
+    ("world_size", "--on", lambda job: job.layout.world_size),
+    ("seq_length", "--seq-len", lambda job: job.workload.seq_len),
+    ("global_batch_size", "--global-batch", lambda job: job.workload.global_batch),
+    ("micro_batch_size", "layout.mbs", lambda job: job.layout.mbs),
+    ("tensor_model_parallel_size", "layout.tp", lambda job: job.layout.tp),
+    ("pipeline_model_parallel_size", "layout.pp", lambda job: job.layout.pp),
+    ("context_parallel_size", "layout.cp", lambda job: job.layout.cp),
+    ("expert_model_parallel_size", "layout.ep", lambda job: job.layout.ep),
+    ("num_layers", "--model", lambda job: job.model.layers),
+    ("hidden_size", "--model", lambda job: job.model.hidden_size),
+)
+
+
+def check_logged_job(log: MegatronLog, job: Plan, *, source: str) -> None:
+    """Refuse a job that a log contradicts: what it ran is what its lines and arguments say.
+
+    `source` is where the job comes from, in words.
+
+    Raises:
+        BadInput: a reason for each value that differs.
+    """
+    reasons = []
+    for name, field, read in _LOGGED:
+        said = log.find_argument(name)
+        if name == "global_batch_size" and log.global_batch:
+            said = str(log.global_batch)
+        stated = read(job)
+        if said.isdecimal() and int(said) != stated:
+            rule = f"the log's {name} is {said}, {source} says {stated}"
+            reasons.append(Reason(field=field, value=str(stated), rule=rule, nearest=said))
+    if reasons:
+        raise BadInput(*reasons)
+
+
 def compare_flops(log: MegatronLog, job: Plan | None) -> str:
     """Say where the trainer counts far more or fewer FLOPs than the job as described; else ""."""
     if job is None or not log.tflops_per_device or not log.step_s:
@@ -202,9 +240,6 @@ def compare_flops(log: MegatronLog, job: Plan | None) -> str:
     seq_len = job.workload.seq_len
     nearest = seq_len * 2 ** round(log2(ratio))
     text = f"the trainer counts {ratio:.2g} x the FLOPs of the job as described"
-    batch = next((i.global_batch for i in log.steady_iterations if i.global_batch), 0)
-    if batch and batch != job.workload.global_batch:
-        return f"{text}: its global batch is {batch:,}, not {job.workload.global_batch:,}"
     if nearest != seq_len:
         text += f": as if sequences were {nearest:,} tokens long, not {seq_len:,}"
     return f"{text}; what follows is of the job as described"

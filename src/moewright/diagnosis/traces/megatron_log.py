@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from statistics import median
 
@@ -28,20 +29,31 @@ from moewright.spec.units import GB, GIB, MIB, TERA
 WARM_UP_SHARE = 0.2
 _MAX_WARM_UP = 10
 _ITERATION = re.compile(r"iteration[ =]+(\d+)\s*/\s*(\d+)\s*\|(.*)")
-_VALUE = re.compile(r"\s*([^|:=]+?)\s*[:=]\s*([-+]?[\d.,]+(?:[eE][-+]?\d+)?|nan|inf|-inf)\b")
+# A number that float() reads once its commas are gone, and nothing that only begins like one: a
+# version ("1.2.3") is none.
+_UNSIGNED = r"\d+(?:\.\d*)?(?![\w.])"
+_NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])"
+_VALUE = re.compile(rf"\s*([^|:=]+?)\s*[:=]\s*({_NUMBER}|[-+]?(?:nan|inf)\b)")
+# Megatron-Bridge prints a line of its own before that of an iteration; whatever its options are.
+_STEP_TIME = re.compile(
+    r"Step Time\s*:\s*([\d.]+)s\b(?:.*?utilization:\s*([\d.]+)\s*(?:MODEL_)?TFLOP/s/GPU)?"
+)
+_RATE_ALONE = re.compile(rf"({_UNSIGNED})\s*(?:MODEL_)?TFLOP/s/GPU")
 _ARGUMENT = re.compile(r"(?:^|[\s\]:])([a-z][a-z0-9_]*) \.{2,} ?(.*?)\s*$")
 _MEMORY = re.compile(
     r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \((MB|GB)\) \|"
     # another rank's report may follow on the same line
     r"((?:(?!\[Rank \d).)*)"
 )
-_MEMORY_VALUE = re.compile(r"(?:mem-)?((?:max[ -])?(?:allocated|reserved))(?:-\w+)?\s*:\s*([\d.]+)")
+_MEMORY_VALUE = re.compile(
+    rf"(?:mem-)?((?:max[ -])?(?:allocated|reserved))(?:-\w+)?\s*:\s*({_UNSIGNED})"
+)
 _OUT_OF_MEMORY = re.compile(
     r"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory|Failed to CUDA calloc",
     re.IGNORECASE,
 )
-_REQUESTED = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB)")
-_CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB|([\d.]+) GiB total capacity")
+_REQUESTED = re.compile(rf"Tried to allocate ({_UNSIGNED}) (GiB|MiB|KiB)")
+_CAPACITY = re.compile(rf"total capacity of ({_UNSIGNED}) GiB|({_UNSIGNED}) GiB total capacity")
 _BALANCE = re.compile(r"load_balancing_loss|z_loss:|moe_aux")
 _SCALES = {"GiB": GIB, "MiB": MIB, "KiB": 1024}
 _LOSS_KEYS = ("lm loss", "loss", "reduced train loss")
@@ -50,7 +62,11 @@ _ELAPSED = (
     "elapsed time per iteration ms",
     "elapsed time per iteration [ms]",
 )
-_RATES = ("throughput per GPU (TFLOP/s/GPU)", "compute per GPU (TFLOP/s/GPU)")
+_RATES = (
+    "throughput per GPU (TFLOP/s/GPU)",
+    "compute per GPU (TFLOP/s/GPU)",
+    "TFLOPs",  # Megatron-DeepSpeed
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +128,12 @@ class MegatronLog:
     def find_argument(self, name: str) -> str:
         """Return the value of an argument; "" when it was not dumped."""
         return next((value for dumped, value in self.arguments if dumped == name), "")
+
+    @property
+    def global_batch(self) -> int:
+        """Return the global batch of the steady iterations; 0: not said, or it grows."""
+        batches = {iteration.global_batch for iteration in self.steady_iterations} - {0}
+        return batches.pop() if len(batches) == 1 else 0
 
     @property
     def options(self) -> frozenset[str]:
@@ -194,10 +216,17 @@ def parse_log(text: str) -> MegatronLog:
     arguments: dict[str, str] = {}
     memory_reports: dict[int, MemoryReport] = {}
     failures: list[OutOfMemory] = []
+    step_times: list[Iteration] = []
+    announced: Iteration | None = None
     lines = re.split(r"[\r\n]+", text)
     for number, line in enumerate(lines, 1):
-        if match := _ITERATION.search(line):
-            iterations[int(match[1])] = _parse_iteration(int(match[1]), match[3])
+        if match := _STEP_TIME.search(line):
+            announced = _parse_step_time(len(step_times) + 1, match)
+            step_times += [announced] if announced else []
+        elif match := _ITERATION.search(line):
+            iteration = _parse_iteration(int(match[1]), match[3])
+            iterations[iteration.number] = _with_step_time(iteration, announced)
+            announced = None
         for report in _MEMORY.finditer(line):
             rank = int(report[1])
             parsed = _parse_memory_report(rank, report[3], report[4])
@@ -208,8 +237,9 @@ def parse_log(text: str) -> MegatronLog:
         elif " ..." in line and (argument := _ARGUMENT.search(line)):
             arguments.setdefault(argument[1], argument[2])
     timer_blocks = read_timer_blocks(lines)
+    ordered = tuple(iterations[number] for number in sorted(iterations))
     return MegatronLog(
-        iterations=tuple(iterations[number] for number in sorted(iterations)),
+        iterations=ordered or tuple(step_times),
         arguments=tuple(arguments.items()),
         memory_reports=tuple(memory_reports[rank] for rank in sorted(memory_reports)),
         failures=tuple(failures),
@@ -219,21 +249,54 @@ def parse_log(text: str) -> MegatronLog:
     )
 
 
+def _parse_step_time(number: int, match: re.Match[str]) -> Iteration | None:
+    """Return what Bridge's line says of an iteration; None where its seconds are no number."""
+    try:
+        step_s, rate = float(match[1]), float(match[2] or 0.0)
+    except ValueError:
+        return None
+    nothing = _parse_iteration(number, "")
+    return replace(nothing, step_s=step_s, tflops_per_device=rate)
+
+
+def _with_step_time(iteration: Iteration, announced: Iteration | None) -> Iteration:
+    """Return an iteration with what the line before it says and its own does not."""
+    if announced is None:
+        return iteration
+    return replace(
+        iteration,
+        step_s=iteration.step_s or announced.step_s,
+        tflops_per_device=iteration.tflops_per_device or announced.tflops_per_device,
+    )
+
+
 def _parse_iteration(number: int, text: str) -> Iteration:
     values: dict[str, float] = {}
+    rate = 0.0
     for part in text.split("|"):
         if match := _VALUE.match(part):
             values[match[1].strip().replace("_", " ")] = float(match[2].replace(",", ""))
+        elif match := _RATE_ALONE.search(part):
+            rate = float(match[1])
     return Iteration(
         number=number,
-        step_s=_first_value(values, _ELAPSED, default=0.0) / 1e3,
-        tflops_per_device=_first_value(values, _RATES, default=0.0),
-        global_batch=int(values.get("global batch size", 0)),
+        step_s=_positive(_first_value(values, _ELAPSED, default=0.0)) / 1e3,
+        tflops_per_device=_positive(_first_value(values, _RATES, default=rate)),
+        global_batch=_count(values, "global batch size"),
         loss=_first_value(values, _LOSS_KEYS, default=float("nan")),
         grad_norm=values.get("grad norm", float("nan")),
-        skipped=int(values.get("number of skipped iterations", 0)),
-        nan_losses=int(values.get("number of nan iterations", 0)),
+        skipped=_count(values, "number of skipped iterations"),
+        nan_losses=_count(values, "number of nan iterations"),
     )
+
+
+def _positive(value: float) -> float:
+    """Return a time or a rate; 0, which says nothing, for one that is not finite."""
+    return value if isfinite(value) and value > 0 else 0.0
+
+
+def _count(values: Mapping[str, float], key: str) -> int:
+    return int(_positive(values.get(key, 0.0)))
 
 
 def _first_value(values: Mapping[str, float], keys: Sequence[str], *, default: float) -> float:

@@ -40,13 +40,15 @@ _REDUCTIONS = (
 _MIN_SHARE = 0.01
 _MIN_LATE_SHARE = 0.03
 _SPREAD_RATIO = 0.995  # ranks nearer to each other than this print one figure
+# Milliseconds, and nothing that only begins like a number.
+_MS = r"\d+(?:\.\d*)?"
 _MESSAGE = re.compile(r"(forward|backward)(-backward)?-(send|recv)")
 _HEADER = re.compile(r"\btimes? across ranks \(ms\):")
-_MIN_MAX = re.compile(r"([a-z][a-z0-9/-]+) \.{2,}: (?:\(([\d.]+), ([\d.]+)\)|([\d.]+))\s*$")
+_MIN_MAX = re.compile(rf"([a-z][a-z0-9/-]+) \.{{2,}}: (?:\(({_MS}), ({_MS})\)|({_MS}))\s*$")
 _NAME = re.compile(r"^\s+([a-z][a-z0-9/-]+):\s*$")
-_RANK = re.compile(r"\brank +(\d+): ([\d.]+)\s*$")
+_RANK = re.compile(rf"\brank +(\d+): ({_MS})\s*$")
 _ONE_LINE = re.compile(r"\btime \(ms\) \|(.*)")
-_NAME_AND_TIME = re.compile(r"([a-z][a-z0-9-]+): ([\d.]+)")
+_NAME_AND_TIME = re.compile(rf"([a-z][a-z0-9-]+): ({_MS})(?![\w.])")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
