@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from moewright.cli.main import main
 from moewright.intake.hf import read_config
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.printable import escape_controls, escape_formula
+from moewright.spec.printable import escape_controls
+from moewright.spec.quoting import Csv
 
 HOSTILE = "a\x1b[2J\u202eb\x07\ud800"
 
@@ -61,4 +62,4 @@ def test_the_name_of_a_folder_is_escaped(
     ],
 )
 def test_no_cell_is_a_formula(cell: str, written: str) -> None:
-    assert escape_formula(cell) == written
+    assert Csv.quote(cell) == written

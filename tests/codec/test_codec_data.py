@@ -20,6 +20,7 @@ from moewright.spec.run import StepRecord
 from moewright.spec.sourced import SourceKind
 from moewright.spec.workload import Dtype, OptimizerSpec, Workload
 
+lines = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")))
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 workloads = st.builds(
     Workload,
@@ -34,11 +35,9 @@ curves = st.builds(
     Curve,
     points=st.lists(st.tuples(numbers, numbers)).map(tuple),
     kind=st.sampled_from(SourceKind),
-    source=st.text(),
+    source=lines,
 )
-rows = st.builds(
-    CommRow, op=st.sampled_from(Collective), group=st.text(), bytes=counts, calls=counts
-)
+rows = st.builds(CommRow, op=st.sampled_from(Collective), group=lines, bytes=counts, calls=counts)
 selections = st.builds(Selection, step=counts, counts=st.lists(st.just((((1, 2),),))).map(tuple))
 
 

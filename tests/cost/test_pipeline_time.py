@@ -18,8 +18,9 @@ from moewright.cost.time.pipeline_time import (
 )
 from moewright.intake import catalogue
 from moewright.rules.timetable.simulate import StageSeconds
-from moewright.rules.timetable.stages import even_layout_string, parse_stages
+from moewright.rules.timetable.stages import even_layout_string
 from moewright.spec.plan import Estimate, TimePart
+from moewright.spec.stage_string import parse_stages
 from moewright.spec.workload import Workload
 
 

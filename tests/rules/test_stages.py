@@ -5,12 +5,12 @@ from moewright.rules.timetable.stages import (
     EvenSplit,
     check_stages,
     even_layout_string,
-    parse_stages,
     pipeline_chunks,
     vpp_choices,
 )
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Schedule
+from moewright.spec.stage_string import parse_stages
 
 
 def layout(*, pp: int, vpp: int = 1, stages: str = "") -> Layout:

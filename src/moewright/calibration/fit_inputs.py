@@ -40,6 +40,7 @@ from moewright.spec.layout import (
 )
 from moewright.spec.plan import Verdict
 from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.stage_string import EVEN_SPLIT
 from moewright.spec.workload import Task
 
 MIN_RUNS = 1
@@ -291,7 +292,7 @@ def _neighbouring_layouts(layout: Layout) -> Iterator[Layout]:
                 sp = value > 1 if axis == "tp" else layout.sp
                 yield replace(layout, **{axis: value}, sp=sp)
     if layout.vpp > 1:
-        yield replace(layout, vpp=1, schedule=Schedule.ONE_F_ONE_B, stages="")
+        yield replace(layout, vpp=1, schedule=Schedule.ONE_F_ONE_B, stages=EVEN_SPLIT)
     if layout.ep > 1:
         searched = [kind for kind in DispatcherKind if kind.facts.is_searched]
         for dispatcher in (DEFAULT_LAYOUT.dispatcher, *searched):

@@ -29,11 +29,11 @@ from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
-from moewright.rules.timetable.stages import parse_stages
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, Overlap, Recompute, Schedule
 from moewright.spec.model import ModelSpec
+from moewright.spec.stage_string import StageString, parse_stages
 from moewright.spec.workload import Routing, Workload
 
 # Readings of rows that ran out of memory and do not state everything that decides it.
@@ -353,7 +353,7 @@ def _parse_layout(cells: Mapping[str, str], model: ModelSpec, devices: int) -> L
         capacity_fill=cell.parse_capacity_fill(cells["capacity_fill"], cells["notes"]),
         overlap=tuple(overlap for overlap in overlaps if overlap is not Overlap.TP or tp > 1),
         graphs=cell.parse_graphs(cells["cuda_graph"], has_experts=model.moe is not None),
-        stages=stages,
+        stages=StageString(stages),
     )
     if cells["dp"] and cell.parse_whole_number("dp", cells["dp"]) != layout.dp:
         rule = f"{devices} devices leave {layout.dp} after tp*cp*pp"

@@ -17,7 +17,9 @@ from cattrs.gen import make_dict_structure_fn
 
 from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.printable import Paragraph, has_controls, is_control
 from moewright.spec.record import to_plain_data
+from moewright.spec.stage_string import StageString, parse_stages
 
 T = TypeVar("T")
 
@@ -102,6 +104,9 @@ def _converter(floats: FloatPolicy) -> Converter:
         float, _float if floats is FloatPolicy.FINITE else _measured_float
     )
     converter.register_structure_hook(str, _str)
+    # The texts that are not one line of anything: each has a type of its own.
+    converter.register_structure_hook(Paragraph, _paragraph)
+    converter.register_structure_hook(StageString, _stage_string)
     converter.register_structure_hook_factory(_is_tuple, lambda cls: _tuple(converter, cls))
     converter.register_structure_hook_factory(_is_mapping, lambda cls: _mapping(converter, cls))
     converter.register_structure_hook_factory(is_dataclass, lambda cls: _record(converter, cls))
@@ -141,9 +146,31 @@ def _float(value: Any, cls: type) -> float:
 def _str(value: Any, cls: type) -> str:
     if issubclass(cls, StrEnum):  # cattrs dispatches by base class, so text enums arrive here
         return _enum(value, cls)
-    if isinstance(value, str):
-        return value
-    raise _Refused("must be text in quotes", value)
+    if not isinstance(value, str):
+        raise _Refused("must be text in quotes", value)
+    if has_controls(value):
+        cleaned = "".join(letter for letter in value[:60] if not is_control(letter))
+        raise _Refused("must be one line, without control characters", value, cleaned)
+    return value
+
+
+def _paragraph(value: Any, _: type) -> str:
+    """Return text of several lines, each of which holds no control characters."""
+    if not isinstance(value, str):
+        raise _Refused("must be text in quotes", value)
+    for line in value.split("\n"):
+        _str(line, str)
+    return value
+
+
+def _stage_string(value: Any, _: type) -> str:
+    text = _str(value, str)
+    if text:
+        try:
+            parse_stages(text)
+        except BadInput as error:
+            raise _Refused(error.reasons[0].rule, text, "Et*3|(tt|)*29,m|L") from None
+    return text
 
 
 def _enum(value: Any, cls: type[StrEnum]) -> StrEnum:
@@ -196,6 +223,7 @@ def _mapping(converter: Converter, cls: Any) -> Callable[[Any, Any], dict[str, A
         faults = []
         for key, item in value.items():
             try:
+                _str(key, str)
                 built[key] = converter.get_structure_hook(item_type)(item, item_type)
             except Exception as error:
                 error.add_note(AttributeValidationNote(f"key {key}", str(key), item_type))

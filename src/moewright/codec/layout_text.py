@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,7 @@ from moewright.spec.layout import (
     Recompute,
     Schedule,
 )
+from moewright.spec.stage_string import StageString, parse_stages
 
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 # Keys that may be written without "=".
@@ -386,14 +387,15 @@ def _parse_set(item: _Item, choices: type[StrEnum]) -> tuple[StrEnum, ...]:
     return tuple(sorted(members))
 
 
-def _parse_stage_string(item: _Item) -> str:
+def _parse_stage_string(item: _Item) -> StageString:
     text = item.value
     is_quoted = len(text) > 1 and text[0] in ("'", '"') and text[-1] == text[0]
     if is_quoted:
         text = text[1:-1]
-    if re.fullmatch(r"[EtmL|()*0-9, ]+", text):
-        return text
-    rule = "is made of E t m L | ( ) * and numbers"
-    raise BadInput(
-        Reason(field="layout", value=item.value, rule=rule, nearest="'Et*3|(tt|)*29,m|L'")
-    )
+    try:
+        parse_stages(text)
+    except BadInput as error:
+        example = "'Et*3|(tt|)*29,m|L'"
+        reason = replace(error.reasons[0], field="layout", nearest=example)
+        raise BadInput(reason) from None
+    return StageString(text)

@@ -22,6 +22,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Overlap
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Plan
+from moewright.spec.quoting import Python
 from moewright.spec.workload import DocumentMasking, Dtype, MatrixUpdate, RouterForce, TrainerSpec
 
 # The flags of each section of ConfigContainer, without their dashes; most fields there have the
@@ -208,10 +209,10 @@ _TAIL = (
     "    pretrain(config(), forward_step)",
 )
 
-_Field = tuple[str, str]  # its name and its value as a Python expression
+_Field = tuple[str, Python]  # its name and its value
 
 
-def render_bridge_recipe(plan: Plan) -> str:
+def render_bridge_recipe(plan: Plan) -> Python:
     """Return a Python file for torchrun.
 
     Raises:
@@ -236,7 +237,8 @@ def render_bridge_recipe(plan: Plan) -> str:
             settings.setdefault(section, []).append((field, value))
         elif name not in shape_flags and name not in _ELSEWHERE:
             raise AssertionError(f"{name} has no place in Megatron Bridge")
-    return "\n".join((*_head_lines(plan), *_config_lines(plan, settings), *_TAIL)) + "\n"
+    tail = map(Python.write, _TAIL)
+    return Python.lines((*_head_lines(plan), *_config_lines(plan, settings), *tail))
 
 
 def bridge_refusals(plan: Plan) -> Iterator[Reason]:
@@ -291,103 +293,118 @@ def _places(options: Mapping[str, MegatronOption]) -> Mapping[str, tuple[str, st
     return places | _RENAMED
 
 
-def _python_value(option: MegatronOption, values: tuple[str, ...]) -> str:
+def _python_value(option: MegatronOption, values: tuple[str, ...]) -> Python:
     """Return the values of a flag as a Python expression."""
     name = option.name
     if option.value_count == "0":
-        return "True"
+        return _constant(True)
     if name in ("--exp-avg-dtype", "--exp-avg-sq-dtype"):
-        return _DTYPES[values[0]]
-    items = [value if option.type in ("int", "float") else repr(value) for value in values]
+        return Python.name(_DTYPES[values[0]])
+    read = Python.number if option.type in ("int", "float") else _constant
+    items = [read(value) for value in values]
     if option.value_count == "1" or (len(items) == 1 and name in _SINGLE_VALUES):
         return items[0]
-    return f"[{', '.join(items)}]"
+    return _constant(items)
 
 
-def _head_lines(plan: Plan) -> Iterator[str]:
-    yield from comment_lines(plan)
-    yield f"# Start on every node: {torchrun_command(plan)} THIS_FILE.py"
-    yield "import os"
-    yield ""
+def _constant(value: object) -> Python:
+    return Python.write("{}", value)
+
+
+def _head_lines(plan: Plan) -> Iterator[Python]:
+    yield from comment_lines(plan, Python)
+    yield Python.comment("Start on every node: {} THIS_FILE.py", torchrun_command(plan))
+    yield Python.write("import os")
+    yield Python.write("")
     for name, value in environment_variables(plan.layout):
-        yield f'os.environ.setdefault("{name}", "{value}")  # before torch starts'
-    yield ""
-    yield "import torch"
-    yield "from megatron.bridge import AutoBridge"
-    yield "from megatron.bridge.training.comm_overlap import CommOverlapConfig"
-    yield "from megatron.bridge.training.config import ("
+        yield Python.write("os.environ.setdefault({}, {})  # before torch starts", name, str(value))
+    yield Python.write("")
+    yield Python.write("import torch")
+    yield Python.write("from megatron.bridge import AutoBridge")
+    yield Python.write("from megatron.bridge.training.comm_overlap import CommOverlapConfig")
+    yield Python.write("from megatron.bridge.training.config import (")
     for name in sorted((*_CLASSES.values(), "ConfigContainer")):
-        yield f"    {name},"
-    yield ")"
-    yield "from megatron.bridge.training.gpt_step import forward_step"
-    yield "from megatron.bridge.training.mixed_precision import bf16_mixed, fp16_mixed"
-    yield "from megatron.bridge.training.pretrain import pretrain"
-    yield "from megatron.core.distributed import DistributedDataParallelConfig"
-    yield "from megatron.core.optimizer import OptimizerConfig"
-    yield ""
+        yield Python.write("    {},", Python.name(name))
+    yield Python.write(")")
+    yield Python.write("from megatron.bridge.training.gpt_step import forward_step")
+    yield Python.write(
+        "from megatron.bridge.training.mixed_precision import bf16_mixed, fp16_mixed"
+    )
+    yield Python.write("from megatron.bridge.training.pretrain import pretrain")
+    yield Python.write("from megatron.core.distributed import DistributedDataParallelConfig")
+    yield Python.write("from megatron.core.optimizer import OptimizerConfig")
+    yield Python.write("")
 
 
-def _config_lines(plan: Plan, settings: Mapping[str, list[_Field]]) -> Iterator[str]:
+def _config_lines(plan: Plan, settings: Mapping[str, list[_Field]]) -> Iterator[Python]:
     """Yield the function that builds the ConfigContainer; `settings` are the fields by section."""
-    provider = f'AutoBridge.from_hf_pretrained("{plan.model.name}")'
-    yield ""
-    yield "def config() -> ConfigContainer:"
-    yield f"    model = {provider}.to_megatron_provider(load_weights=False)"
+    yield Python.write("")
+    yield Python.write("def config() -> ConfigContainer:")
+    yield Python.write(
+        "    model = AutoBridge.from_hf_pretrained({}).to_megatron_provider(load_weights=False)",
+        plan.model.name,
+    )
     for field, value in (*settings.get("model", ()), *_model_fields(plan)):
-        yield f"    model.{field} = {value}"
+        yield Python.write("    model.{} = {}", Python.name(field), value)
     yield from _precision_lines(plan, settings.get("mixed_precision", []))
     fields = dict(settings)
     for section, defaults in _default_fields(plan):
         fields[section] = [*defaults, *fields.get(section, ())]
-    yield "    return ConfigContainer("
-    yield "        model=model,"
-    yield "        mixed_precision=precision,"
+    yield Python.write("    return ConfigContainer(")
+    yield Python.write("        model=model,")
+    yield Python.write("        mixed_precision=precision,")
     for section, name in (*_CLASSES.items(), *_CORE.items()):
-        yield f"        {section}={name}("
-        yield from (f"            {field}={value}," for field, value in fields.get(section, ()))
-        yield "        ),"
-    yield "    )"
-    yield ""
+        yield Python.write("        {}={}(", Python.name(section), Python.name(name))
+        for field, value in fields.get(section, ()):
+            yield Python.write("            {}={},", Python.name(field), value)
+        yield Python.write("        ),")
+    yield Python.write("    )")
+    yield Python.write("")
 
 
 def _model_fields(plan: Plan) -> Iterator[_Field]:
     """Yield fields that have no flag, and those that a provider may come with switched on."""
     layout = plan.layout
     yield "pipeline_dtype", _pipeline_dtype(plan.workload.precision)
-    yield "mtp_num_layers", str(plan.model.mtp_layers or None)
+    yield "mtp_num_layers", _constant(plan.model.mtp_layers or None)
     if layout.vpp == 1 or layout.stages:
-        yield "virtual_pipeline_model_parallel_size", str(layout.vpp if layout.vpp > 1 else None)
+        yield (
+            "virtual_pipeline_model_parallel_size",
+            _constant(layout.vpp if layout.vpp > 1 else None),
+        )
     if not layout.sp:
-        yield "sequence_parallel", "False"
+        yield "sequence_parallel", _constant(False)
     if not layout.recompute:
-        yield "recompute_granularity", "None"
+        yield "recompute_granularity", _constant(None)
     if not layout.graphs:
-        yield "cuda_graph_impl", "'none'"
+        yield "cuda_graph_impl", _constant("none")
     if Overlap.SHARED not in layout.overlap:
-        yield "moe_shared_expert_overlap", "False"
+        yield "moe_shared_expert_overlap", _constant(False)
     if plan.workload.router.force is not RouterForce.BALANCED:
-        yield "moe_router_force_load_balancing", "False"
+        yield "moe_router_force_load_balancing", _constant(False)
     if layout.graphs:
-        yield "use_te_rng_tracker", "True"
+        yield "use_te_rng_tracker", _constant(True)
     attention = plan.model.attention
     if attention.kind is AttentionKind.MLA and attention.rope.scaling != "yarn":
-        yield "apply_rope_fusion", "False"
+        yield "apply_rope_fusion", _constant(False)
 
 
-def _pipeline_dtype(precision: Dtype) -> str:
+def _pipeline_dtype(precision: Dtype) -> Python:
     is_plain = precision in (Dtype.FP32, Dtype.FP16)
-    return _DTYPES[precision if is_plain else Dtype.BF16]
+    return Python.name(_DTYPES[precision if is_plain else Dtype.BF16])
 
 
-def _precision_lines(plan: Plan, narrow_fields: list[_Field]) -> Iterator[str]:
+def _precision_lines(plan: Plan, narrow_fields: list[_Field]) -> Iterator[Python]:
     precision = plan.workload.precision
     if precision is Dtype.FP32:
-        yield "    precision = None"
+        yield Python.write("    precision = None")
         return
-    yield f"    precision = {'fp16' if precision is Dtype.FP16 else 'bf16'}_mixed()"
-    yield f"    precision.grad_reduce_in_fp32 = {plan.workload.grad_dtype is Dtype.FP32}"
+    recipe = "fp16_mixed" if precision is Dtype.FP16 else "bf16_mixed"
+    yield Python.write("    precision = {}()", Python.name(recipe))
+    is_fp32 = plan.workload.grad_dtype is Dtype.FP32
+    yield Python.write("    precision.grad_reduce_in_fp32 = {}", is_fp32)
     for field, value in narrow_fields:
-        yield f"    precision.{field} = {value}"
+        yield Python.write("    precision.{} = {}", Python.name(field), value)
 
 
 def _default_fields(plan: Plan) -> Iterator[tuple[str, list[_Field]]]:
@@ -395,62 +412,65 @@ def _default_fields(plan: Plan) -> Iterator[tuple[str, list[_Field]]]:
     workload = plan.workload
     layout = plan.layout
     vocab_size = plan.model.vocab_size
-    weight_decay = str(workload.optimizer.weight_decay)
+    weight_decay = _constant(workload.optimizer.weight_decay)
     yield (
         "optimizer",
-        [("optimizer", "'adam'"), ("use_distributed_optimizer", str(layout.zero > 0))],
+        [
+            ("optimizer", _constant("adam")),
+            ("use_distributed_optimizer", _constant(layout.zero > 0)),
+        ],
     )
     yield (
         "scheduler",
         [
             ("start_weight_decay", weight_decay),
             ("end_weight_decay", weight_decay),
-            ("weight_decay_incr_style", "'constant'"),
+            ("weight_decay_incr_style", _constant("constant")),
         ],
     )
-    yield "ddp", [("grad_reduce_in_fp32", str(workload.grad_dtype is Dtype.FP32))]
+    yield "ddp", [("grad_reduce_in_fp32", _constant(workload.grad_dtype is Dtype.FP32))]
     yield "dataset", list(_dataset_fields(plan))
     yield (
         "tokenizer",
         [
-            ("tokenizer_type", "'NullTokenizer'"),
-            ("vocab_size", str(vocab_size)),
-            ("null_tokenizer_eod_id", str(vocab_size - 1)),
+            ("tokenizer_type", _constant("NullTokenizer")),
+            ("vocab_size", _constant(vocab_size)),
+            ("null_tokenizer_eod_id", _constant(vocab_size - 1)),
         ],
     )
     if CudaGraphScope.FULL in layout.graphs:  # captured steps cannot look at their own values
-        yield "rerun_state_machine", [("check_for_nan_in_loss", "False")]
-        yield "ddp", [("check_for_nan_in_grad", "False")]
+        yield "rerun_state_machine", [("check_for_nan_in_loss", _constant(False))]
+        yield "ddp", [("check_for_nan_in_grad", _constant(False))]
     comm_overlap = []
     if Overlap.TP not in layout.overlap:
-        comm_overlap.append(("tp_comm_overlap", "False"))
+        comm_overlap.append(("tp_comm_overlap", _constant(False)))
     if layout.pp > 1 and layout.vpp > 1:
-        comm_overlap.append(("overlap_p2p_comm", "True"))
+        comm_overlap.append(("overlap_p2p_comm", _constant(True)))
     yield "comm_overlap", comm_overlap
 
 
-def _format_blend(text: str) -> str:
+def _format_blend(text: str) -> Python:
     """Return the paths of corpora and their weights, None for one corpus, as Python has them."""
     parts = parse_data_paths(text)
     weights = [part.share for part in parts] if len(parts) > 1 else None
-    return f"({[part.path for part in parts]!r}, {weights!r})"
+    return Python.write("({}, {})", [part.path for part in parts], weights)
 
 
 def _dataset_fields(plan: Plan) -> Iterator[_Field]:
     workload = plan.workload
     data = workload.data
-    yield "random_seed", str(workload.seed)
-    yield "seq_length", str(workload.seq_len)
+    yield "random_seed", _constant(workload.seed)
+    yield "seq_length", _constant(workload.seq_len)
     if data.train and data.heldout:
-        blends = f"{_format_blend(data.train)}, {_format_blend(data.heldout)}"
-        yield "blend_per_split", f"[{blends}, None]"
+        blends = [_format_blend(data.train), _format_blend(data.heldout), None]
+        yield "blend_per_split", _constant(blends)
     elif data.train:
         yield "blend", _format_blend(data.train)
-        yield "split", "'1,0,0'"
+        yield "split", _constant("1,0,0")
     else:
-        yield "blend", "None"
+        yield "blend", _constant(None)
     if data.documents is DocumentMasking.JOINED:
-        yield "reset_attention_mask", "False"
-        yield "eod_mask_loss", "False"
+        yield "reset_attention_mask", _constant(False)
+        yield "eod_mask_loss", _constant(False)
     if data.documents is not DocumentMasking.RESTARTED:
-        yield "reset_position_ids", "False"
+        yield "reset_position_ids", _constant(False)

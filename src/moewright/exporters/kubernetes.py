@@ -7,24 +7,23 @@ networks belong to the cluster's runtime.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
 from moewright.exporters.launch import LaunchSpec, build_launch_spec
+from moewright.exporters.megatron.script import join_words
 from moewright.exporters.torchrun import JOB_RESTARTS
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
+from moewright.spec.quoting import Shell, Yaml
 
 RUNTIME = "torch-distributed"
 _RESOURCES = MappingProxyType({DeviceKind.CUDA: "nvidia.com/gpu", DeviceKind.ROCM: "amd.com/gpu"})
 _API_VERSION = "trainer.kubeflow.org/v1alpha1"
 
 
-def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
+def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> Yaml:
     """Return YAML for kubectl apply; `image` holds the trainer.
 
     A run of the engine goes on where it was saved, so that it gets a runtime of its own, whose
@@ -43,7 +42,7 @@ def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
         "numProcPerNode": launch.ranks_per_node,
         # A TrainJob takes 128 arguments, fewer than a command may have: a shell splits one.
         "command": ["sh", "-c"],
-        "args": [_shell_line(launch.lines)],
+        "args": [join_words((Shell.write("exec torchrun"), *map(Shell.words, launch.lines)))],
     }
     if launch.device.runs_cuda:
         trainer["resourcesPerNode"] = {
@@ -67,7 +66,7 @@ def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
         "spec": {"runtimeRef": runtime, "trainer": trainer},
     }
     documents.append(document)
-    return "---\n".join("\n".join(_yaml_lines(part, 0)) + "\n" for part in documents)
+    return Yaml.concat(map(Yaml.dump, documents), "---\n")
 
 
 def _runtime_that_restarts(launch: LaunchSpec, image: str) -> dict[str, Any]:
@@ -100,31 +99,3 @@ def _runtime_that_restarts(launch: LaunchSpec, image: str) -> dict[str, Any]:
             },
         },
     }
-
-
-def _shell_line(lines: Sequence[Sequence[str]]) -> str:
-    return " \\\n  ".join(("exec torchrun", *(" ".join(map(quote, words)) for words in lines)))
-
-
-def _yaml_lines(value: Any, depth: int) -> Iterator[str]:
-    """Yield block YAML; a text of several lines is a block, others are quoted as in JSON."""
-    indent = "  " * depth
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if isinstance(inner, Mapping | list):
-                yield f"{indent}{key}:"
-                yield from _yaml_lines(inner, depth + 1)
-            else:
-                yield f"{indent}{key}: {json.dumps(inner, ensure_ascii=False)}"
-        return
-    assert isinstance(value, Sequence)
-    for item in value:
-        if isinstance(item, Mapping):
-            first, *others = _yaml_lines(item, depth + 1)
-            yield f"{indent}- {first.lstrip()}"
-            yield from others
-        elif isinstance(item, str) and "\n" in item:
-            yield f"{indent}- |-"
-            yield from (f"{indent}    {line}" for line in item.splitlines())
-        else:
-            yield f"{indent}- {json.dumps(item, ensure_ascii=False)}"

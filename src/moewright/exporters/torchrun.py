@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from shlex import quote
-
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
+from moewright.spec.quoting import Shell
 
 # How often torchrun's agent starts the ranks again, and a cluster the whole job.
 RANK_RESTARTS = 3
 JOB_RESTARTS = 10
 
 
-def render_engine_command(plan: Plan, *, job: str, run_dir: str) -> str:
+def render_engine_command(plan: Plan, *, job: str, run_dir: str) -> Shell:
     """Return the line that starts moewright's engine on every node.
 
     It trains the job in the run folder that holds the plan.
@@ -20,7 +19,7 @@ def render_engine_command(plan: Plan, *, job: str, run_dir: str) -> str:
     Raises:
         BadInput: the ranks do not fill whole nodes.
     """
-    return f"{torchrun_command(plan)} {' '.join(map(quote, engine_words(job, run_dir)))}"
+    return Shell.write("{} {}", torchrun_command(plan), Shell.words(engine_words(job, run_dir)))
 
 
 def engine_words(job: str, run_dir: str) -> tuple[str, ...]:
@@ -30,7 +29,7 @@ def engine_words(job: str, run_dir: str) -> tuple[str, ...]:
     return (*restarts, "--no-python", *engine)
 
 
-def torchrun_command(plan: Plan) -> str:
+def torchrun_command(plan: Plan) -> Shell:
     """Return torchrun with its nodes and ranks.
 
     Several nodes meet at $MASTER_ADDR and are numbered by $NODE_RANK.
@@ -40,10 +39,12 @@ def torchrun_command(plan: Plan) -> str:
     """
     nodes, ranks_per_node = split_into_nodes(plan)
     if nodes == 1:
-        return f"torchrun --standalone --nproc-per-node {ranks_per_node}"
-    return (
-        f'torchrun --nnodes {nodes} --nproc-per-node {ranks_per_node} --node-rank "$NODE_RANK" '
-        '--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"'
+        return Shell.write("torchrun --standalone --nproc-per-node {}", ranks_per_node)
+    return Shell.write(
+        'torchrun --nnodes {} --nproc-per-node {} --node-rank "$NODE_RANK" '
+        '--master-addr "$MASTER_ADDR" --master-port "${{MASTER_PORT:-29500}}"',
+        nodes,
+        ranks_per_node,
     )
 
 

@@ -27,6 +27,7 @@ from moewright.spec.layout import (
 )
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
+from moewright.spec.quoting import Python
 from moewright.spec.workload import (
     Dtype,
     LrDecay,
@@ -46,7 +47,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.common.config_utils import decoder_vocab_size"""
 
 
-def render_torchtitan_config(plan: Plan) -> str:
+def render_torchtitan_config(plan: Plan) -> Python:
     """Return a Python module for torchtitan's --module; its --config is `config`.
 
     Raises:
@@ -55,79 +56,90 @@ def render_torchtitan_config(plan: Plan) -> str:
     reasons = tuple(torchtitan_refusals(plan_job(plan), plan.hardware))
     if reasons:
         raise BadInput(*reasons)
-    return "\n".join((*_head_lines(plan), *_config_lines(plan))) + "\n"
+    return Python.lines((*_head_lines(plan), *_config_lines(plan)))
 
 
-def _head_lines(plan: Plan) -> Iterator[str]:
-    family, _ = FLAVOURS[plan.model.name]
+def _head_lines(plan: Plan) -> Iterator[Python]:
+    family = Python.name(FLAVOURS[plan.model.name][0])
     layout_text = format_layout(plan.layout)
-    yield f"# {plan.model.name}, {layout_text}, plan {plan.fingerprint}".replace("\n", " ")
+    yield Python.comment("{}, {}, plan {}", plan.model.name, layout_text, plan.fingerprint)
     if not plan.workload.steps:
-        yield f"# The plan has no length: {training_steps(plan.workload)} steps are written."
-    yield "# Save as moewright_plan.py and start on every node, in its folder:"
+        steps = training_steps(plan.workload)
+        yield Python.comment("The plan has no length: {} steps are written.", steps)
+    yield Python.comment("Save as moewright_plan.py and start on every node, in its folder:")
     start = "-m torchtitan.train --module moewright_plan --config config"
-    yield f"# {torchrun_command(plan)} {start}"
-    yield from _HEAD.splitlines()
-    yield f"from torchtitan.models.{family} import model_registry"
+    yield Python.comment("{} {}", torchrun_command(plan), start)
+    yield from map(Python.write, _HEAD.splitlines())
+    yield Python.write("from torchtitan.models.{} import model_registry", family)
     if plan.model.mtp_layers:
-        yield f"from torchtitan.models.{family} import MTPLoss"
-    yield "from torchtitan.trainer import Trainer"
-    yield ""
-    yield ""
+        yield Python.write("from torchtitan.models.{} import MTPLoss", family)
+    yield Python.write("from torchtitan.trainer import Trainer")
+    yield Python.write("")
+    yield Python.write("")
 
 
-def _config_lines(plan: Plan) -> Iterator[str]:
+def _config_lines(plan: Plan) -> Iterator[Python]:
     """Yield the function that builds the configuration."""
     _, flavour = FLAVOURS[plan.model.name]
     optimizer = plan.workload.optimizer
-    vocabulary = "global_vocab_size=decoder_vocab_size(model_spec)"
-    yield "def config() -> Trainer.Config:"
-    yield f"    model_spec = model_registry({flavour!r}{_registry_options(plan)})"
-    yield "    return Trainer.Config("
-    yield "        model_spec=model_spec,"
+    vocabulary = Python.write("global_vocab_size=decoder_vocab_size(model_spec)")
+    yield Python.write("def config() -> Trainer.Config:")
+    yield Python.write("    model_spec = model_registry({}{})", flavour, _registry_options(plan))
+    yield Python.write("    return Trainer.Config(")
+    yield Python.write("        model_spec=model_spec,")
     if plan.model.mtp_layers:
-        yield f"        loss=MTPLoss.Config({vocabulary}),"
+        yield Python.write("        loss=MTPLoss.Config({}),", vocabulary)
     else:
-        loss = f"CrossEntropyLoss.Config({vocabulary})"
-        yield f"        loss=ChunkedLossWrapper.Config(loss_fn={loss}),"
-    yield f"        hf_assets_path={'./assets/hf/' + plan.model.name.rpartition('/')[2]!r},"
-    yield "        dataloader=GrainDataLoader.Config("
-    yield '            dataset=ConcatThenSplitPackingConfig(dataset=DATASETS["c4"]),'
-    yield "        ),"
-    yield "        optimizer=default_adamw("
-    yield f"            lr={optimizer.lr!r}, betas=({optimizer.beta1!r}, {optimizer.beta2!r}),"
-    yield f"            eps={optimizer.eps!r}, weight_decay={optimizer.weight_decay!r},"
-    yield "        ),"
+        loss = Python.write("CrossEntropyLoss.Config({})", vocabulary)
+        yield Python.write("        loss=ChunkedLossWrapper.Config(loss_fn={}),", loss)
+    assets = f"./assets/hf/{plan.model.name.rpartition('/')[2]}"
+    yield Python.write("        hf_assets_path={},", assets)
+    yield Python.write("        dataloader=GrainDataLoader.Config(")
+    yield Python.write('            dataset=ConcatThenSplitPackingConfig(dataset=DATASETS["c4"]),')
+    yield Python.write("        ),")
+    yield Python.write("        optimizer=default_adamw(")
+    yield Python.write(
+        "            lr={}, betas=({}, {}),", optimizer.lr, optimizer.beta1, optimizer.beta2
+    )
+    yield Python.write(
+        "            eps={}, weight_decay={},", optimizer.eps, optimizer.weight_decay
+    )
+    yield Python.write("        ),")
     yield from _call(
         "lr_scheduler", "LRSchedulersContainer.Config", _schedule_fields(plan.workload)
     )
     yield from _call("training", "TrainingConfig", _training_fields(plan))
     yield from _call("parallelism", "ParallelismConfig", _parallelism_fields(plan))
     yield from _call("checkpoint", "CheckpointManager.Config", _checkpoint_fields(plan.workload))
-    replays = "FullAC.Config()" if plan.layout.recompute else "None"
-    yield f"        activation_checkpoint={replays},"
+    replays = Python.name("None")
+    if plan.layout.recompute:
+        replays = Python.write("FullAC.Config()")
+    yield Python.write("        activation_checkpoint={},", replays)
     debug = {
         "seed": plan.workload.seed,
         "moe_force_load_balance": plan.workload.router.force is RouterForce.BALANCED,
     }
     yield from _call("debug", "DebugConfig", debug)
-    yield "    )"
+    yield Python.write("    )")
 
 
-def _call(field: str, function: str, values: dict[str, Any]) -> Iterator[str]:
-    yield f"        {field}={function}("
-    yield from (f"            {name}={value!r}," for name, value in values.items())
-    yield "        ),"
+def _call(field: str, function: str, values: dict[str, Any]) -> Iterator[Python]:
+    yield Python.write("        {}={}(", Python.name(field), Python.name(function))
+    for name, value in values.items():
+        yield Python.write("            {}={},", Python.name(name), value)
+    yield Python.write("        ),")
 
 
-def _registry_options(plan: Plan) -> str:
+def _registry_options(plan: Plan) -> Python:
     """Return what is said of the model besides its flavour."""
     options: dict[str, Any] = {}
     if plan.model.moe and plan.layout.ep > 1:
         options["moe_comm_backend"] = plan.layout.dispatcher.facts.torchtitan
     if plan.model.mtp_layers:
         options["num_mtp_layers"] = plan.model.mtp_layers
-    return "".join(f", {name}={value!r}" for name, value in options.items())
+    return Python.concat(
+        Python.write(", {}={}", Python.name(name), value) for name, value in options.items()
+    )
 
 
 def _schedule_fields(workload: Workload) -> dict[str, Any]:

@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from shlex import quote
 
 from moewright.codec import PLAN_FILE
 from moewright.exporters.launch import LaunchSpec, label_job
 from moewright.exporters.megatron.script import (
     all_flags,
     environment_variables,
+    export_lines,
     flag_lines,
+    join_words,
 )
 from moewright.exporters.slurm import rendezvous_lines, sbatch_lines, torchrun_words
 from moewright.exporters.torchrun import split_into_nodes
@@ -26,6 +27,7 @@ from moewright.rules.job import plan_job
 from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
+from moewright.spec.quoting import Shell
 
 OUTPUT_FILE = "output.txt"
 EXIT_FILE = "exit_code"
@@ -35,10 +37,10 @@ _OUTPUT_OPTION = "#SBATCH --output="
 # What a trial adds to an export: timers of the parts of a step without barriers between them, and
 # reports of memory.
 _TRIAL_FLAGS = (
-    "--timing-log-level 1",
-    "--timing-log-option minmax",
-    "--no-barrier-with-level-1-timing",
-    "--log-memory-interval 4",
+    Shell.write("--timing-log-level 1"),
+    Shell.write("--timing-log-option minmax"),
+    Shell.write("--no-barrier-with-level-1-timing"),
+    Shell.write("--log-memory-interval 4"),
 )
 
 
@@ -58,7 +60,7 @@ class TrialStart:
     is_scheduled: bool = False
 
 
-def render_trial_script(plan: Plan, folder: Path, start: TrialStart) -> str:
+def render_trial_script(plan: Plan, folder: Path, start: TrialStart) -> Shell:
     """Return the script that runs a plan's trial in a folder.
 
     Raises:
@@ -80,7 +82,7 @@ def render_trial_script(plan: Plan, folder: Path, start: TrialStart) -> str:
         device=plan.hardware.device.kind,
         runs_engine=False,
     )
-    return "\n".join(_script_lines(plan, folder.resolve(), start, launch)) + "\n"
+    return Shell.lines(_script_lines(plan, folder.resolve(), start, launch))
 
 
 def sbatch_options(script: str) -> tuple[str, ...]:
@@ -92,60 +94,65 @@ def sbatch_options(script: str) -> tuple[str, ...]:
 
 def render_trial_array(
     scripts: Sequence[Path], options: Sequence[str], folder: Path, at_once: int
-) -> str:
+) -> Shell:
     """Return the script of a job array whose tasks run a trial each, so many of them at once.
 
     `scripts` are those of trials that all ask the same `options` of sbatch; task 3 prints to 3.txt
     in the array's folder.
     """
     lines = (
-        "#!/bin/bash",
-        f"{_OUTPUT_OPTION}{folder.resolve()}/%a.txt",
-        *options,
-        f"#SBATCH --array=0-{len(scripts) - 1}%{at_once}",
-        'case "$SLURM_ARRAY_TASK_ID" in',
-        *(f"  {task}) exec bash {quote(str(path))} ;;" for task, path in enumerate(scripts)),
-        "esac",
+        Shell.write("#!/bin/bash"),
+        Shell.write("#SBATCH --output={}", folder.resolve() / "%a.txt"),
+        *map(Shell.trust, options),
+        Shell.write("#SBATCH --array=0-{}%{}", len(scripts) - 1, at_once),
+        Shell.write('case "$SLURM_ARRAY_TASK_ID" in'),
+        *(Shell.write("  {}) exec bash {} ;;", task, path) for task, path in enumerate(scripts)),
+        Shell.write("esac"),
     )
-    return "\n".join(lines) + "\n"
+    return Shell.lines(lines)
 
 
-def _script_lines(plan: Plan, folder: Path, start: TrialStart, launch: LaunchSpec) -> Iterator[str]:
-    yield "#!/bin/bash"
+def _script_lines(
+    plan: Plan, folder: Path, start: TrialStart, launch: LaunchSpec
+) -> Iterator[Shell]:
+    yield Shell.write("#!/bin/bash")
     if start.is_scheduled:
         # What the user asks for comes last, where sbatch lets it replace what stands before.
         yield from sbatch_lines(launch, output=str(folder / OUTPUT_FILE))
-        yield "#SBATCH --no-requeue"  # a lost trial is submitted anew, which is sooner
+        # A lost trial is submitted anew, which is sooner.
+        yield Shell.write("#SBATCH --no-requeue")
         if start.sbatch:
-            yield f"#SBATCH {' '.join(start.sbatch.split())}"
-    yield "set -uo pipefail"
-    yield f"cd {quote(str(folder))}"
+            yield Shell.write("#SBATCH {}", Shell.trust(" ".join(start.sbatch.split())))
+    yield Shell.write("set -uo pipefail")
+    yield Shell.write("cd {}", folder)
     # A trial that is queued again begins anew.
-    yield f"rm -rf {RUN_FOLDER} {EXIT_FILE}"
+    yield Shell.write("rm -rf {} {}", RUN_FOLDER, EXIT_FILE)
     if start.setup:
-        yield start.setup
-    for name, value in launch.exported:
-        yield f"export {name}={value}"
-    starter = f"torchrun --standalone --nproc-per-node {launch.ranks_per_node}"
+        yield Shell.trust(start.setup)
+    yield from export_lines(launch.exported)
+    torchrun = Shell.write("torchrun")
+    if not start.trainer_script:
+        torchrun = Shell.write("{} -m torch.distributed.run", sys.executable)
+    starter = Shell.write("{} --standalone --nproc-per-node {}", torchrun, launch.ranks_per_node)
     if start.is_scheduled:
         # Ranks of an earlier trial may still hold the port of another on the same node.
-        yield 'export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"'
+        yield Shell.write(
+            'export MASTER_PORT="${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}}"'
+        )
         yield from rendezvous_lines(launch)
-        starter = " ".join(torchrun_words(launch))
+        starter = torchrun_words(launch, torchrun)
     if start.trainer_script:
-        command = " \\\n  ".join(
+        yield join_words(
             (
-                f"{starter} {quote(start.trainer_script)}",
+                Shell.write("{} {}", starter, start.trainer_script),
                 *flag_lines(all_flags(plan)),
                 *_TRIAL_FLAGS,
-                *((start.trainer_flags,) if start.trainer_flags else ()),
+                *((Shell.trust(start.trainer_flags),) if start.trainer_flags else ()),
             )
         )
     else:
-        engine = f"{quote(sys.executable)} -m torch.distributed.run"
         words = ("-m", "moewright", "train", PLAN_FILE, "--out", RUN_FOLDER)
-        command = f"{starter.replace('torchrun', engine, 1)} {' '.join(words)}"
-    yield command
-    yield "code=$?"
-    yield f'echo "$code" > {EXIT_FILE}.part && mv {EXIT_FILE}.part {EXIT_FILE}'
-    yield 'exit "$code"'
+        yield Shell.write("{} {}", starter, Shell.words(words))
+    yield Shell.write("code=$?")
+    yield Shell.write('echo "$code" > {}.part && mv {}.part {}', EXIT_FILE, EXIT_FILE, EXIT_FILE)
+    yield Shell.write('exit "$code"')

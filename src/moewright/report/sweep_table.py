@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 
 from moewright.spec.plan import Estimate
-from moewright.spec.printable import escape_formula
+from moewright.spec.quoting import Csv, Html, Markdown
 from moewright.spec.units import GIB
 from moewright.tuning.sweep import StepFigures, SweepRow, peak_memory_by_part, step_figures
 
@@ -33,8 +30,8 @@ _THIN_ROW_HEIGHT = 18
 _TITLE_HEIGHT = 26
 _LABEL_WIDTH = 330
 _BAR_WIDTH = 420
-_MEASURED_FILL = 'fill="#3b6ea5"'
-_PREDICTED_OUTLINE = 'fill="none" stroke="#b5651d"'
+_MEASURED_FILL = Html.write('fill="#3b6ea5"')
+_PREDICTED_OUTLINE = Html.write('fill="none" stroke="#b5651d"')
 
 
 def format_row(row: SweepRow) -> tuple[str, ...]:
@@ -72,23 +69,25 @@ def _format_figures(figures: StepFigures | None) -> tuple[str, str, str]:
     )
 
 
-def render_markdown(title: str, rows: Sequence[SweepRow], note: str = "") -> str:
+def render_markdown(title: str, rows: Sequence[SweepRow], note: str = "") -> Markdown:
     """Return one table in Markdown, with its note below."""
-    lines = [f"### {title}", "", " | ".join(COLUMNS), " | ".join("--" for _ in COLUMNS)]
-    lines += [" | ".join(format_row(row)) for row in rows]
+    lines = [
+        Markdown.write("### {}", title),
+        Markdown.write(""),
+        Markdown.row(COLUMNS),
+        Markdown.write(" | ".join("--" for _ in COLUMNS)),
+        *(Markdown.row(format_row(row)) for row in rows),
+    ]
     if note:
-        lines += ["", note]
-    return "\n".join([*lines, ""])
+        lines += [Markdown.write(""), *(Markdown.write("{}", line) for line in note.split("\n"))]
+    return Markdown.concat([*lines, Markdown.write("")], "\n")
 
 
-def render_csv(tables: Mapping[str, Sequence[SweepRow]]) -> str:
+def render_csv(tables: Mapping[str, Sequence[SweepRow]]) -> Csv:
     """Return all tables, by title, as one CSV."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(("table", *COLUMNS))
-    for title, rows in tables.items():
-        writer.writerows(map(escape_formula, (title, *format_row(row))) for row in rows)
-    return stream.getvalue()
+    cells: list[tuple[str, ...]] = [("table", *COLUMNS)]
+    cells += [(title, *format_row(row)) for title, rows in tables.items() for row in rows]
+    return Csv.dump(cells)
 
 
 def render_memory_markdown(name: str, estimate: Estimate) -> str:
@@ -103,12 +102,12 @@ def render_memory_markdown(name: str, estimate: Estimate) -> str:
     return "\n".join(lines)
 
 
-def render_svg(tables: Mapping[str, Sequence[SweepRow]]) -> str:
+def render_svg(tables: Mapping[str, Sequence[SweepRow]]) -> Html:
     """Return SVG bars of tokens a second and device: measured solid, predicted outlined."""
     rows = [row for table in tables.values() for row in table]
     longest = max((figures.tokens for row in rows for figures in _all_figures(row)), default=1.0)
     tokens_of_full_bar = longest or 1.0
-    shapes: list[str] = []
+    shapes: list[Html] = []
     y = 10
     for title, table in tables.items():
         if not table:
@@ -116,13 +115,13 @@ def render_svg(tables: Mapping[str, Sequence[SweepRow]]) -> str:
         y += _TITLE_HEIGHT
         shapes.append(_title(title, y))
         for row in table:
-            shapes.append(f'<text x="8" y="{y + 14}">{escape(row.spec.name)}</text>')
+            shapes.append(Html.write('<text x="8" y="{}">{}</text>', y + 14, row.spec.name))
             shapes += _token_bars(row, y, tokens_of_full_bar)
             y += _ROW_HEIGHT
     return _svg(shapes, y)
 
 
-def render_memory_svg(estimates: Mapping[str, Estimate]) -> str:
+def render_memory_svg(estimates: Mapping[str, Estimate]) -> Html:
     """Return SVG bars of what fills the fullest rank of each layout, on one scale.
 
     Each layout has a picture by component, then one by module.
@@ -134,14 +133,14 @@ def render_memory_svg(estimates: Mapping[str, Estimate]) -> str:
     ]
     largest = max((size for _, _, sizes in pictures for size in sizes.values()), default=1)
     bytes_of_full_bar = largest or 1
-    shapes: list[str] = []
+    shapes: list[Html] = []
     y = 10
     for name, kind, sizes in pictures:
         y += _TITLE_HEIGHT
         shapes.append(_title(f"{name}: {sum(sizes.values()) / GIB:.1f} GiB by {kind}", y))
         for key, size in sizes.items():
             width = _BAR_WIDTH * size / bytes_of_full_bar
-            shapes.append(f'<text x="8" y="{y + 13}">{escape(key)}</text>')
+            shapes.append(Html.write('<text x="8" y="{}">{}</text>', y + 13, key))
             shapes.append(_bar(y + 2, width, _MEASURED_FILL))
             shapes.append(_bar_text(y + 13, width, f"{size / GIB:.2f} GiB"))
             y += _THIN_ROW_HEIGHT
@@ -155,7 +154,7 @@ def _all_figures(row: SweepRow) -> Iterator[StepFigures]:
         yield step_figures(row.predicted)
 
 
-def _token_bars(row: SweepRow, y: int, tokens_of_full_bar: float) -> Iterator[str]:
+def _token_bars(row: SweepRow, y: int, tokens_of_full_bar: float) -> Iterator[Html]:
     if row.measured and row.measured.tokens:
         width = _BAR_WIDTH * row.measured.tokens / tokens_of_full_bar
         yield _bar(y + 2, width, _MEASURED_FILL)
@@ -167,19 +166,25 @@ def _token_bars(row: SweepRow, y: int, tokens_of_full_bar: float) -> Iterator[st
         yield _bar_text(y + 27, width, f"{tokens:,.0f} predicted")
 
 
-def _title(text: str, y: int) -> str:
-    return f'<text x="8" y="{y - 8}" font-weight="bold">{escape(text)}</text>'
+def _title(text: str, y: int) -> Html:
+    return Html.write('<text x="8" y="{}" font-weight="bold">{}</text>', y - 8, text)
 
 
-def _bar(y: int, width: float, style: str) -> str:
-    return f'<rect x="{_LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="12" {style}/>'
+def _bar(y: int, width: float, style: Html) -> Html:
+    return Html.write(
+        '<rect x="{}" y="{}" width="{:.1f}" height="12" {}/>', _LABEL_WIDTH, y, width, style
+    )
 
 
-def _bar_text(y: int, width: float, text: str) -> str:
-    return f'<text x="{_LABEL_WIDTH + width + 4:.1f}" y="{y}">{text}</text>'
+def _bar_text(y: int, width: float, text: str) -> Html:
+    return Html.write('<text x="{:.1f}" y="{}">{}</text>', _LABEL_WIDTH + width + 4, y, text)
 
 
-def _svg(shapes: Sequence[str], height: int) -> str:
-    size = f'width="{_LABEL_WIDTH + _BAR_WIDTH + 90}" height="{height + 10}"'
-    style = 'font-family="sans-serif" font-size="12"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(shapes)}</svg>\n'
+def _svg(shapes: Sequence[Html], height: int) -> Html:
+    return Html.write(
+        '<svg xmlns="http://www.w3.org/2000/svg" width="{}" height="{}" '
+        'font-family="sans-serif" font-size="12">{}</svg>\n',
+        _LABEL_WIDTH + _BAR_WIDTH + 90,
+        height + 10,
+        Html.concat(shapes),
+    )

@@ -23,7 +23,6 @@ from moewright.rules.timetable.schedule import check_schedule
 from moewright.rules.timetable.stages import (
     EvenSplit,
     even_layout_string,
-    parse_stages,
     vpp_choices,
 )
 from moewright.spec.errors import Reason
@@ -39,6 +38,7 @@ from moewright.spec.layout import (
     Schedule,
 )
 from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.stage_string import StageString, parse_stages
 from moewright.spec.workload import Workload
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -69,7 +69,7 @@ class PipelineShape:
 
     pp: int
     vpp: int
-    stages: str
+    stages: StageString
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -397,14 +397,14 @@ def _pipeline_shapes(space: SearchSpace) -> Iterator[PipelineShape]:
                 yield shape
 
 
-def _splits(space: SearchSpace, pp: int) -> set[tuple[int, str]]:
+def _splits(space: SearchSpace, pp: int) -> set[tuple[int, StageString]]:
     """Return (vpp, layout string) of every way to split the model over so many pipeline ranks."""
     model, base = space.model, space.base
     if base.stages:
         vpp, rest = divmod(len(parse_stages(base.stages)), pp)
         return set() if rest else {(vpp, base.stages)}
     splits = {
-        (vpp, "")
+        (vpp, StageString(""))
         for split in EvenSplit
         for vpp in vpp_choices(model.layers, pp, split=split)
         if vpp <= MAX_VPP or "vpp" in space.fixed
@@ -419,7 +419,7 @@ def _is_permitted(space: SearchSpace, shape: PipelineShape) -> bool:
     return space.permits(pp=shape.pp, vpp=shape.vpp, stages=shape.stages, schedule=schedule)
 
 
-def _uneven_splits(model: ModelSpec, pp: int) -> Iterator[tuple[int, str]]:
+def _uneven_splits(model: ModelSpec, pp: int) -> Iterator[tuple[int, StageString]]:
     """Yield (vpp, layout string) of splits that count embedding and head as layers.
 
     The head counts as one or two layers; two leave the last stage fewer layers. The embedding

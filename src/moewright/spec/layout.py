@@ -8,6 +8,7 @@ from typing import Self
 
 from moewright.spec.choices import DispatcherFacts, Payload, RegisteredMemory
 from moewright.spec.record import format_cell, list_changed_fields
+from moewright.spec.stage_string import EVEN_SPLIT, StageString
 
 
 class Schedule(StrEnum):
@@ -268,7 +269,8 @@ class Layout:
     rank_capacity: float = 0.0
     overlap: tuple[Overlap, ...] = ()  # communication that runs beside compute
     graphs: tuple[CudaGraphScope, ...] = ()  # parts of a layer that CUDA graphs replay
-    stages: str = ""  # pipeline layout string like "Et*3|(tt|)*29,m|L"; "": even split
+    # pipeline layout string like "Et*3|(tt|)*29,m|L"; "": even split
+    stages: StageString = EVEN_SPLIT
 
     def __str__(self) -> str:
         changed = (f"{name}={format_cell(value)}" for name, value in list_changed_fields(self))

@@ -1,9 +1,31 @@
-"""Text of files as it may be shown: on a terminal, in a table, in a spreadsheet."""
+"""Characters that print, and those that command a terminal or end a line."""
 
 from __future__ import annotations
 
-# A spreadsheet computes a cell that begins with one of these.
-_FORMULA_STARTS = ("=", "+", "@", "-")
+import sys
+from typing import NewType, TextIO
+from unicodedata import category
+
+# Text of several lines; every other text that a file holds is one line.
+Paragraph = NewType("Paragraph", str)
+NO_TEXT = Paragraph("")
+
+# Marks that turn the direction of text, so that a line reads otherwise than it is.
+_BIDI_CONTROLS = frozenset(
+    "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)
+# Control characters (line ends among them), lone surrogates, separators of lines and paragraphs.
+_CONTROL_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
+
+
+def is_control(letter: str) -> bool:
+    """Return whether a character ends a line, commands a terminal, or turns text around."""
+    return category(letter) in _CONTROL_CATEGORIES or letter in _BIDI_CONTROLS
+
+
+def has_controls(text: str) -> bool:
+    """Return whether text holds what no line of text may hold: control characters and the like."""
+    return not text.isprintable() and any(map(is_control, text))
 
 
 def escape_controls(text: str) -> str:
@@ -20,16 +42,11 @@ def escape_controls(text: str) -> str:
     )
 
 
-def escape_formula(cell: str) -> str:
-    """Return the text of a CSV cell that no spreadsheet takes for a formula.
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print lines, on standard output where no stream is given, and flush them.
 
-    Numbers and percentages stay as they are, and so does a dash for what is not known.
+    Line ends stay; what else does not print is written out.
     """
-    cell = escape_controls(cell)
-    if not cell.startswith(_FORMULA_STARTS) or cell == "-":
-        return cell
-    try:
-        float(cell.removesuffix("%"))
-    except ValueError:
-        return f"'{cell}"
-    return cell
+    stream = stream or sys.stdout
+    lines = map(escape_controls, text.removesuffix("\n").split("\n"))
+    print("\n".join(lines), file=stream, flush=True)

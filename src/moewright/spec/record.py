@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from html import escape
 from math import isfinite
 from pathlib import PurePath
 from typing import Any, cast
+
+from moewright.spec.quoting import Html
 
 Row = Mapping[str, object]
 
@@ -110,17 +111,19 @@ def _join_cells(cells: Iterable[str], widths: Iterable[int], is_number: Iterable
     return "  ".join(aligned).rstrip()
 
 
-def render_html_table(title: str, rows: Sequence[Row]) -> str:
+def render_html_table(title: str, rows: Sequence[Row]) -> Html:
     """Return an HTML table with a caption, as notebooks show it."""
     columns = list_columns(rows)
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td>{escape(format_cell(row.get(name, '')))}</td>" for name in columns)
-        + "</tr>"
-        for row in rows
+    head = Html.concat(Html.write("<th>{}</th>", name) for name in columns)
+    body = Html.concat(
+        Html.write("<tr>{}</tr>", Html.concat(_html_cells(row, columns))) for row in rows
     )
-    return f"<table><caption>{escape(title)}</caption><tr>{head}</tr>{body}</table>"
+    return Html.write("<table><caption>{}</caption><tr>{}</tr>{}</table>", title, head, body)
+
+
+def _html_cells(row: Row, columns: Iterable[str]) -> Iterator[Html]:
+    for name in columns:
+        yield Html.write("<td>{}</td>", format_cell(row.get(name, "")))
 
 
 def list_columns(rows: Iterable[Row]) -> list[str]:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from moewright.spec.ledger import Ledger, Selection, TimeRow
 from moewright.spec.plan import Plan
+from moewright.spec.printable import NO_TEXT, Paragraph
 from moewright.spec.record import Record
 from moewright.spec.workload import RouterForce
 
@@ -193,7 +194,7 @@ class Incident:
     kind: IncidentKind
     time: str  # ISO 8601, UTC, at which it was noticed
     unix_s: float  # the same
-    message: str
+    message: Paragraph
     layout: str  # as layout text
     world_size: int
     rank: int = -1  # -1 where it is not known
@@ -204,7 +205,7 @@ class Incident:
     repeated_steps: int = 0
     repeated_s: float = 0.0  # that the repeated steps had taken
     down_s: float = 0.0  # from the notice to the end of the first step after
-    gave_up: str = ""  # why the supervisor did not start the ranks again
+    gave_up: Paragraph = NO_TEXT  # why the supervisor did not start the ranks again
 
     @property
     def lost_s(self) -> float:

@@ -25,6 +25,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import CpComm, CudaGraphScope, DispatcherKind, Layout, Overlap, Schedule
 from moewright.spec.model import ModelSpec
+from moewright.spec.stage_string import EVEN_SPLIT
 from moewright.spec.tuning_axis import TUNABLE_TRAIN_KEYS, TuningAxis
 from moewright.spec.workload import BatchRampSpec, OptimizerSpec, Workload
 
@@ -209,8 +210,8 @@ def _with_even_stages(layout: Layout, *, vpp: int) -> Layout:
         schedule = Schedule.INTERLEAVED
         if layout.schedule is Schedule.GIS:
             schedule = layout.schedule
-        return replace(layout, stages="", vpp=vpp, schedule=schedule)
-    return replace(layout, stages="", vpp=vpp, schedule=Schedule.ONE_F_ONE_B, vpp_group=0)
+        return replace(layout, stages=EVEN_SPLIT, vpp=vpp, schedule=schedule)
+    return replace(layout, stages=EVEN_SPLIT, vpp=vpp, schedule=Schedule.ONE_F_ONE_B, vpp_group=0)
 
 
 def _agree(first: TuningPoint, second: TuningPoint, key: str) -> bool:

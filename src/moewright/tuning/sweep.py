@@ -30,6 +30,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan
+from moewright.spec.printable import NO_TEXT, Paragraph
 from moewright.spec.workload import Routing, Workload
 
 TRIALS_FILE = "trials.jsonl"
@@ -56,7 +57,7 @@ class SweepTableSpec:
 
     title: str
     row: tuple[SweepRowSpec, ...]
-    note: str = ""
+    note: Paragraph = NO_TEXT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
 from hashlib import sha256
-from html import escape
 from importlib import resources
 
+from moewright.spec.quoting import Html
 from moewright.spec.record import Record, replace_non_finite
 from moewright.view.palette import build_palette
 
@@ -29,12 +28,12 @@ _PAGES = (
     ("runs", "Runs"),
     ("share", "Share"),
 )
-_HEAD = """<!doctype html>
+_HEAD = Html.write("""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-"""
+""")
 
 
 def list_assets() -> frozenset[str]:
@@ -56,25 +55,28 @@ def _read_text(name: str) -> str:
     return content.decode()
 
 
-def render_shell() -> str:
+def render_shell() -> Html:
     """Return the studio's page, which asks its server for all that it shows."""
-    links = "".join(
-        f'<a href="/{"" if page == "plan" else page}" data-page="{page}">{title}</a>'
+    links = Html.concat(
+        Html.write(
+            '<a href="/{}" data-page="{}">{}</a>', "" if page == "plan" else page, page, title
+        )
         for page, title in _PAGES
     )
-    scripts = "".join(
-        f'<script src="/assets/{name}" defer></script>\n'
+    scripts = Html.concat(
+        Html.write('<script src="/assets/{}" defer></script>\n', name)
         for name in (*_SCRIPTS, *_studio_scripts())
     )
-    return f"""{_HEAD}<title>moewright studio</title>
+    return Html.write(
+        """{}<title>moewright studio</title>
 <link rel="icon" href="data:,">
 <link rel="stylesheet" href="/assets/style.css">
-<script type="application/json" id="palette">{_embed(build_palette())}</script>
-{scripts}</head>
+<script type="application/json" id="palette">{}</script>
+{}</head>
 <body>
 <a class="skip" href="#content">To the answer</a>
 <header class="top"><a class="brand" href="/" data-page="plan">moewright</a>
-<nav aria-label="pages">{links}</nav></header>
+<nav aria-label="pages">{}</nav></header>
 <div class="frame">
 <details id="controls" class="panel" open><summary>Job and layout</summary>
 <div id="form"></div></details>
@@ -82,7 +84,12 @@ def render_shell() -> str:
 </div>
 </body>
 </html>
-"""
+""",
+        _HEAD,
+        Html.embed(build_palette()),
+        scripts,
+        links,
+    )
 
 
 def _studio_scripts() -> list[str]:
@@ -91,7 +98,7 @@ def _studio_scripts() -> list[str]:
     return sorted(names, key=lambda name: (len(name), name))
 
 
-def render_page(records: tuple[Record, ...], title: str) -> str:
+def render_page(records: tuple[Record, ...], title: str) -> Html:
     """Return one file with records, styles and scripts inside; its policy forbids any request."""
     data = [{"kind": type(record).__name__, **record.to_dict()} for record in records]
     scripts = [_read_text(name) for name in _SCRIPTS]
@@ -100,29 +107,32 @@ def render_page(records: tuple[Record, ...], title: str) -> str:
     policy = (
         f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {hashes}"
     )
-    body = "\n".join(f"<script>{script}</script>" for script in scripts)
-    return f"""{_HEAD}<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>{escape(title)}</title>
+    body = (Html.write("<script>{}</script>", Html.trust(script)) for script in scripts)
+    return Html.write(
+        """{}<meta http-equiv="Content-Security-Policy" content="{}">
+<title>{}</title>
 <link rel="icon" href="data:,">
 <style>
-{_read_text("style.css")}</style>
-<script type="application/json" id="palette">{_embed(build_palette())}</script>
-<script type="application/json" id="records">{_embed(replace_non_finite(data))}</script>
+{}</style>
+<script type="application/json" id="palette">{}</script>
+<script type="application/json" id="records">{}</script>
 </head>
 <body>
 <header class="top"><span class="brand">moewright</span></header>
 <div class="frame wide"><main id="content"></main></div>
-{body}
+{}
 </body>
 </html>
-"""
+""",
+        _HEAD,
+        Html.trust(policy),
+        title,
+        Html.trust(_read_text("style.css")),
+        Html.embed(build_palette()),
+        Html.embed(replace_non_finite(data)),
+        Html.concat(body, "\n"),
+    )
 
 
 def _digest(script: str) -> str:
     return b64encode(sha256(script.encode()).digest()).decode()
-
-
-def _embed(data: object) -> str:
-    """Return data as JSON that no element of HTML can end: "<" stands as an escape."""
-    text = json.dumps(data, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -218,13 +218,13 @@ def check_logged_job(log: MegatronLog, job: Plan, *, source: str) -> None:
     """
     reasons = []
     for name, field, read in _LOGGED:
-        said = log.find_argument(name)
+        value = log.find_argument(name)
         if name == "global_batch_size" and log.global_batch:
-            said = str(log.global_batch)
+            value = str(log.global_batch)
         stated = read(job)
-        if said.isdecimal() and int(said) != stated:
-            rule = f"the log's {name} is {said}, {source} says {stated}"
-            reasons.append(Reason(field=field, value=str(stated), rule=rule, nearest=said))
+        if value.isdecimal() and int(value) != stated:
+            rule = f"the log's {name} is {value}, {source} says {stated}"
+            reasons.append(Reason(field=field, value=str(stated), rule=rule, nearest=value))
     if reasons:
         raise BadInput(*reasons)
 

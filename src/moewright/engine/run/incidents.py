@@ -27,6 +27,7 @@ from moewright.codec import (
 from moewright.engine.run.worker import RankFailure
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
+from moewright.spec.printable import Paragraph, escape_controls
 from moewright.spec.run import Incident, IncidentKind
 
 
@@ -36,7 +37,7 @@ def note_failure(run_dir: Path, layout: Layout, failure: RankFailure) -> None:
         run_dir,
         layout,
         kind=failure.cause,
-        message=str(failure),
+        message=escape_controls(str(failure)),
         rank=failure.rank,
         step=failure.step,
     )
@@ -71,7 +72,10 @@ def note_end(run_dir: Path, reason: str) -> None:
     """Note why the ranks are not started again after the last incident."""
     incidents = _read(run_dir)
     if _is_open(incidents):
-        _write(run_dir, (*incidents[:-1], replace(incidents[-1], gave_up=reason)))
+        _write(
+            run_dir,
+            (*incidents[:-1], replace(incidents[-1], gave_up=Paragraph(escape_controls(reason)))),
+        )
 
 
 def _append(run_dir: Path, layout: Layout, **values: Any) -> None:

@@ -5,8 +5,8 @@ The flags are those of its own parser at d98e8a64 (2026-08-22).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from shlex import quote
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import layout_flags, training_steps, workload_flags
@@ -18,53 +18,74 @@ from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.plan import Plan
+from moewright.spec.quoting import Script, Shell
 
 TRAINER = "pretrain_gpt.py"
 
+S = TypeVar("S", bound=Script)
 
-def render_megatron_script(plan: Plan) -> str:
+
+def render_megatron_script(plan: Plan) -> Shell:
     """Return a shell script that starts pretrain_gpt.py on every node.
 
     Raises:
         BadInput: one Reason for each thing that Megatron-LM cannot say.
     """
     lines = flag_lines(megatron_flags(plan))
-    exports = (f"export {name}={value}" for name, value in environment_variables(plan.layout))
-    command = " \\\n  ".join((f"{torchrun_command(plan)} {TRAINER}", *lines))
-    return "\n".join(("#!/bin/sh", *comment_lines(plan), *exports, command)) + "\n"
+    command = join_words((Shell.write("{} {}", torchrun_command(plan), TRAINER), *lines))
+    script = (
+        Shell.write("#!/bin/sh"),
+        *comment_lines(plan, Shell),
+        *export_lines(environment_variables(plan.layout)),
+        command,
+    )
+    return Shell.lines(script)
 
 
-def comment_lines(plan: Plan) -> Iterator[str]:
+def export_lines(variables: Iterable[tuple[str, str]]) -> Iterator[Shell]:
+    """Yield a line for each variable of the environment."""
+    yield from (Shell.write("export {}={}", name, value) for name, value in variables)
+
+
+def join_words(parts: Iterable[Shell]) -> Shell:
+    """Return one command on several lines, a part on each."""
+    return Shell.concat(parts, " \\\n  ")
+
+
+def comment_lines(plan: Plan, target: type[S]) -> Iterator[S]:
     """Yield comments that say where a script comes from, and where it differs from the plan."""
     name = plan.model.name or "model"
-    title = f"# {name}, {format_layout(plan.layout)}, plan {plan.fingerprint}"
-    yield title.replace("\n", " ")
+    yield target.comment("{}, {}, plan {}", name, format_layout(plan.layout), plan.fingerprint)
     if not plan.workload.steps:
         steps = training_steps(plan.workload)
-        yield f"# The plan has no length: {steps} steps are written (plan --steps or --tokens)."
+        yield target.comment(
+            "The plan has no length: {} steps are written (plan --steps or --tokens).", steps
+        )
     if plan.layout.vpp > 1 and Overlap.P2P not in plan.layout.overlap:
-        yield "# Point-to-point transfers overlap, as virtual stages do by themselves."
+        yield target.comment(
+            "Point-to-point transfers overlap, as virtual stages do by themselves."
+        )
     if plan.workload.ramp.ramp_start:
-        yield (
-            "# While the batch grows Megatron-LM moves the learning rate by sequences, "
+        yield target.comment(
+            "While the batch grows Megatron-LM moves the learning rate by sequences, "
             "the plan by steps; they agree"
         )
-        yield "# where warm-up and decay end."
+        yield target.comment("where warm-up and decay end.")
     if is_delayed(plan.workload):
-        count = plan_job(plan).micro_batches
-        yield (
-            "# Histories of FP8's amaxes move on with every micro-batch there, with every step in "
+        yield target.comment(
+            "Histories of FP8's amaxes move on with every micro-batch there, with every step in "
             "Moewright:"
         )
-        yield (
-            f"# of {plan.workload.delayed.amax_history_len} amaxes there are {count} a step, so "
-            "that scales and losses differ."
+        yield target.comment(
+            "of {} amaxes there are {} a step, so that scales and losses differ.",
+            plan.workload.delayed.amax_history_len,
+            plan_job(plan).micro_batches,
         )
 
 
-def flag_lines(flags: tuple[Flag, ...]) -> tuple[str, ...]:
+def flag_lines(flags: tuple[Flag, ...]) -> tuple[Shell, ...]:
     """Return one flag a line, quoted for a shell."""
-    return tuple(f"{name} {' '.join(map(quote, values))}".rstrip() for name, *values in flags)
+    return tuple(map(Shell.words, flags))
 
 
 def megatron_flags(plan: Plan) -> tuple[Flag, ...]:

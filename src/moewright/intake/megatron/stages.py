@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
-from moewright.rules.timetable.stages import check_stages, parse_stages, pipeline_chunks
+from moewright.rules.timetable.stages import check_stages, pipeline_chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Schedule
 from moewright.spec.model import ModelSpec
+from moewright.spec.stage_string import StageString, parse_stages
 
 _LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _STAGES_PER_RANK = LAYOUT_OPTIONS["vpp"]
@@ -57,11 +58,12 @@ def read_stages(arguments: Arguments, model: ModelSpec, layout: Layout) -> Layou
 
 
 def _read_stage_text(text: str, layout: Layout) -> Layout:
-    count = len(parse_stages(text))
+    stages = StageString(" ".join(text.split()))  # in a script it may stand on several lines
+    count = len(parse_stages(stages))
     if count % layout.pp:
         rule = f"spells {count} stages, which {LAYOUT_OPTIONS['pp']} {layout.pp} does not divide"
         raise BadInput(Reason(field=_STAGE_TEXT, value=text[:60], rule=rule))
-    return _with_vpp(replace(layout, stages=text), count // layout.pp)
+    return _with_vpp(replace(layout, stages=stages), count // layout.pp)
 
 
 def _split_over_ranks(
@@ -118,12 +120,12 @@ def _read_vpp(arguments: Arguments, rank_layers: tuple[int, ...], *, is_uneven: 
     return vpp
 
 
-def _format_stages(stage_layers: list[int], mtp_layers: int) -> str:
+def _format_stages(stage_layers: list[int], mtp_layers: int) -> StageString:
     """Return the layout string of stages with so many layers each."""
     words = ["t" * count if count < 2 else f"t*{count}" for count in stage_layers]
     words[0] = "E" + words[0]
     words[-1] += "m" * mtp_layers + "L"
-    return "|".join(words)
+    return StageString("|".join(words))
 
 
 def _with_vpp(layout: Layout, vpp: int) -> Layout:

@@ -5,10 +5,6 @@ schedules lay the second half of the stages in reverse order, so that the first 
 and the last. Without a layout string, pp * vpp must divide either the layers, or the layers plus
 two: then embedding and loss count as a layer each, and the first and the last stage hold one layer
 fewer (so Qwen3-235B's 94 layers run at pp=8 and pp=32).
-
-A layout string spells each stage with the letters E (embedding), t (layer), m (MTP layer) and L
-(final norm, head and loss), ends stages with `|`, and repeats with `x*n` or `(...)*n`; commas and
-spaces are ignored; stages may be empty.
 """
 
 from __future__ import annotations
@@ -22,11 +18,9 @@ from itertools import groupby
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
+from moewright.spec.stage_string import Stages, StageString, parse_stages, shorten_stages
 
 _FIELD = "layout.stages"
-_MAX_SYMBOLS = 100_000  # of an expanded layout string; stops t*1000000000
-
-_Stages = tuple[tuple[str, ...], ...]  # the letters of each virtual stage
 
 
 class EvenSplit(Enum):
@@ -98,7 +92,7 @@ def even_layout_string(
     embedding: int = 1,
     loss: int = 1,
     mtp_apart: bool = False,
-) -> str:
+) -> StageString:
     """Return a legal layout string that spreads the layers evenly over the stages.
 
     `embedding` and `loss` are the layers that these count as; each MTP layer counts as one. MTP
@@ -117,7 +111,7 @@ def even_layout_string(
     for text, run in groupby(texts[:-1]):
         times = len(list(run))
         parts.append(f"({text}|)*{times}" if times > 1 else f"{text}|")
-    return "".join(parts) + texts[-1]
+    return StageString("".join(parts) + texts[-1])
 
 
 def _fill_evenly(load: Sequence[int], layers: int) -> list[int]:
@@ -136,59 +130,6 @@ def _fill_evenly(load: Sequence[int], layers: int) -> list[int]:
 
 def _repeat(letter: str, count: int) -> str:
     return letter * count if count < 2 else f"{letter}*{count}"
-
-
-def parse_stages(text: str) -> _Stages:
-    """Return the letters of each virtual stage of a layout string.
-
-    Raises:
-        BadInput: The text is against the grammar, which is all that is checked.
-    """
-    symbols = "".join(text.replace(",", "").split())
-    open_groups: list[list[str]] = [[]]
-    position = 0
-    while position < len(symbols):
-        symbol = symbols[position]
-        position += 1
-        if symbol == "(":
-            open_groups.append([])
-            continue
-        if symbol == ")":
-            if len(open_groups) == 1:
-                raise _bad_string(text, f"`)` without `(` at symbol {position}")
-            item = open_groups.pop()
-        elif symbol in "EtmL|":
-            item = [symbol]
-        else:
-            raise _bad_string(text, f"`{symbol}` is none of E t m L | ( ) *n")
-        times, position = _parse_times(text, symbols, position)
-        if len(open_groups[-1]) + len(item) * times > _MAX_SYMBOLS:
-            raise _bad_string(text, f"spells out more than {_MAX_SYMBOLS} symbols")
-        open_groups[-1].extend(item * times)
-    if len(open_groups) > 1:
-        raise _bad_string(text, "`(` is not closed")
-    return tuple(tuple(stage) for stage in "".join(open_groups[0]).split("|"))
-
-
-def _parse_times(text: str, symbols: str, start: int) -> tuple[int, int]:
-    """Return the count of a `*n` that may begin at `start` (1 without one), and where it ends."""
-    if start == len(symbols) or symbols[start] != "*":
-        return 1, start
-    end = start + 1
-    while end < len(symbols) and symbols[end] in "0123456789":
-        end += 1
-    digits = symbols[start + 1 : end]
-    if not digits or len(digits) > 6 or int(digits) == 0:
-        raise _bad_string(text, f"`*` needs a count of 1 to {_MAX_SYMBOLS} after it")
-    return int(digits), end
-
-
-def _bad_string(text: str, rule: str) -> BadInput:
-    return BadInput(Reason(field=_FIELD, value=_shorten(text), rule=rule))
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def check_stages(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
@@ -217,7 +158,7 @@ def _example_string(model: ModelSpec, layout: Layout) -> str:
 
 
 def _string_reason(rule: str, model: ModelSpec, layout: Layout) -> Reason:
-    value = _shorten(layout.stages)
+    value = shorten_stages(layout.stages)
     return Reason(field=_FIELD, value=value, rule=rule, nearest=_example_string(model, layout))
 
 
@@ -231,7 +172,7 @@ def _stage_count_reason(stages: int, model: ModelSpec, layout: Layout) -> Reason
     )
 
 
-def _broken_rules(stages: _Stages, model: ModelSpec, layout: Layout) -> Iterator[str]:
+def _broken_rules(stages: Stages, model: ModelSpec, layout: Layout) -> Iterator[str]:
     """Yield, in words, the rules that the letters break.
 
     Where m stands is checked only in the right number of stages.
@@ -333,7 +274,7 @@ def pipeline_chunks(model: ModelSpec, layout: Layout) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
-def _even_stages(model: ModelSpec, layout: Layout) -> _Stages:
+def _even_stages(model: ModelSpec, layout: Layout) -> Stages:
     stages = layout.pp * layout.vpp
     split = _find_even_split(model.layers, stages)
     assert split is not None  # check_stages has found one
