@@ -21,12 +21,13 @@ import torch.distributed as dist
 import tiny_jobs
 from moewright.codec.folder_lock import lock_folder
 from moewright.engine.comm import collectives
+from moewright.engine.run.build_state import build_coordinator, init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.train import _choose_timeouts
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Timeouts
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.workload import DataSpec
+from moewright.spec.workload import DataSpec, FusedKernels
 
 pytestmark = [pytest.mark.spawn, pytest.mark.waits]
 QUICK = Timeouts(rendezvous_s=20.0, collective_s=1.0)
@@ -260,6 +261,58 @@ def test_a_hang_is_told_by_what_each_rank_did(
     assert [rank["beats"][-1]["is_waiting"] for rank in record] == [True, False]
     assert record[1]["beats"][-1]["step"] == 2
     assert all("hang_in_a_forward" in rank["stack"] for rank in record)
+
+
+def hang_before(steps: int, context: RankContext) -> RankOutcome:
+    """Rank 1 hangs when it has begun so many steps, and rank 0 waits for it."""
+    for step in range(41, 41 + steps):
+        context.beat(step)
+    if context.rank == 1:
+        context.note("opens what does not answer")
+        time.sleep(60)
+    context.note("waits for the other ranks", is_waiting=True)
+    time.sleep(60)
+    return RankOutcome.DONE
+
+
+@pytest.mark.parametrize(
+    ("steps", "step", "low_s"), [(0, "before its first step", 1.0), (1, "at step 41", 2.0)]
+)
+def test_a_start_and_a_first_step_have_patience_of_their_own(
+    steps: int, step: str, low_s: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    timeouts = Timeouts(rendezvous_s=60.0, hang_s=0.2, start_s=1.0, first_step_s=2.0)
+    began_s = time.monotonic()
+    worker = partial(hang_before, steps)
+    code = launch(worker, nproc=2, run_dir=tmp_path / "run", timeouts=timeouts)
+    assert code == ExitCode.RANK_FAILED
+    assert low_s < time.monotonic() - began_s < low_s + 8
+    assert capfd.readouterr().err.startswith(f"rank 1 stopped answering {step}: ")
+
+
+def start_slowly(context: RankContext) -> RankOutcome:
+    """Rank 1 reads for longer than the patience, and rank 0 waits for it at a coordinator."""
+    init_distributed(context)
+    comm = build_coordinator(context)
+    for piece in range(15 if context.rank else 0):
+        comm.note(f"reads piece {piece}")
+        time.sleep(0.3)
+    assert comm.gather(context.rank) == [0, 1]
+    return RankOutcome.DONE
+
+
+def test_a_slow_start_with_progress_is_no_hang(tmp_path: Path) -> None:
+    timeouts = Timeouts(rendezvous_s=60.0, hang_s=0.2, start_s=0.5)
+    assert launch(start_slowly, nproc=2, run_dir=tmp_path / "run", timeouts=timeouts) == 0
+
+
+def test_a_job_states_its_patience() -> None:
+    workload = tiny_jobs.build_workload(DataSpec(), hang_timeout_s=5.0)
+    plan = tiny_jobs.build_plan(workload, "", world_size=1)
+    timeouts = _choose_timeouts(plan)
+    assert (timeouts.start_s, timeouts.first_step_s) == (120.0, 30.0)
+    compiled = replace(workload, fused_kernels=FusedKernels.COMPILED, compile_timeout_s=77.0)
+    assert _choose_timeouts(replace(plan, workload=compiled)).first_step_s == 77.0
 
 
 def test_patience_follows_the_predicted_step() -> None:

@@ -324,6 +324,9 @@ def _workload_ranges(workload: Workload) -> Iterator[_Range]:
     yield "train.ledger_step", workload.ledger_step, 0, MAX_STEPS
     yield "train.gc_every_steps", workload.gc_every_steps, 0, MAX_STEPS
     yield "train.hang_timeout_s", workload.hang_timeout_s, 0, 1e6
+    yield "train.start_timeout_s", workload.start_timeout_s, 0, 1e6
+    yield "train.first_step_timeout_s", workload.first_step_timeout_s, 0, 1e6
+    yield "train.compile_timeout_s", workload.compile_timeout_s, 0, 1e6
     yield "train.check_every", workload.check_every, 0, MAX_STEPS
 
 

@@ -485,6 +485,14 @@ class Workload(Record):
     # seconds without a sign of life after which a rank is taken to hang; 0: 20 predicted steps, at
     # least 60
     hang_timeout_s: float = 0.0
+    # the same before the first step of a start, while data and weights are read; at least
+    # hang_timeout_s
+    start_timeout_s: float = 120.0
+    # the same in the first step of a start; at least hang_timeout_s
+    first_step_timeout_s: float = 30.0
+    # in place of first_step_timeout_s where kernels are compiled in that step: on a GPU, and with
+    # fused_kernels = triton or compiled
+    compile_timeout_s: float = 600.0
     # steps between checks that no bit of the state has changed but by updates; 0: none
     check_every: int = 0
     # where scalars of a run go besides TensorBoard

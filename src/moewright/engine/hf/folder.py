@@ -6,6 +6,7 @@ Packed tensors are read as what they stand for (hf.packed).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,11 +141,13 @@ def open_safetensors(path: Path) -> Any:
 class HfReader:
     """A reader of the tensors of a folder.
 
-    One file is open at a time, so that no more than one lies in memory.
+    One file is open at a time, so that no more than one lies in memory. `note` is called with each
+    piece before it is read.
     """
 
-    def __init__(self, folder: HfFolder) -> None:
+    def __init__(self, folder: HfFolder, note: Callable[[str], None] = lambda piece: None) -> None:
         self._folder = folder
+        self._note = note
         self._file_name = ""
         self._file: Any = None
 
@@ -175,6 +178,7 @@ class HfReader:
         return part
 
     def _read_stored(self, name: str, box: Box) -> torch.Tensor:
+        self._note(f"reads {name}")
         file = self._open(self._folder.stored_files[name])
         part: torch.Tensor = file.get_slice(name)[box]
         return part

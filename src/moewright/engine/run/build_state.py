@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -91,6 +93,14 @@ def _bind_adapters(context: RankContext) -> None:
         print(f"{socket.gethostname()}: {sentence}", file=sys.stderr, flush=True)
 
 
+def gather_and_note(context: RankContext, value: Any) -> list[Any]:
+    """Gather a value of every rank, and tell who watches that this rank waits for the others."""
+    context.note("waits for the other ranks", is_waiting=True)
+    values = collectives.gather_json(value)
+    context.note("has met the other ranks")
+    return values
+
+
 def build_coordinator(context: RankContext, *, in_background: bool = False) -> Coordinator:
     """Build what checkpoints need of the other ranks, all of which call this.
 
@@ -100,7 +110,7 @@ def build_coordinator(context: RankContext, *, in_background: bool = False) -> C
         return Coordinator(
             rank=context.rank,
             world_size=context.world_size,
-            gather=collectives.gather_json,
+            gather=partial(gather_and_note, context),
             note=context.note,
         )
     group = collectives.new_control_group()

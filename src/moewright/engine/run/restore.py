@@ -254,8 +254,9 @@ def _load_initial_weights(state: TrainState, weights: Path, comm: Coordinator) -
     frozen = state.optimizer.frozen
     shards = state.weight_shards()
     if is_hf_folder(weights):
-        run_on_all_ranks(comm, lambda: _fill_from_hf(shards, weights, state.runtime.model))
-        _pack_from_hf(frozen, weights, state.runtime.model)
+        model = state.runtime.model
+        run_on_all_ranks(comm, lambda: _fill_from_hf(shards, weights, model, comm.note))
+        _pack_from_hf(frozen, weights, model, comm.note)
     else:
         unpacked = frozen.unpack_all()
         shards += build_frozen_shards(unpacked)
@@ -265,13 +266,15 @@ def _load_initial_weights(state: TrainState, weights: Path, comm: Coordinator) -
     state.optimizer.all_gather_params()
 
 
-def _pack_from_hf(frozen: FrozenWeights, weights: Path, model: ModelSpec) -> None:
+def _pack_from_hf(
+    frozen: FrozenWeights, weights: Path, model: ModelSpec, note: Callable[[str], None]
+) -> None:
     """Pack the weights of a folder one after the other, so that one at a time is whole."""
     if not frozen.packed_parameters:
         return
     folder = open_hf_folder(weights)
     table = build_name_table(model, folder)
-    with HfReader(folder) as reader:
+    with HfReader(folder, note) as reader:
         for parameter in frozen.packed_parameters:
             part = read_local_part(reader, table[parameter.name], parameter.placement)
             frozen.pack(parameter, part)
@@ -294,10 +297,12 @@ def _load_in_any_dtype(checkpoint: Path, shards: Sequence[LocalShard], comm: Coo
             shard.tensor.copy_(loaded.tensor)
 
 
-def _fill_from_hf(shards: Sequence[LocalShard], weights: Path, model: ModelSpec) -> None:
+def _fill_from_hf(
+    shards: Sequence[LocalShard], weights: Path, model: ModelSpec, note: Callable[[str], None]
+) -> None:
     folder = open_hf_folder(weights)
     table = build_name_table(model, folder)
-    with HfReader(folder) as reader:
+    with HfReader(folder, note) as reader:
         for shard in shards:
             if shard.tensor.numel():
                 box = read_parameter_box(reader, table[shard.name], *shard.box)

@@ -43,6 +43,7 @@ from moewright.engine.optim.update_rules import learning_rate
 from moewright.engine.run.build_state import (
     build_coordinator,
     build_train_state,
+    gather_and_note,
     init_distributed,
 )
 from moewright.engine.run.corpus_loader import (
@@ -97,18 +98,20 @@ from moewright.rules.limits.engine_limits import require_runnable
 from moewright.rules.moments import stored_nbytes
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
+from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Overlap
 from moewright.spec.plan import Plan
 from moewright.spec.run import SESSION_WARMUP_STEPS, EvalRecord, RankTiming
-from moewright.spec.workload import Objective, Workload
+from moewright.spec.workload import FusedKernels, Objective, Workload
 
 # Without train.hang_timeout_s, a rank hangs that shows no life for so many predicted steps, or for
 # this long where that is longer.
 _STEPS_OF_A_HANG = 20
 _MIN_HANG_S = 60.0
-# The patience with a first step, and the timeout of collectives, which a watch makes needless.
-_FIRST_STEP_S = 600.0
+# The timeout of collectives, which a watch makes needless.
 _COLLECTIVE_S = 86_400.0
+# Kernels that torch makes ahead of time; any other may be compiled where it is first called.
+_COMPILED_BEFORE = (FusedKernels.AUTO, FusedKernels.PLAIN)
 
 
 def train(
@@ -192,11 +195,20 @@ def _choose_timeouts(plan: Plan) -> Timeouts:
 
     The watch finds a hang long before a collective gives up.
     """
-    hang_s = plan.workload.hang_timeout_s
+    workload = plan.workload
+    hang_s = workload.hang_timeout_s
     if not hang_s:
         hang_s = max(_MIN_HANG_S, _STEPS_OF_A_HANG * plan.estimate.step_s)
-    collective_s = max(_COLLECTIVE_S, hang_s)
-    return Timeouts(collective_s=collective_s, hang_s=hang_s, first_step_s=_FIRST_STEP_S)
+    is_cpu = plan.hardware.device.kind is DeviceKind.CPU
+    first_step_s = workload.first_step_timeout_s
+    if not is_cpu or workload.fused_kernels not in _COMPILED_BEFORE:
+        first_step_s = workload.compile_timeout_s
+    return Timeouts(
+        collective_s=max(_COLLECTIVE_S, hang_s),
+        hang_s=hang_s,
+        start_s=workload.start_timeout_s,
+        first_step_s=first_step_s,
+    )
 
 
 def _draw_initial_value(
@@ -311,7 +323,7 @@ def _train_rank(
     if workload.gc_every_steps:
         _disable_automatic_gc()
     wait_clock = state.runtime.counters.wait_clock
-    gather = partial(_gather_and_wait, wait_clock)
+    gather = partial(_gather_and_wait, wait_clock, context)
     guard = StateGuard(state, every=workload.check_every, rank=rank, gather=gather)
     verify_saved = partial(guard.verify_state, only_saved=True)
     straggler_watch = StragglerWatch(plan_job(plan), state)
@@ -372,16 +384,16 @@ def _train_rank(
     recorder.close()
     profiler.close()
     timer.close()
-    _write_rank_timings(plan, run_dir, timer, rank)
+    _write_rank_timings(plan, run_dir, timer, context)
     state.optimizer.finish_pending()
     collectives.leave_world()
     return RankOutcome.STOPPED if stopped else RankOutcome.DONE
 
 
-def _gather_and_wait(wait_clock: WaitClock, value: Any) -> list[Any]:
+def _gather_and_wait(wait_clock: WaitClock, context: RankContext, value: Any) -> list[Any]:
     """Gather a value of every rank; waiting for them is no work of this step's."""
     with wait_clock.measure("world"):
-        return collectives.gather_json(value)
+        return gather_and_note(context, value)
 
 
 def _open_heldout(plan: Plan, train: CorpusBlend) -> HeldoutData | None:
@@ -426,11 +438,11 @@ def _evaluate(
     )
 
 
-def _write_rank_timings(plan: Plan, run_dir: Path, timer: StepTimer, rank: int) -> None:
+def _write_rank_timings(plan: Plan, run_dir: Path, timer: StepTimer, context: RankContext) -> None:
     """Gather the timings of all ranks; rank 0 writes paces.json and the merged trace."""
     own = {"pace": to_data(timer.build_rank_timing()), "calls": timer.recent_calls}
-    gathered = collectives.gather_json(own)
-    if rank != 0:
+    gathered = gather_and_note(context, own)
+    if context.rank != 0:
         return
     timings = [
         from_data(RankTiming, data["pace"], where=f"pace of rank {number}")

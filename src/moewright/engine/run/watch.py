@@ -79,7 +79,9 @@ class WatchedRank:
         if not beats:
             return timeouts.rendezvous_s + _HANG_MARGIN_S
         patience_s = timeouts.hang_s or timeouts.collective_s
-        if beats[-1].steps_begun < 2:
+        if beats[-1].steps_begun == 0:
+            patience_s = max(patience_s, timeouts.start_s)
+        elif beats[-1].steps_begun == 1:
             patience_s = max(patience_s, timeouts.first_step_s)
         return patience_s + _HANG_MARGIN_S
 

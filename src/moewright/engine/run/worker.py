@@ -77,13 +77,14 @@ class Timeouts:
 
     `collective_s` is the timeout of every process group. A rank that does not wait for others and
     has not beaten for `hang_s` and a margin is taken to hang, or any where all wait; 0: after
-    `collective_s`. A worker notes what it does at least that often. Before the second step of a
-    session, in which kernels are compiled, patience lasts `first_step_s` where that is longer.
+    `collective_s`. A worker notes what it does at least that often. Before the first step of a
+    session patience is `start_s`, and in the first one `first_step_s`, where those are longer.
     """
 
     rendezvous_s: float = 60.0
     collective_s: float = 600.0
     hang_s: float = 0.0
+    start_s: float = 0.0
     first_step_s: float = 0.0
 
 
