@@ -40,6 +40,7 @@ from moewright.exporters.trial_script import (
 )
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
+from moewright.spec.printable import Verbatim
 from moewright.tuning.trials import TrialFailure, TrialLength, TrialOutcome, TrialRequest
 
 TRIALS_FOLDER = "trials"
@@ -153,12 +154,12 @@ class LaunchedTrials:
         except BadInput as error:
             if any(reason.field in ("--sbatch", "--launcher") for reason in error.reasons):
                 raise
-            return TrialOutcome(failure=TrialFailure.REFUSED, said=str(error))
+            return TrialOutcome(failure=TrialFailure.REFUSED, said=Verbatim(str(error)))
         state = self._wait(name, plan, hopeless_s)
         self._jobs.pop(name, None)
         if state is JobState.LOST:
             message = f"its job was lost {_MOST_SUBMISSIONS} times"
-            return TrialOutcome(failure=TrialFailure.OTHER, said=message)
+            return TrialOutcome(failure=TrialFailure.OTHER, said=Verbatim(message))
         outcome = self._read(folder, plan, length, state)
         shutil.rmtree(folder / RUN_FOLDER / "checkpoints", ignore_errors=True)
         return outcome
@@ -278,10 +279,10 @@ class LaunchedTrials:
         """Return what a trial that ended showed."""
         if state is JobState.MEMORY:
             message = "ended by the limit of the host's memory"
-            return TrialOutcome(failure=TrialFailure.MEMORY, said=message)
+            return TrialOutcome(failure=TrialFailure.MEMORY, said=Verbatim(message))
         if state is JobState.TIME:
             message = "took longer than its time limit"
-            return TrialOutcome(failure=TrialFailure.OTHER, said=message)
+            return TrialOutcome(failure=TrialFailure.OTHER, said=Verbatim(message))
         code = _read_exit_code(folder)
         if code not in (0, None):  # None: cancelled because it is hopeless
             return _describe_end(read_output(folder), code)
@@ -292,7 +293,7 @@ class LaunchedTrials:
         except BadInput as error:
             output = read_output(folder)
             message = describe_failure(output, str(error))
-            return TrialOutcome(failure=classify_failure(output), said=message)
+            return TrialOutcome(failure=classify_failure(output), said=Verbatim(message))
 
 
 def _write_trial(folder: Path, plan: Plan, script: str) -> None:
@@ -315,8 +316,12 @@ def _describe_end(output: str, code: int | None) -> TrialOutcome:
     refusals = [line for line in output.splitlines() if line.startswith("moewright: ")]
     failure = classify_failure(output)
     if refusals and failure is not TrialFailure.MEMORY:
-        return TrialOutcome(failure=TrialFailure.REFUSED, said=shorten_message(refusals[0]))
-    return TrialOutcome(failure=failure, said=describe_failure(output, f"ended with code {code}"))
+        return TrialOutcome(
+            failure=TrialFailure.REFUSED, said=Verbatim(shorten_message(refusals[0]))
+        )
+    return TrialOutcome(
+        failure=failure, said=Verbatim(describe_failure(output, f"ended with code {code}"))
+    )
 
 
 def _read_exit_code(folder: Path) -> int | None:

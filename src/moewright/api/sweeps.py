@@ -27,6 +27,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan
+from moewright.spec.printable import Verbatim
 from moewright.spec.record import Record, Row
 from moewright.spec.units import TERA
 from moewright.spec.workload import Workload
@@ -178,7 +179,7 @@ def _run_row(
     try:
         trial = run(row, job, workload, folder)
     except BadInput as error:
-        trial = SweepTrial(layout=layout, global_batch=batch, failed=str(error))
+        trial = SweepTrial(layout=layout, global_batch=batch, failed=Verbatim(str(error)))
     write_trial(folder, trial)
 
 
@@ -212,7 +213,7 @@ def _to_sweep_trial(row: SweepRowSpec, plan: Plan, outcome: TrialOutcome) -> Swe
     layout, batch = trial_key(row, plan.workload)
     if outcome.failure is not TrialFailure.NONE:
         failed = f"{outcome.failure}: {outcome.said}"
-        return SweepTrial(layout=layout, global_batch=batch, failed=failed)
+        return SweepTrial(layout=layout, global_batch=batch, failed=Verbatim(failed))
     devices = plan.layout.world_size
     return SweepTrial(
         layout=layout,
@@ -232,7 +233,7 @@ def _run_trial(row: SweepRowSpec, job: SweepJob, workload: Workload, folder: Pat
     code = int(train(plan, run_dir))
     if code:
         failed = f"the run ended with code {code}"
-        return SweepTrial(layout=layout, global_batch=batch, failed=failed)
+        return SweepTrial(layout=layout, global_batch=batch, failed=Verbatim(failed))
     steps = steady_steps(read_run(run_dir))
     return SweepTrial(
         layout=layout,

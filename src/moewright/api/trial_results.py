@@ -18,7 +18,7 @@ from moewright.exporters.trial_script import OUTPUT_FILE, RUN_FOLDER
 from moewright.rules.steady_steps import steady_steps
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
-from moewright.spec.printable import escape_controls
+from moewright.spec.printable import Verbatim, escape_controls
 from moewright.tuning.trials import (
     VALIDATE_STEPS,
     VALIDATION_WINDOW,
@@ -129,11 +129,11 @@ def read_megatron_outcome(folder: Path, plan: Plan, length: TrialLength) -> Tria
     log = parse_log(output)
     if log.failures:
         message = describe_failure(output, "out of memory")
-        return TrialOutcome(failure=TrialFailure.MEMORY, said=message)
+        return TrialOutcome(failure=TrialFailure.MEMORY, said=Verbatim(message))
     seconds = _steady_seconds(log)
     if not seconds:
         message = describe_failure(output, "printed no iteration after warm-up")
-        return TrialOutcome(failure=TrialFailure.OTHER, said=message)
+        return TrialOutcome(failure=TrialFailure.OTHER, said=Verbatim(message))
     step_s = median(seconds)
     outcome = TrialOutcome(
         step_s=step_s,

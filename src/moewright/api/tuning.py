@@ -51,6 +51,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
+from moewright.spec.printable import Verbatim
 from moewright.spec.workload import Workload
 from moewright.tuning.contract import (
     Contract,
@@ -305,7 +306,7 @@ def run_trial(folder: Path, request: TrialRequest) -> TrialOutcome:
         with _redirect_output(log):
             code = train(request.plan, run_dir)
     except BadInput as error:
-        return TrialOutcome(failure=TrialFailure.REFUSED, said=str(error))
+        return TrialOutcome(failure=TrialFailure.REFUSED, said=Verbatim(str(error)))
     finally:
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     if code is ExitCode.STOPPED:
@@ -313,7 +314,7 @@ def run_trial(folder: Path, request: TrialRequest) -> TrialOutcome:
     if code is not ExitCode.DONE:
         output = log.read_text(encoding="utf-8", errors="replace")
         message = describe_failure(output, f"ended with code {int(code)}")
-        return TrialOutcome(failure=classify_failure(output), said=message)
+        return TrialOutcome(failure=classify_failure(output), said=Verbatim(message))
     return build_outcome(read_run(run_dir), request.length)
 
 

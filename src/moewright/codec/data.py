@@ -17,7 +17,7 @@ from cattrs.gen import make_dict_structure_fn
 
 from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.printable import Paragraph, has_controls, is_control
+from moewright.spec.printable import Paragraph, Verbatim, has_controls, is_control
 from moewright.spec.record import to_plain_data
 from moewright.spec.stage_string import StageString, parse_stages
 
@@ -106,6 +106,7 @@ def _converter(floats: FloatPolicy) -> Converter:
     converter.register_structure_hook(str, _str)
     # The texts that are not one line of anything: each has a type of its own.
     converter.register_structure_hook(Paragraph, _paragraph)
+    converter.register_structure_hook(Verbatim, _verbatim)
     converter.register_structure_hook(StageString, _stage_string)
     converter.register_structure_hook_factory(_is_tuple, lambda cls: _tuple(converter, cls))
     converter.register_structure_hook_factory(_is_mapping, lambda cls: _mapping(converter, cls))
@@ -151,6 +152,12 @@ def _str(value: Any, cls: type) -> str:
     if has_controls(value):
         cleaned = "".join(letter for letter in value[:60] if not is_control(letter))
         raise _Refused("must be one line, without control characters", value, cleaned)
+    return value
+
+
+def _verbatim(value: Any, _: type) -> str:
+    if not isinstance(value, str):
+        raise _Refused("must be text in quotes", value)
     return value
 
 

@@ -9,6 +9,9 @@ from unicodedata import category
 # Text of several lines; every other text that a file holds is one line.
 Paragraph = NewType("Paragraph", str)
 NO_TEXT = Paragraph("")
+# Text word for word, as a file or a process had it: it is escaped where it is shown.
+Verbatim = NewType("Verbatim", str)
+NOTHING = Verbatim("")
 
 # Marks that turn the direction of text, so that a line reads otherwise than it is.
 _BIDI_CONTROLS = frozenset(

@@ -30,7 +30,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan
-from moewright.spec.printable import NO_TEXT, Paragraph
+from moewright.spec.printable import NO_TEXT, NOTHING, Paragraph, Verbatim
 from moewright.spec.workload import Routing, Workload
 
 TRIALS_FILE = "trials.jsonl"
@@ -106,7 +106,7 @@ class SweepTrial:
     time_s: float = 0.0
     tokens: float = 0.0
     tflops: float = 0.0
-    failed: str = ""
+    failed: Verbatim = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from moewright.rules.expert_placement import rank_load_factor
 from moewright.rules.steady_steps import steady_steps
 from moewright.spec.finding import Cause, Finding, Wall, Waterfall
 from moewright.spec.plan import Plan
+from moewright.spec.printable import NOTHING, Verbatim
 from moewright.spec.run import RunRecord
 from moewright.tuning.space import TuningPoint
 
@@ -86,7 +87,7 @@ class TrialOutcome:
     peak_bytes: int = 0  # held by the fullest rank, as counted
     load_factor: float = 0.0
     failure: TrialFailure = TrialFailure.NONE
-    said: str = ""  # of a failure
+    said: Verbatim = NOTHING  # of a failure
     spent_s: float = 0.0  # since the run before had ended, planning included
     findings: tuple[TrialFinding, ...] = ()
     waterfall: Waterfall | None = None

@@ -131,7 +131,7 @@ def plan_export(
             config_text = origin.texts.get("config.json", "")
         if dtype is None:
             files = _original_headers(origin, sources)
-            texts = dict(origin.texts)
+            texts: dict[str, str] = {**origin.texts}
             if len(files) > 1 and INDEX_FILE not in texts:
                 texts[INDEX_FILE] = _index_text(files)
             return ExportPlan(

@@ -13,6 +13,7 @@ from moewright.engine.hf.candidates import TABLE_DTYPE
 from moewright.engine.hf.folder import SINGLE_FILE
 from moewright.engine.hf.import_weights import TEXT_FILES
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.printable import Verbatim
 
 # The order of dtypes in a file, as safetensors has it.
 DTYPE_ORDER = (TABLE_DTYPE, "F32", "BF16", "F16")
@@ -29,7 +30,7 @@ class HfOrigin:
     every file of weights, in order; `shapes` has those that names do not tell.
     """
 
-    texts: Mapping[str, str]
+    texts: Mapping[str, Verbatim]
     files: Mapping[str, tuple[tuple[str, str], ...]]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
