@@ -75,7 +75,7 @@ def predict_rank_ledger(
     flat_sets = flat_bucket_sets(job, rank)
     table = schedule.timetable(job.layout, micro_batches)[pp_rank]
     chunks = rank_chunks(job.model, job.layout, pp_rank)
-    context = ActivationContext(job=job, is_fused=False, input_ratio=None)
+    context = ActivationContext(job=job)
     has_pairs = can_pair(job.layout, micro_batches) and not job.layout.schedule.splits_backward
     saved = paired_saved_rows if has_pairs else ledger_saved_rows
     memory = (

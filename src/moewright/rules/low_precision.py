@@ -22,11 +22,14 @@ again along the tokens, as DeepSeek-V3 does; Transformer Engine keeps a second c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
-from moewright.rules.saved.saved_tensor import SavedTensor
+from moewright.rules.job import Job
+from moewright.rules.saved.saved_tensor import KeptFormat, SavedTensor, SavingStack
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -129,6 +132,23 @@ _NVFP4 = Recipe(
 )
 
 
+_CODES: Mapping[NarrowFormat, KeptFormat] = MappingProxyType(
+    {NarrowFormat.E4M3: KeptFormat.E4M3, NarrowFormat.E2M1: KeptFormat.E2M1}
+)
+# Inputs of 8-bit linears of a fused stack: each linear keeps a converted copy of its own, and none
+# keeps the 16-bit tensor. The output projection is told to save its original input, which attention
+# keeps anyway (Megatron-LM, attention.py: save_original_input).
+_FUSED_CONVERTED = frozenset(
+    {
+        *((Module.ATTENTION, name) for name in ("input_norm_out", "q_latent", "kv_latent")),
+        (Module.ATTENTION, "mixer_out"),
+        *((Module.DENSE_MLP, name) for name in ("post_norm_out", "activation")),
+        *((Module.EXPERTS, name) for name in ("permuted", "activation")),
+        (Module.SHARED_EXPERTS, "activation"),
+    }
+)
+
+
 def find_recipe(workload: Workload) -> Recipe | None:
     """Return the recipe of a workload; None where products have 16 bits or more."""
     if workload.precision is Dtype.FP8:
@@ -150,15 +170,62 @@ def kept_bytes(operand: OperandFormat, rows: Any, width: int, groups: int) -> An
     return nbytes + 4 * groups * has_tensor_scale
 
 
+def convert_kept(
+    job: Job, tensor: SavedTensor, wide_nbytes: int, stack: SavingStack
+) -> SavedTensor:
+    """Return a saved tensor in the format in which it is kept under the recipe of a workload.
+
+    Its numbers have `wide_nbytes` bytes as they come. Recomputation of a dense MLP starts from its
+    input as it came, which is then kept instead of the converted one.
+    """
+    recipe = find_recipe(job.workload)
+    if recipe is None or (stack.is_fused and stack.input_ratio is None):
+        return tensor
+    narrow = _CODES[recipe.inputs.number]
+    if stack.input_ratio is not None:
+        ratio = _fused_ratio(job.model, tensor, stack.input_ratio)
+        if ratio == 1.0:
+            return tensor
+        return replace(tensor, bytes=round(tensor.bytes * ratio), format=narrow)
+    width = kept_width(job.model, job.layout, tensor)
+    if not width:
+        return tensor
+    groups = 1
+    if tensor.owner is Module.EXPERTS and job.model.moe is not None:
+        groups = job.model.moe.experts // job.layout.ep + job.layout.spare
+    rows = tensor.bytes // (wide_nbytes * width)
+    is_mlp_input = (tensor.owner, tensor.name) == (Module.DENSE_MLP, "post_norm_out")
+    return replace(
+        tensor,
+        bytes=int(kept_bytes(recipe.inputs, rows, width, groups)),
+        format=narrow,
+        wide_by=(Recompute.MLP,) if is_mlp_input else (),
+    )
+
+
+def _fused_ratio(model: ModelSpec, tensor: SavedTensor, input_ratio: float) -> float:
+    """Return the size of what a fused stack keeps over that of the tensor in 16 bits.
+
+    The two down-projections of latent attention read one norm's output and keep a copy each. The
+    router keeps its input in 16 bits, and shared experts keep a converted copy besides. With these
+    rules the sum is what arXiv 2603.07685 prints for DeepSeek-V3.
+    """
+    key = tensor.module, tensor.name
+    if key in _FUSED_CONVERTED:
+        twice = tensor.name == "input_norm_out" and model.attention.kind is AttentionKind.MLA
+        return input_ratio * (2 if twice else 1)
+    has_shared = model.moe is not None and model.moe.shared_ffn_size > 0
+    if key == (Module.ROUTER, "post_norm_out") and has_shared:
+        return 1.0 + input_ratio
+    return 1.0
+
+
 def kept_width(model: ModelSpec, layout: Layout, tensor: SavedTensor) -> int:
     """Return the width of a saved tensor that the engine keeps converted; 0 for all others.
 
     The router keeps its input in 16 bits, and attention its output: layers that read these too keep
-    no copy. A compressor takes the input of its attention in 16 bits. Recomputation of a dense MLP
-    starts from its input as it came.
+    no copy. A compressor takes the input of its attention in 16 bits.
     """
-    if tensor.name == "post_norm_out" and Recompute.MLP in layout.recompute:
-        return 0
     spec = model.attention
     widths = {
         (Module.ATTENTION, "input_norm_out"): model.hidden_size,

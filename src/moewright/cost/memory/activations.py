@@ -32,16 +32,14 @@ from moewright.cost.symbols import Symbols
 from moewright.rules import routing
 from moewright.rules.adapters import trains_module
 from moewright.rules.job import Job, micro_batch_tokens
-from moewright.rules.low_precision import Recipe, find_recipe, kept_bytes, kept_width
 from moewright.rules.saved import recompute
-from moewright.rules.saved.activation_offload import activation_offloads, is_offloaded
-from moewright.rules.saved.saved_tensor import SavedTensor
+from moewright.rules.saved.activation_offload import activation_offloads
+from moewright.rules.saved.saved_tensor import ENGINE_STACK, Place, SavedTensor, SavingStack
 from moewright.rules.shapes import shards
 from moewright.rules.timetable import timetable_row
 from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
-from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import CrossEntropyKernel, Objective
 
 INT64_BYTES = 8
@@ -49,19 +47,6 @@ FP32_BYTES = 4
 
 MODULES = tuple(Module)  # the last axis of arrays of saved bytes
 _COLUMN: Mapping[Module, int] = MappingProxyType({module: i for i, module in enumerate(MODULES)})
-
-# Inputs of 8-bit linears: each linear keeps a quantised copy of its own, and none keeps the 16-bit
-# tensor. The output projection is told to save its original input, which attention keeps anyway
-# (Megatron-LM, attention.py: save_original_input).
-_QUANTISED = frozenset(
-    {
-        *((Module.ATTENTION, name) for name in ("input_norm_out", "q_latent", "kv_latent")),
-        (Module.ATTENTION, "mixer_out"),
-        *((Module.DENSE_MLP, name) for name in ("post_norm_out", "activation")),
-        *((Module.EXPERTS, name) for name in ("permuted", "activation")),
-        (Module.SHARED_EXPERTS, "activation"),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +97,14 @@ class ActivationPolicies:
 class TensorMasks:
     """Masks [policies, tensors] of the tensors of a layer that each policy keeps, and where.
 
-    `on_device` marks the tensors kept on the device, `sent` those sent to the host.
-    `recomputed_kept` marks those that the recompute choices leave, at whatever position of its
-    chunk the layer stands.
+    `on_device` marks the tensors kept on the device, `sent` those sent to the host, and `wide`
+    those kept as the forward made them, whatever their format. `recomputed_kept` marks those that
+    the recompute choices leave, at whatever position of its chunk the layer stands.
     """
 
     on_device: Array
     sent: Array
+    wide: Array
     recomputed_kept: Array
 
 
@@ -134,27 +120,23 @@ def policy_of(layout: Layout) -> ActivationPolicies:
 class ActivationContext:
     """The job and the software stack whose activations are counted.
 
-    `input_ratio` is the size of the quantised input of an 8-bit linear over its 16-bit size; None
-    where linears are not 8-bit. `is_fused` means a CUDA stack, which exchanges attention's output
-    again in backward and keeps no logits. `kept_logit_bytes` is what it keeps of a logit of an MTP
-    depth until that depth's backward, which follows the last head's.
+    A fused stack keeps no logits; `kept_logit_bytes` is what it keeps of a logit of an MTP depth
+    until that depth's backward, which follows the last head's.
     """
 
     job: Job
-    is_fused: bool
-    input_ratio: float | None
+    stack: SavingStack = ENGINE_STACK
     kept_logit_bytes: int = 0
 
 
 def activation_context(constants: Constants, sym: Symbols) -> ActivationContext:
     """Return the context of a layout under the constants of its hardware."""
     input_ratio: float | None = None
-    if sym.is_low_precision:
+    if sym.is_low_precision and sym.is_fused:
         input_ratio = constants.low_precision_bytes("input", sym.dtype) / sym.c
     return ActivationContext(
         job=sym.job,
-        is_fused=sym.is_fused,
-        input_ratio=input_ratio,
+        stack=SavingStack(is_fused=sym.is_fused, input_ratio=input_ratio),
         kept_logit_bytes=_kept_logit_bytes(constants, sym),
     )
 
@@ -192,35 +174,25 @@ def layer_activations(
     dispatch: routing.DispatchCounts | None = None,
 ) -> LayerActivations:
     """Count what a layer keeps for one micro-batch, by the terms of rules.saved.recompute."""
-    model = context.job.model
-    layout = context.job.layout
     tensors = recompute.saved_tensors(
         context.job,
         part.layer,
         load=load,
         dispatch=dispatch,
-        repeats_exchange=context.is_fused,
+        stack=context.stack,
     )
-    masks = _tensor_masks(policies, tensors, layout, part)
-    whole = np.array([tensor.bytes for tensor in tensors], dtype=float)
-    kept = whole
-    recipe = None if context.is_fused else find_recipe(context.job.workload)
-    if recipe is not None:
-        kept = np.array(
-            [_converted_bytes(context, tensor, recipe) for tensor in tensors], dtype=float
-        )
-    elif context.input_ratio is not None:
-        kept = np.array(
-            [quantised_bytes(model, tensor, context.input_ratio) for tensor in tensors], dtype=float
-        )
+    masks = _tensor_masks(policies, tensors, context.job.layout, part)
+    kept = np.array([tensor.bytes for tensor in tensors], dtype=float)
+    whole = np.array([tensor.wide_bytes for tensor in tensors], dtype=float)
+    kept = np.where(masks.wide, whole, kept)
     by_module = np.zeros((len(tensors), len(MODULES)))
-    by_module[np.arange(len(tensors)), [_COLUMN[tensor.module] for tensor in tensors]] = kept
-    saved = masks.on_device @ by_module
+    by_module[np.arange(len(tensors)), [_COLUMN[tensor.module] for tensor in tensors]] = 1
+    saved = (masks.on_device * kept) @ by_module
     in_attention = whole * [tensor.owner is Module.ATTENTION for tensor in tensors]
     saved[:, _COLUMN[Module.OTHER]] = _graph_bytes(context, policies)
     return LayerActivations(
         saved=saved,
-        offloaded=masks.sent @ by_module,
+        offloaded=(masks.sent * kept) @ by_module,
         recomputed=whole.sum() - masks.recomputed_kept @ whole,
         recomputed_attention=in_attention.sum() - masks.recomputed_kept @ in_attention,
     )
@@ -235,24 +207,26 @@ def _tensor_masks(
     names = tuple((tensor.module, tensor.name) for tensor in tensors)
     key = names, part.position, part.offloads, layout.recompute_block, layout.recompute_span
     if key not in policies.masks:
-        kept, on_device, sent = np.zeros((3, len(policies.members), len(tensors)))
+        left, on_device, sent, wide = np.zeros((4, len(policies.members), len(tensors)), dtype=bool)
         for row, policy in enumerate(policies.members):
-            left = recompute.kept_tensors(tensors, policy.recompute)
-            kept_here = recompute.layer_kept_tensors(
-                tensors, policy.apply_to(layout), part.position
+            left[row] = [recompute.is_kept(tensor, policy.recompute) for tensor in tensors]
+            kept = recompute.keep_tensors(
+                tensors, policy.apply_to(layout), part.position, offloads=part.offloads
             )
-            choices = policy.offload if part.offloads else ()
-            away = [is_offloaded(tensor, choices) for tensor in tensors]
-            kept[row] = [tensor in left for tensor in tensors]
-            on_device[row] = [tensor in kept_here for tensor in tensors] & ~np.array(away)
-            sent[row] = kept[row] * away
-        policies.masks[key] = TensorMasks(on_device=on_device, sent=sent, recomputed_kept=kept)
+            for column, tensor in enumerate(kept):
+                if tensor is not None:
+                    on_device[row, column] = tensor.place is Place.DEVICE
+                    sent[row, column] = tensor.place is Place.HOST
+                    wide[row, column] = tensor.format is not tensor.tensor.format
+        policies.masks[key] = TensorMasks(
+            on_device=on_device, sent=sent, wide=wide, recomputed_kept=left
+        )
     return policies.masks[key]
 
 
 def _graph_bytes(context: ActivationContext, policies: ActivationPolicies) -> Array:
     """Return what the CUDA graphs of a layer pin [policies]."""
-    if not context.is_fused:  # what graphs of the engine share is a buffer of the rank
+    if not context.stack.is_fused:  # what graphs of the engine share is a buffer of the rank
         return np.zeros(len(policies.members))
     by_graphs = [graph_bytes(context.job, graphs) for graphs in policies.graphs]
     return np.array(by_graphs, dtype=float)[policies.graphs_of_policy]
@@ -285,41 +259,6 @@ def offloaded_activations(
 def count_offloaded_modules(offload: Collection[Offload]) -> int:
     """Count the modules of a layer that send what they keep to the host."""
     return len(activation_offloads(offload))
-
-
-def quantised_bytes(model: ModelSpec, tensor: SavedTensor, input_ratio: float | None) -> int:
-    """Return the bytes of a kept tensor where 8-bit linears keep their inputs quantised.
-
-    The two down-projections of latent attention read one norm's output and keep a copy each. The
-    router keeps its input in 16 bits, and shared experts keep a quantised copy besides. With these
-    rules the sum is what arXiv 2603.07685 prints for DeepSeek-V3.
-    """
-    if input_ratio is None:
-        return tensor.bytes
-    ratio = 1.0
-    if (tensor.module, tensor.name) in _QUANTISED:
-        twice = tensor.name == "input_norm_out" and model.attention.kind is AttentionKind.MLA
-        ratio = input_ratio * (2 if twice else 1)
-    elif (
-        (tensor.module, tensor.name) == (Module.ROUTER, "post_norm_out")
-        and model.moe
-        and model.moe.shared_ffn_size
-    ):
-        ratio = 1.0 + input_ratio
-    return round(tensor.bytes * ratio)
-
-
-def _converted_bytes(context: ActivationContext, tensor: SavedTensor, recipe: Recipe) -> int:
-    """Return the bytes of a tensor that the engine keeps, converted where its layer's input is."""
-    model, layout = context.job.model, context.job.layout
-    width = kept_width(model, layout, tensor)
-    if not width or not tensor.bytes:
-        return tensor.bytes
-    groups = 1
-    if tensor.owner is Module.EXPERTS and model.moe is not None:
-        groups = model.moe.experts // layout.ep + layout.spare
-    rows = tensor.bytes // (recompute.activation_nbytes(context.job.workload) * width)
-    return int(kept_bytes(recipe.inputs, rows, width, groups))
 
 
 def outside_bytes(context: ActivationContext) -> Array:
@@ -367,7 +306,7 @@ def _head_bytes(context: ActivationContext) -> Array:
         context.job.workload.fine_tuning, Module.HEAD
     ):
         head += c * t * model.hidden_size
-    if not context.is_fused:
+    if not context.stack.is_fused:
         recomputes = Recompute.LOSS in layout.recompute
         if not recomputes:
             head += c * T * shards.shard_size(model.vocab_size, layout.tp)

@@ -52,7 +52,7 @@ def layer_owed_bytes(
     those of rules.saved.recompute; layers above `model.layers` are MTP depths.
     """
     tensors = recompute.saved_tensors(job, layer, load=load, dispatch=dispatch)
-    inputs = {(tensor.owner, tensor.name): tensor.bytes for tensor in reversed(tensors)}
+    inputs = {(tensor.owner, tensor.name): tensor.wide_bytes for tensor in reversed(tensors)}
     is_mtp = layer > job.model.layers
     if is_frozen(job.workload):
         return tuple(_adapters(job, layer, inputs, load))

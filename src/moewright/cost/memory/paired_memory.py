@@ -22,8 +22,8 @@ from moewright.cost.memory.activations import (
 from moewright.cost.routed_rows import ExpertRows, is_moe_layer
 from moewright.cost.stage_parts import Array
 from moewright.rules.saved import recompute
-from moewright.rules.saved.activation_offload import is_offloaded, offloads_at
-from moewright.rules.saved.saved_tensor import SavedTensor
+from moewright.rules.saved.activation_offload import offloads_at
+from moewright.rules.saved.saved_tensor import KeptTensor, Place, SavedTensor
 from moewright.rules.timetable.paired_passes import (
     PassSegment,
     PassWork,
@@ -47,37 +47,38 @@ _DECISIONS = ("chosen", "load_share")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptTensor:
-    """A tensor of a layer with the parts of passes in which it is kept and freed.
+class KeptSpan:
+    """A kept tensor of a layer with the parts of passes in which it is kept and freed.
 
     Where `is_lasting`, it is freed with the whole chunk, when its backward ends.
     """
 
-    tensor: SavedTensor
+    kept: KeptTensor
     kept_in: PassWork
     freed_in: PassWork
     is_lasting: bool = False
 
 
 def place_tensors(
-    tensors: Sequence[SavedTensor], recomputed: Collection[Recompute], *, is_moe: bool
-) -> Iterator[KeptTensor]:
+    tensors: Sequence[KeptTensor], recomputed: Collection[Recompute], *, is_moe: bool
+) -> Iterator[KeptSpan]:
     """Yield when passes keep and free the tensors that a layer keeps under a recompute choice.
 
     Autograd keeps the input of a checkpoint when its forward has ended, and frees it when its
     backward has; decisions belong to the checkpoint.
     """
-    for tensor in tensors:
+    for kept in tensors:
+        tensor = kept.tensor
         work = _find_work(tensor) if is_moe else PassWork.WHOLE
         last = PassWork.AFTER if is_moe else PassWork.WHOLE
         in_router = tensor.owner is Module.ROUTER
         in_checkpoint = Recompute.FULL in recomputed or (Recompute.MOE in recomputed and in_router)
         if in_checkpoint and in_router and tensor.name in _DECISIONS:
-            yield KeptTensor(tensor=tensor, kept_in=work, freed_in=work, is_lasting=True)
+            yield KeptSpan(kept=kept, kept_in=work, freed_in=work, is_lasting=True)
         elif in_checkpoint:
-            yield KeptTensor(tensor=tensor, kept_in=last, freed_in=work)
+            yield KeptSpan(kept=kept, kept_in=last, freed_in=work)
         else:
-            yield KeptTensor(tensor=tensor, kept_in=work, freed_in=work)
+            yield KeptSpan(kept=kept, kept_in=work, freed_in=work)
 
 
 def _find_work(tensor: SavedTensor) -> PassWork:
@@ -119,20 +120,20 @@ class _StepPrices:
         self._rows = rows
         self._chunks = chunks
         self._outside = outside_bytes(context)
-        self._by_layer: dict[tuple[object, ...], tuple[KeptTensor, ...]] = {}
+        self._by_layer: dict[tuple[object, ...], tuple[KeptSpan, ...]] = {}
 
     def price_kept(self, key: Key, step: WorkStep) -> Array:
         """Return what a step of a forward keeps [modules]."""
         tensors = self._layer_tensors(key, step)
         return self._outside_layers(key, step) + sum_by_module(
-            [(t.tensor.module, t.tensor.bytes) for t in tensors if t.kept_in is step.work]
+            [(t.kept.tensor.module, t.kept.bytes) for t in tensors if t.kept_in is step.work]
         )
 
     def price_freed(self, key: Key, step: WorkStep) -> Array:
         """Return what a step of a backward has done with [modules], lasting ones included."""
         tensors = self._layer_tensors(key, step)
         return self._outside_layers(key, step) + sum_by_module(
-            [(t.tensor.module, t.tensor.bytes) for t in tensors if t.freed_in is step.work]
+            [(t.kept.tensor.module, t.kept.bytes) for t in tensors if t.freed_in is step.work]
         )
 
     def price_lasting(self, key: Key, step: WorkStep) -> Array:
@@ -144,7 +145,7 @@ class _StepPrices:
         tensors = self._layer_tensors(key, step)
         lasting_bytes = sum_by_module(
             [
-                (t.tensor.module, t.tensor.bytes)
+                (t.kept.tensor.module, t.kept.bytes)
                 for t in tensors
                 if t.is_lasting and t.freed_in is step.work
             ]
@@ -165,7 +166,7 @@ class _StepPrices:
         is_first_depth = step.layer == self._context.job.model.layers + 1 and not has_loss
         return np.asarray(embedding + mtp_input * is_first_depth)
 
-    def _layer_tensors(self, key: Key, step: WorkStep) -> tuple[KeptTensor, ...]:
+    def _layer_tensors(self, key: Key, step: WorkStep) -> tuple[KeptSpan, ...]:
         if step.layer < 0:
             return ()
         micro_batch, number = key
@@ -180,11 +181,10 @@ class _StepPrices:
         layer_key = layer, place, load, dispatch
         if layer_key not in self._by_layer:
             tensors = recompute.saved_tensors(context.job, layer, load=load, dispatch=dispatch)
-            offload = layout.offload if is_away else ()
             kept = [
                 tensor
-                for tensor in recompute.layer_kept_tensors(tensors, layout, place)
-                if not is_offloaded(tensor, offload)
+                for tensor in recompute.keep_tensors(tensors, layout, place, offloads=is_away)
+                if tensor is not None and tensor.place is Place.DEVICE
             ]
             recomputed = recompute.layer_recompute(layout, place)
             is_moe = is_moe_layer(context.job.model, layer)

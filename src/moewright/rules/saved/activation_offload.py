@@ -30,7 +30,7 @@ _OFFLOADED: Mapping[Offload, tuple[Module, tuple[str, ...]]] = MappingProxyType(
         Offload.QKV_LINEAR: (Module.ATTENTION, ("input_norm_out",)),
         Offload.CORE_ATTN: (
             Module.ATTENTION,
-            ("qkv", "probabilities", "dropped_probabilities"),
+            ("qkv", "probabilities", "dropped_probabilities", "dropout_mask"),
         ),
         Offload.ATTN_PROJ: (Module.ATTENTION, ("attention_out",)),
         Offload.MLP_NORM: (Module.NORM, ("residual", "mlp_input")),
@@ -46,10 +46,12 @@ def activation_offloads(offload: Collection[Offload]) -> tuple[Offload, ...]:
     return tuple(item for item in offload if item is not Offload.OPTIMIZER)
 
 
-def is_offloaded(tensor: SavedTensor, choices: Collection[Offload]) -> bool:
-    """Return whether one of the choices moves the tensor to the host."""
-    sent = (_OFFLOADED[choice] for choice in choices if choice in _OFFLOADED)
-    return any(tensor.owner is module and tensor.name in names for module, names in sent)
+def find_offload(tensor: SavedTensor) -> Offload | None:
+    """Return the choice that moves a tensor to the host; None where none does."""
+    for choice, (module, names) in _OFFLOADED.items():
+        if tensor.owner is module and tensor.name in names:
+            return choice
+    return None
 
 
 def has_staying_layers(layout: Layout) -> bool:

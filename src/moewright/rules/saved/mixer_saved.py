@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moewright.rules.saved.saved_tensor import SavedTensor, saved_tensor
+from moewright.rules.saved.saved_tensor import KeptFormat, SavedTensor, saved_tensor
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import (
@@ -53,30 +53,30 @@ def recurrent_saved(
         yield _row("mixer_in", 2 * c * T * value // tp)
         yield _row("conv_out", c * T * value // tp)
         yield _row("steps_keys", 2 * c * T * small)
-        yield _row("mixer_norm_rstd", 3 * _FP32_BYTES * T)
+        yield _row("mixer_norm_rstd", 3 * _FP32_BYTES * T, KeptFormat.FP32)
         yield _row("steps", c * T * value // tp)
-        yield _row(
-            "states", 2 * _FP32_BYTES * -(-T // spec.chunk_size) * value * spec.key_dim // tp
-        )
+        chunks = -(-T // spec.chunk_size)
+        state_bytes = 2 * _FP32_BYTES * chunks * value * spec.key_dim // tp
+        yield _row("states", state_bytes, KeptFormat.FP32)
         yield _row("scan_out", c * T * value // tp)
         yield _row("mixer_out", c * T * value // tp)
         return
     if spec.kind is RecurrentKind.MAMBA2:
         yield _row("mixer_in", c * T * (conv + value + spec.heads) // tp)
         yield _row("scan_out", c * T * value // tp)
-        yield _row("mixer_norm_rstd", _FP32_BYTES * T * spec.key_heads // tp)
+        yield _row("mixer_norm_rstd", _FP32_BYTES * T * spec.key_heads // tp, KeptFormat.FP32)
         yield _row("mixer_out", c * T * value // tp)
         return
     keys = spec.heads * spec.key_dim  # queries and keys are repeated for the heads of values
     rates = spec.heads * (1 if spec.kind is RecurrentKind.GATED_DELTA else spec.key_dim)
     yield _row("mixer_in", c * T * (conv + value) // tp)
     yield _row("conv_out", c * T * conv // tp)
-    yield _row("rates", _FP32_BYTES * T * (rates + spec.heads) // tp)
+    yield _row("rates", _FP32_BYTES * T * (rates + spec.heads) // tp, KeptFormat.FP32)
     if is_fused_stack:
         yield _row("scan_in", c * T * (2 * keys + value) // tp)
         yield _row("chunk_matrix", c * T * spec.heads * spec.chunk_size // tp)
     yield _row("scan_out", c * T * value // tp)
-    yield _row("mixer_norm_rstd", _FP32_BYTES * T * spec.heads // tp)
+    yield _row("mixer_norm_rstd", _FP32_BYTES * T * spec.heads // tp, KeptFormat.FP32)
     yield _row("mixer_out", c * T * value // tp)
 
 
@@ -93,9 +93,9 @@ def compressed_saved(
     spec, c, T, t, tp = model.attention, symbols.c, symbols.T, symbols.t, symbols.tp
     yield _row("q_down", c * t * spec.q_lora_rank)
     yield _row("q_latent", c * t * spec.q_lora_rank)
-    yield _row("latent_rstd", 2 * _FP32_BYTES * t)
+    yield _row("latent_rstd", 2 * _FP32_BYTES * t, KeptFormat.FP32)
     yield _row("kv_down", c * t * spec.head_dim)
-    yield _row("qk_norm_rstd", _FP32_BYTES * T * spec.heads // tp)
+    yield _row("qk_norm_rstd", _FP32_BYTES * T * spec.heads // tp, KeptFormat.FP32)
     yield _row("qkv", c * T * (2 * spec.q_width // tp + symbols.cp * spec.head_dim))
     out_bytes = c * T * spec.out_width // tp
     yield _row("attention_out", out_bytes)
@@ -114,7 +114,8 @@ def _compressor_saved(
 ) -> Iterator[SavedTensor]:
     blocks = symbols.T * symbols.cp // symbols.seq_len * (symbols.seq_len // rate)
     yield _row(f"{prefix}compressor", 2 * overlap * symbols.c * symbols.t * width)
-    yield _row(f"{prefix}blocks", blocks * (2 * symbols.c * width + _FP32_BYTES))
+    yield _row(f"{prefix}blocks", blocks * 2 * symbols.c * width)
+    yield _row(f"{prefix}blocks_rstd", blocks * _FP32_BYTES, KeptFormat.FP32)
 
 
 def _block_indexer_saved(
@@ -124,14 +125,14 @@ def _block_indexer_saved(
     assert spec.indexer is not None  # what chooses the blocks of such a layer
     heads, width = spec.indexer.heads, spec.indexer.head_dim
     chosen_bytes = _INT32_BYTES * min(spec.indexer.top_k, symbols.seq_len // spec.sparse_rate)
-    yield _row("index_chosen", chosen_bytes * symbols.T * symbols.cp)
+    yield _row("index_chosen", chosen_bytes * symbols.T * symbols.cp, KeptFormat.INT32)
     if not is_trained:
         return
     yield from _compressor_saved("index_", symbols, width, spec.sparse_rate, overlap=2)
     yield _row("index_queries", symbols.c * symbols.t * heads * width)
-    yield _row("index_heads", _FP32_BYTES * symbols.t * heads)
-    # The slope of the objective by the score of each chosen block, and the choice as for tokens.
-    yield _row("index_slopes", chosen_bytes * symbols.t * (1 + (symbols.cp > 1)))
+    yield _row("index_heads", _FP32_BYTES * symbols.t * heads, KeptFormat.FP32)
+    # By the score of each chosen block, and the choice as for tokens.
+    yield from _slopes_saved(chosen_bytes * symbols.t, symbols)
 
 
 def indexer_saved(
@@ -157,18 +158,32 @@ def indexer_saved(
         if is_trained:
             yield _row("index_qk", symbols.c * t * (heads * width + width + heads))
         core = Recompute.CORE_ATTN
-        yield saved_tensor(Module.ATTENTION, "index_chosen", chosen_bytes * t, core)
+        yield saved_tensor(
+            Module.ATTENTION, "index_chosen", chosen_bytes * t, core, kept_as=KeptFormat.INT32
+        )
     else:
         if is_trained:
             # The keys before their norm are of this rank's tokens; those that it scores are of all.
             yield _row("index_qk", symbols.c * (t * (heads * width + width) + all_tokens * width))
-            yield _row("index_heads", _FP32_BYTES * t * heads)
-            yield _row("index_norm_rstd", 2 * _FP32_BYTES * t)
-            # The slope of the objective by each score; beside it the choice of this rank's tokens,
-            # which CP ranks hold in another order than that of all.
-            yield _row("index_slopes", chosen_bytes * t * (1 + (symbols.cp > 1)))
+            yield _row("index_heads", _FP32_BYTES * t * heads, KeptFormat.FP32)
+            yield _row("index_norm_rstd", 2 * _FP32_BYTES * t, KeptFormat.FP32)
+            yield from _slopes_saved(chosen_bytes * t, symbols)
         full = not is_shared
-        yield saved_tensor(Module.ATTENTION, "index_chosen", chosen_bytes * all_tokens, full=full)
+        all_bytes = chosen_bytes * all_tokens
+        yield saved_tensor(
+            Module.ATTENTION, "index_chosen", all_bytes, full=full, kept_as=KeptFormat.INT32
+        )
+
+
+def _slopes_saved(chosen_bytes: int, symbols: MixerSymbols) -> Iterator[SavedTensor]:
+    """Yield the slope of an indexer's objective by each score, in 4 bytes, as a choice has.
+
+    Beside it is the choice of this rank's tokens, which CP ranks hold in another order than that of
+    all.
+    """
+    yield _row("index_slopes", chosen_bytes, KeptFormat.FP32)
+    if symbols.cp > 1:
+        yield _row("index_own_choice", chosen_bytes, KeptFormat.INT32)
 
 
 def gate_saved(spec: AttentionSpec, symbols: MixerSymbols) -> Iterator[SavedTensor]:
@@ -178,5 +193,5 @@ def gate_saved(spec: AttentionSpec, symbols: MixerSymbols) -> Iterator[SavedTens
         yield _row(name, symbols.c * symbols.T * width // symbols.tp)
 
 
-def _row(name: str, size_bytes: int) -> SavedTensor:
-    return saved_tensor(Module.ATTENTION, name, size_bytes)
+def _row(name: str, size_bytes: int, kept_as: KeptFormat = KeptFormat.ACTIVATION) -> SavedTensor:
+    return saved_tensor(Module.ATTENTION, name, size_bytes, kept_as=kept_as)

@@ -13,7 +13,7 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from moewright.rules import expert_placement, routing
 from moewright.rules.adapters import trains_all, trains_indexer
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job, micro_batch_tokens, routed_rows, tp_group_tokens
+from moewright.rules.low_precision import convert_kept
+from moewright.rules.saved.activation_offload import find_offload
 from moewright.rules.saved.mixer_saved import (
     MixerSymbols,
     compressed_saved,
@@ -28,7 +30,15 @@ from moewright.rules.saved.mixer_saved import (
     indexer_saved,
     recurrent_saved,
 )
-from moewright.rules.saved.saved_tensor import SavedTensor, saved_tensor
+from moewright.rules.saved.saved_tensor import (
+    ENGINE_STACK,
+    KeptFormat,
+    KeptTensor,
+    Place,
+    SavedTensor,
+    SavingStack,
+    saved_tensor,
+)
 from moewright.rules.saved.trained_saved import adapter_saved, drop_unread
 from moewright.rules.shapes.shards import shard_size
 from moewright.rules.shared_choices import is_choice_shared
@@ -51,6 +61,7 @@ _LAYER_INPUTS = ("layer_input", "mlp_input")
 _FP32_BYTES = 4
 _INT64_BYTES = 8
 _INT32_BYTES = 4
+_FP32 = KeptFormat.FP32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +95,20 @@ def saved_tensors(
     *,
     load: float,
     dispatch: routing.DispatchCounts | None = None,
-    repeats_exchange: bool = False,
+    stack: SavingStack = ENGINE_STACK,
 ) -> tuple[SavedTensor, ...]:
     """Return what `layer` saves before any recompute, without empty tensors.
+
+    This is the one list of what is kept: whoever counts, prices, frees or offloads saved tensors
+    reads them here, and how a layer keeps them under its policies from `keep_tensors`.
 
     `load` is the rank's expert rows over the mean, `dispatch` what its dispatch moves (None: even
     routing). Layers above `model.layers` are MTP depths (see rules.shapes.param): a layer like the
     last one, after the two norms and the projection, all booked to MTP.
 
-    `repeats_exchange` is for fused CUDA stacks. They save attention's output once, as the
-    projection takes it, and exchange it again in backward. With DeepEP and HybridEP they save the
-    same indices as with an all-to-all, while our engine saves those of its own sort.
+    Fused CUDA stacks save attention's output once, as the projection takes it, and exchange it
+    again in backward. With DeepEP and HybridEP they save the same indices as with an all-to-all,
+    while our engine saves those of its own sort.
     """
     symbols = _TableSymbols(
         c=activation_nbytes(job.workload),
@@ -110,7 +124,7 @@ def saved_tensors(
     )
     is_mtp = layer > job.model.layers
     has_experts = job.model.moe_layers[-1 if is_mtp else layer]
-    rows = [*_mixer(job.model, symbols, layer, repeats_exchange=repeats_exchange)]
+    rows = [*_mixer(job.model, symbols, layer, is_fused_stack=stack.is_fused)]
     has_mlp = job.model.has_mlp(layer)
     if has_mlp:
         has_mixer = job.model.mixer(layer) is not MixerKind.NONE
@@ -121,7 +135,7 @@ def saved_tensors(
             slots=expert_placement.count_slots(job, layer),
             dispatch=dispatch or routing.expected_dispatch(job),
         )
-        rows += _moe(job, symbols, local, is_fused_stack=repeats_exchange)
+        rows += _moe(job, symbols, local, is_fused_stack=stack.is_fused)
     elif has_mlp:
         rows += _dense(job.model, symbols)
     if is_mtp:
@@ -130,7 +144,11 @@ def saved_tensors(
         rows = _change_for_adapters(job, rows, layer, symbols, load)
     if is_mtp:
         rows = [_book_to_mtp(row) for row in rows]
-    return tuple(row for row in rows if row.bytes)
+    return tuple(
+        replace(convert_kept(job, row, symbols.c, stack), sent_by=find_offload(row))
+        for row in rows
+        if row.bytes
+    )
 
 
 def _change_for_adapters(
@@ -143,6 +161,7 @@ def _change_for_adapters(
         layer,
         token_bytes=symbols.c * symbols.t,
         router_token_bytes=job.workload.router.router_dtype.nbytes * symbols.t,
+        router_format=KeptFormat(job.workload.router.router_dtype.value),
         row_bytes=symbols.c * routed_rows(job.model, job.workload, job.layout, load),
     )
     return [*drop_unread(rows, job.model, fine_tuning, layer), *adapters]
@@ -165,31 +184,39 @@ def layer_recompute(layout: Layout, place: int) -> tuple[Recompute, ...]:
     return layout.recompute
 
 
-def layer_kept_tensors(
-    rows: Collection[SavedTensor], layout: Layout, place: int
-) -> tuple[SavedTensor, ...]:
-    """Return the tensors that the layer at `place` of its chunk keeps.
+def keep_tensors(
+    rows: Sequence[SavedTensor], layout: Layout, position: int, *, offloads: bool
+) -> tuple[KeptTensor | None, ...]:
+    """Return how and where the layer at `position` of its chunk keeps each tensor; None: not.
 
-    A checkpoint over several layers keeps the input of its first layer alone, not those that the
+    It is a layer that `offloads`, or one whose tensors stay where others offload theirs. A
+    checkpoint over several layers keeps the input of its first layer alone, not those that the
     layers hand to each other; an MTP depth has a checkpoint of its own.
     """
-    kept = kept_tensors(rows, layer_recompute(layout, place))
+    policies = layer_recompute(layout, position)
     is_depth = any(row.module is Module.MTP for row in rows)
-    if place % layout.recompute_span and not is_depth:
-        kept = tuple(row for row in kept if row.name not in _LAYER_INPUTS)
-    return kept
+    is_inside = position % layout.recompute_span > 0 and not is_depth
+
+    def keep(row: SavedTensor) -> KeptTensor | None:
+        if not is_kept(row, policies) or (is_inside and row.name in _LAYER_INPUTS):
+            return None
+        is_wide = any(policy in policies for policy in row.wide_by)
+        is_sent = offloads and row.sent_by in layout.offload
+        return KeptTensor(
+            tensor=row,
+            bytes=row.wide_bytes if is_wide else row.bytes,
+            format=KeptFormat.ACTIVATION if is_wide else row.format,
+            place=Place.HOST if is_sent else Place.DEVICE,
+        )
+
+    return tuple(map(keep, rows))
 
 
-def kept_tensors(
-    rows: Collection[SavedTensor], policies: Collection[Recompute]
-) -> tuple[SavedTensor, ...]:
-    """Return the tensors that stay when `policies` are on."""
-    return tuple(
-        row
-        for row in rows
-        if not any(policy in policies for policy in row.freed_by)
-        and (not row.kept_by or any(policy in policies for policy in row.kept_by))
-    )
+def is_kept(row: SavedTensor, policies: Collection[Recompute]) -> bool:
+    """Return whether a tensor stays when `policies` are on."""
+    if any(policy in policies for policy in row.freed_by):
+        return False
+    return not row.kept_by or any(policy in policies for policy in row.kept_by)
 
 
 def loss_chunk_columns(model: ModelSpec, layout: Layout) -> int:
@@ -207,7 +234,7 @@ def activation_nbytes(workload: Workload) -> int:
 
 
 def _mixer(
-    model: ModelSpec, symbols: _TableSymbols, layer: int, *, repeats_exchange: bool
+    model: ModelSpec, symbols: _TableSymbols, layer: int, *, is_fused_stack: bool
 ) -> Iterator[SavedTensor]:
     """Yield the layer's input, the norm before what mixes tokens, and what that saves."""
     c, t, h = symbols.c, symbols.t, symbols.h
@@ -222,32 +249,34 @@ def _mixer(
     # MLA can drop its output.
     is_fused = mixer is MixerKind.RECURRENT or model.attention.kind is AttentionKind.GQA
     freed_by = () if is_fused else (Recompute.LAYERNORM,)
-    yield saved_tensor(Module.NORM, "input_norm_rstd", norm_statistics(model, t), *freed_by)
+    yield saved_tensor(
+        Module.NORM, "input_norm_rstd", norm_statistics(model, t), *freed_by, kept_as=_FP32
+    )
     yield saved_tensor(Module.ATTENTION, "input_norm_out", c * t * h, *freed_by)
     shared = MixerSymbols(
         c=c, T=symbols.T, t=t, tp=symbols.tp, cp=symbols.cp, seq_len=symbols.seq_len
     )
     if mixer is MixerKind.RECURRENT:
         assert model.recurrent is not None  # what a recurrent layer needs
-        yield from recurrent_saved(model.recurrent, shared, is_fused_stack=repeats_exchange)
+        yield from recurrent_saved(model.recurrent, shared, is_fused_stack=is_fused_stack)
     elif model.attention.kind is AttentionKind.COMPRESSED:
         yield from compressed_saved(model, mixer, shared, trains_indexer=symbols.trains_indexer)
         yield from _scores(model, symbols)
     else:
-        yield from _attention(model, symbols, repeats_exchange=repeats_exchange)
+        yield from _attention(model, symbols, is_fused_stack=is_fused_stack)
         yield from gate_saved(model.attention, shared)
         if mixer is not MixerKind.SHARED_INDEX:
             yield from indexer_saved(
                 model.attention,
                 shared,
                 is_trained=symbols.trains_indexer,
-                is_fused_stack=repeats_exchange,
+                is_fused_stack=is_fused_stack,
                 is_shared=is_choice_shared(model, layer),
             )
 
 
 def _attention(
-    model: ModelSpec, symbols: _TableSymbols, *, repeats_exchange: bool
+    model: ModelSpec, symbols: _TableSymbols, *, is_fused_stack: bool
 ) -> Iterator[SavedTensor]:
     spec, c, T = model.attention, symbols.c, symbols.T
     if spec.kind is AttentionKind.MLA:
@@ -256,7 +285,7 @@ def _attention(
         yield from _gqa_core(model, symbols)
     out_bytes = c * T * spec.out_width // symbols.tp
     yield saved_tensor(Module.ATTENTION, "attention_out", out_bytes)
-    if symbols.a2a_ranks > 1 and not repeats_exchange:
+    if symbols.a2a_ranks > 1 and not is_fused_stack:
         # Attention saves its own output, of more tokens and fewer heads than the projection takes.
         yield saved_tensor(Module.ATTENTION, "attention_out", out_bytes, Recompute.CORE_ATTN)
     yield from _scores(model, symbols)
@@ -272,12 +301,13 @@ def _second_norm(
     """
     c, t, h = symbols.c, symbols.t, symbols.h
     mask_bytes = 2 * t * h if symbols.trainer.hidden_dropout else 0
-    yield saved_tensor(Module.NORM, "dropout_masks", mask_bytes)
+    yield saved_tensor(Module.NORM, "dropout_masks", mask_bytes, kept_as=KeptFormat.BOOL)
     if has_mixer:
         yield saved_tensor(Module.NORM, "residual", model.residual_streams * c * t * h)
     yield from _streams(model, symbols, "mlp")
+    statistics_bytes = norm_statistics(model, t)
     yield saved_tensor(
-        Module.NORM, "post_norm_rstd", norm_statistics(model, t), Recompute.LAYERNORM
+        Module.NORM, "post_norm_rstd", statistics_bytes, Recompute.LAYERNORM, kept_as=_FP32
     )
 
 
@@ -292,7 +322,8 @@ def _streams(model: ModelSpec, symbols: _TableSymbols, block: str) -> Iterator[S
     hidden_bytes = symbols.c * symbols.t * symbols.h
     weights = model.residual_streams * (model.residual_streams + 2)
     weight_bytes = _FP32_BYTES * symbols.t * (2 * weights + 1)
-    yield saved_tensor(Module.NORM, f"{block}_streams", hidden_bytes + weight_bytes)
+    yield saved_tensor(Module.NORM, f"{block}_streams", hidden_bytes)
+    yield saved_tensor(Module.NORM, f"{block}_stream_weights", weight_bytes, kept_as=_FP32)
     yield saved_tensor(Module.NORM, f"{block}_out", hidden_bytes)
 
 
@@ -303,17 +334,17 @@ def _scores(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
     is the probabilities, and where some are dropped the mask and what is left, whatever attention
     masks or windows.
     """
+    core = Recompute.CORE_ATTN
     queries = symbols.T * model.attention.heads // symbols.tp
     if not symbols.trainer.attention_backend.keeps_scores:
-        yield saved_tensor(Module.ATTENTION, "lse", _FP32_BYTES * queries, Recompute.CORE_ATTN)
+        lse_bytes = _FP32_BYTES * queries
+        yield saved_tensor(Module.ATTENTION, "lse", lse_bytes, core, kept_as=_FP32)
         return
     scores = queries * symbols.seq_len
-    yield saved_tensor(Module.ATTENTION, "probabilities", symbols.c * scores, Recompute.CORE_ATTN)
+    yield saved_tensor(Module.ATTENTION, "probabilities", symbols.c * scores, core)
     if symbols.trainer.attention_dropout:
-        dropped_bytes = (1 + symbols.c) * scores
-        yield saved_tensor(
-            Module.ATTENTION, "dropped_probabilities", dropped_bytes, Recompute.CORE_ATTN
-        )
+        yield saved_tensor(Module.ATTENTION, "dropped_probabilities", symbols.c * scores, core)
+        yield saved_tensor(Module.ATTENTION, "dropout_mask", scores, core, kept_as=KeptFormat.BOOL)
 
 
 def _gqa_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
@@ -325,12 +356,14 @@ def _gqa_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]
         yield saved_tensor(
             Module.ATTENTION, "qk_norm_in", c * T * (spec.q_width + spec.kv_width) // tp
         )
-        yield saved_tensor(Module.ATTENTION, "qk_norm_rstd", _FP32_BYTES * T * 2)
+        yield saved_tensor(Module.ATTENTION, "qk_norm_rstd", _FP32_BYTES * T * 2, kept_as=_FP32)
     elif spec.qk_norm is not QkNorm.NONE:
         local_width = spec.q_width // tp + kv_heads * spec.head_dim
         local_heads = spec.heads // tp + kv_heads
         yield saved_tensor(Module.ATTENTION, "qk_norm_in", c * T * local_width)
-        yield saved_tensor(Module.ATTENTION, "qk_norm_rstd", _FP32_BYTES * T * local_heads)
+        yield saved_tensor(
+            Module.ATTENTION, "qk_norm_rstd", _FP32_BYTES * T * local_heads, kept_as=_FP32
+        )
     # Ranks that exchange heads keep at least one key head each.
     kv_width = max(kv_heads, symbols.a2a_ranks) * spec.head_dim
     yield saved_tensor(Module.ATTENTION, "qkv", c * T * (spec.q_width // tp + 2 * kv_width))
@@ -351,7 +384,7 @@ def _mla_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]
         Module.ATTENTION, "kv_down", c * t * (spec.kv_lora_rank + spec.qk_rope_head_dim)
     )
     yield saved_tensor(Module.ATTENTION, "kv_latent", c * t * spec.kv_lora_rank)
-    yield saved_tensor(Module.ATTENTION, "latent_rstd", _FP32_BYTES * t * norms)
+    yield saved_tensor(Module.ATTENTION, "latent_rstd", _FP32_BYTES * t * norms, kept_as=_FP32)
     yield saved_tensor(Module.ATTENTION, "qkv", c * T * expanded // tp, Recompute.MLA_UP_PROJ)
 
 
@@ -390,15 +423,17 @@ def _moe(
     if is_fused_stack:
         unweighted = c * R * _unweighted_width(job.model, symbols.trainer) // etp
         yield saved_tensor(Module.EXPERTS, "unweighted", unweighted, Recompute.MOE_ACT, moe)
-    yield saved_tensor(Module.EXPERTS, "probs", _FP32_BYTES * R, moe)
+    yield saved_tensor(Module.EXPERTS, "probs", _FP32_BYTES * R, moe, kept_as=_FP32)
     indices = _index_counts(job.model.moe, job.layout, t, local, is_fused_stack=is_fused_stack)
-    yield saved_tensor(Module.EXPERTS, "sent_indices", _INT64_BYTES * indices.sent, moe)
-    yield saved_tensor(Module.EXPERTS, "received_indices", _INT64_BYTES * indices.received, moe)
-    yield saved_tensor(Module.EXPERTS, "returned_indices", _INT64_BYTES * indices.returned, moe)
+    for name, count in indices._asdict().items():
+        nbytes = _INT64_BYTES * count
+        yield saved_tensor(Module.EXPERTS, f"{name}_indices", nbytes, moe, kept_as=KeptFormat.INT64)
     # The row ends of replicas are kept once more, apart from those of the own experts.
     replicas = (local.slots - job.model.moe.experts) // job.layout.ep
     row_ends = local.slots // job.layout.ep + replicas
-    yield saved_tensor(Module.EXPERTS, "row_ends", _INT32_BYTES * row_ends, moe)
+    yield saved_tensor(
+        Module.EXPERTS, "row_ends", _INT32_BYTES * row_ends, moe, kept_as=KeptFormat.INT32
+    )
     yield from _shared_experts(job.model, symbols)
 
 
@@ -456,21 +491,30 @@ def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[SavedTensor]:
     loss = workload.loss
     score = moe.router.score
     chosen = t * moe.router.top_k
-    nbytes = workload.router.router_dtype.nbytes
-    yield saved_tensor(Module.ROUTER, "scores", nbytes * t * moe.experts, Recompute.MOE)
-    yield saved_tensor(Module.ROUTER, "chosen", _INT64_BYTES * chosen, full=False)
+    dtype = workload.router.router_dtype
+
+    def save_numbers(name: str, count: int) -> SavedTensor:
+        nbytes = dtype.nbytes * count
+        return saved_tensor(
+            Module.ROUTER, name, nbytes, Recompute.MOE, kept_as=KeptFormat(dtype.value)
+        )
+
+    yield save_numbers("scores", t * moe.experts)
+    chosen_bytes = _INT64_BYTES * chosen
+    yield saved_tensor(Module.ROUTER, "chosen", chosen_bytes, full=False, kept_as=KeptFormat.INT64)
     if moe.router.renormalize:
-        yield saved_tensor(Module.ROUTER, "chosen_scores", nbytes * (chosen + t), Recompute.MOE)
+        yield save_numbers("chosen_scores", chosen + t)
     shares = bool(loss.aux_coeff) + bool(loss.global_aux_coeff)
     if loss.seq_aux_coeff:
         shares += t
-    yield saved_tensor(Module.ROUTER, "load_share", _FP32_BYTES * shares * moe.experts, full=False)
+    share_bytes = _FP32_BYTES * shares * moe.experts
+    yield saved_tensor(Module.ROUTER, "load_share", share_bytes, full=False, kept_as=_FP32)
     if shares and not score.is_distribution:
-        yield saved_tensor(Module.ROUTER, "score_sums", nbytes * t, Recompute.MOE)
+        yield save_numbers("score_sums", t)
     if loss.z_coeff or score in (ScoreFunction.SQRT_SOFTPLUS, ScoreFunction.SPARSE_MIXER):
-        yield saved_tensor(Module.ROUTER, "logits", nbytes * t * moe.experts, Recompute.MOE)
+        yield save_numbers("logits", t * moe.experts)
     if loss.z_coeff:
-        yield saved_tensor(Module.ROUTER, "log_sums", nbytes * t, Recompute.MOE)
+        yield save_numbers("log_sums", t)
 
 
 def _shared_experts(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
@@ -497,7 +541,7 @@ def _mtp_inputs(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTenso
     rows = (1 + model.residual_streams) * symbols.t
     yield saved_tensor(Module.MTP, "embedding", symbols.c * symbols.t * symbols.h, full=False)
     yield saved_tensor(Module.MTP, "joined", symbols.c * rows * symbols.h)
-    yield saved_tensor(Module.MTP, "joined_rstd", norm_statistics(model, rows))
+    yield saved_tensor(Module.MTP, "joined_rstd", norm_statistics(model, rows), kept_as=_FP32)
 
 
 def _unweighted_width(model: ModelSpec, trainer: TrainerSpec) -> int:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from moewright.rules.adapters import AdaptedLinear, adapted_linears, has_adapter, is_trained
-from moewright.rules.saved.saved_tensor import SavedTensor, saved_tensor
+from moewright.rules.saved.saved_tensor import KeptFormat, SavedTensor, saved_tensor
 from moewright.rules.shapes.param import name_in_layer
 from moewright.rules.shapes.parameters import parameters_by_layer
 from moewright.spec.layout import Recompute
@@ -133,6 +133,7 @@ def adapter_saved(
     *,
     token_bytes: int,
     router_token_bytes: int,
+    router_format: KeptFormat,
     row_bytes: int,
 ) -> Iterator[SavedTensor]:
     """Yield what the adapters of a layer keep between their two matrices.
@@ -148,7 +149,11 @@ def adapter_saved(
             column_bytes = router_token_bytes
         nbytes = linear.stack * fine_tuning.lora_rank * column_bytes
         yield saved_tensor(
-            linear.module, adapter_tensor(linear), nbytes, *_RECOMPUTED_BY[linear.module]
+            linear.module,
+            adapter_tensor(linear),
+            nbytes,
+            *_RECOMPUTED_BY[linear.module],
+            kept_as=router_format if linear.module is Module.ROUTER else KeptFormat.ACTIVATION,
         )
 
 
