@@ -17,7 +17,7 @@ from moewright.rules.adapters import adapter_parameters, is_trained, trained_sha
 from moewright.rules.job import Job
 from moewright.rules.limits import engine_limits
 from moewright.rules.packed_base import is_packed
-from moewright.rules.saved.recompute import kept_tensors, saved_tensors
+from moewright.rules.saved.recompute import is_kept, saved_tensors
 from moewright.rules.shapes import flops
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.rules.shapes.shards import local_shape, stage_parameters
@@ -165,8 +165,10 @@ def test_a_frozen_output_projection_keeps_no_output_of_attention(text: str, outp
     job = Job(
         model=MODEL, workload=replace(workload(Task.SFT), fine_tuning=fine_tuning), layout=layout
     )
-    kept = kept_tensors(saved_tensors(job, 0, load=1.0), layout.recompute)
-    sizes = [row.bytes for row in kept if row.name == "attention_out"]
+    rows = saved_tensors(job, 0, load=1.0)
+    sizes = [
+        row.bytes for row in rows if row.name == "attention_out" and is_kept(row, layout.recompute)
+    ]
     assert sizes == outputs * [2 * 4096 * 4096 // layout.cp]
 
 

@@ -187,7 +187,7 @@ def recomputed_logit_rows(
     """Return the FLOPs of the logits that backward makes again under recompute=loss."""
     if Recompute.LOSS not in layout.recompute:
         return ()
-    return flops.sum_flops([flops.head_flops(model, layout, share)])
+    return flops.sum_flops([flops.logit_flops(model, layout, share)])
 
 
 def _is_repeated(work: flops.ForwardFlops, choices: tuple[Recompute, ...]) -> bool:

@@ -8,6 +8,7 @@ Shapes: R rows, K columns, G groups of rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +83,26 @@ class NarrowTensor:
         """What a forward keeps of it; the ends are kept anyway."""
         parts = (self.codes, self.scales, self.group_scales)
         return tuple(part for part in parts if part is not None)
+
+    def without_data(self) -> NarrowTensor:
+        """Return the same conversion of no numbers, for `with_tensors`."""
+        empty = self.codes.new_empty(0)
+        return replace(
+            self,
+            codes=empty,
+            scales=None if self.scales is None else empty,
+            group_scales=None if self.group_scales is None else empty,
+        )
+
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> NarrowTensor:
+        """Return the same conversion of other numbers, in the order of `tensors`."""
+        parts = iter(tensors)
+        return replace(
+            self,
+            codes=next(parts),
+            scales=None if self.scales is None else next(parts),
+            group_scales=None if self.group_scales is None else next(parts),
+        )
 
     def transpose(self) -> NarrowTensor:
         """Return the transposed tensor, which has one scale."""

@@ -218,24 +218,27 @@ class SavedTensorManager:
     ) -> Iterator[None]:
         """Keep convert(tensor) where operations inside the with block save the tensor.
 
-        Backward widens it again. Nothing changes where `convert` returns None, nor for tensors that
-        other choices replace.
+        Backward widens it again. What `offload` keeps on the host goes there converted. Nothing
+        changes where `convert` returns None, nor for tensors that are recomputed.
         """
         key = storage_id(tensor)
-        if not self._is_active(True) or key in self._replacements:
+        before = self._replacements.get(key)
+        is_sent = isinstance(before, _Offloaded)
+        if not self._is_active(True) or not (before is None or is_sent):
             yield
             return
         narrow = convert(tensor.detach())
         if narrow is None:
             yield
             return
-        for part in narrow.tensors:
-            self.count_saved(part)
-        self._replacements[key] = _Converted(narrow, tensor, self._counters)
+        keep = self._send if is_sent else self.count_saved
+        self._replacements[key] = _Converted(narrow, keep, tensor, self._counters)
         try:
             yield  # `tensor` is alive here, so no other storage has its id
         finally:
             del self._replacements[key]
+            if before is not None:
+                self._replacements[key] = before
 
     @contextmanager
     def offload_saved(
@@ -261,6 +264,10 @@ class SavedTensorManager:
             self._replacements = {
                 key: replacement for key, replacement in self._replacements.items() if key in before
             }
+
+    def _send(self, tensor: torch.Tensor) -> _SavedView:
+        """Send a tensor to the host, of which nothing else is kept."""
+        return self._new_offloaded(tensor).add_view(tensor)
 
     def _new_offloaded(self, tensor: torch.Tensor) -> _Offloaded:
         if self._host_copies is None:
@@ -357,20 +364,37 @@ class _Recomputed(_Replacement):
 
 
 class _Converted(_Replacement):
-    """A replacement that keeps a tensor in numbers of fewer bits."""
+    """A replacement that keeps a tensor in numbers of fewer bits.
 
-    def __init__(self, narrow: NarrowTensor, like: torch.Tensor, counters: Counters) -> None:
+    The first operation that saves the tensor makes `keep` keep its parts, on the device or on the
+    host.
+    """
+
+    def __init__(
+        self,
+        narrow: NarrowTensor,
+        keep: Callable[[torch.Tensor], torch.Tensor | _SavedView],
+        like: torch.Tensor,
+        counters: Counters,
+    ) -> None:
         super().__init__(counters)
         self._narrow = narrow
+        self._keep = keep
+        self._parts: tuple[torch.Tensor | _SavedView, ...] = ()
         self._dtype = like.dtype
         self._offset = like.storage_offset()
 
     def add_view(self, tensor: torch.Tensor) -> _SavedView:
+        if not self._parts:
+            self._parts = tuple(map(self._keep, self._narrow.tensors))
+            self._narrow = self._narrow.without_data()  # what was sent must not stay as well
         view = super().add_view(tensor)
         return replace(view, offset=view.offset - self._offset)
 
     def restore(self) -> torch.Tensor:
-        return self._narrow.widen(self._dtype)
+        narrow = self._narrow.with_tensors(map(_unpack, self._parts))
+        self._parts = ()
+        return narrow.widen(self._dtype)
 
 
 class _OffloadedLayer:

@@ -242,12 +242,23 @@ def adapter_macs(linear: AdaptedLinear, layout: Layout, share: RankShare) -> int
 
 
 def head_flops(model: ModelSpec, layout: Layout, share: RankShare) -> ForwardFlops:
-    """Return the FLOPs of the logits, of the head and of each MTP depth."""
+    """Return the FLOPs of the logits, of the head and of each MTP depth, and of the streams' sum.
+
+    The weights with which parallel streams become one are of the rank's own tokens.
+    """
+    logits = logit_flops(model, layout, share)
+    if model.residual_streams == 1:
+        return logits
+    passes = share.mtp + share.head
+    local_tokens = share.tokens // layout.tp if layout.sp else share.tokens
+    streams_flops = passes * 2 * local_tokens * model.residual_streams**2 * model.hidden_size
+    return replace(logits, flops=logits.flops + streams_flops)
+
+
+def logit_flops(model: ModelSpec, layout: Layout, share: RankShare) -> ForwardFlops:
+    """Return the FLOPs of the logits alone, which backward makes again under recompute=loss."""
     passes = share.mtp + share.head
     flops = passes * 2 * share.tokens * model.hidden_size * shard_size(model.vocab_size, layout.tp)
-    if model.residual_streams > 1:  # what decides how the streams become one
-        local_tokens = share.tokens // layout.tp if layout.sp else share.tokens
-        flops += passes * 2 * local_tokens * model.residual_streams**2 * model.hidden_size
     return ForwardFlops(op=FlopOp.GEMM, module=Module.HEAD, flops=flops)
 
 
