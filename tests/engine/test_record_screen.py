@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import io
+import math
+from dataclasses import replace
 from typing import TextIO, cast
 
 import pytest
 
 import sample_run
-from moewright.engine.observe.record import ConsoleWriter
+from moewright.engine.observe.record import ConsoleWriter, clamp_to_finite
+from moewright.spec.run import EvalRecord
 
 
 class Leaving(io.StringIO):
@@ -35,3 +38,17 @@ def test_a_screen_nobody_reads_does_not_end_a_run(error: OSError) -> None:
     screen.close()
     assert stream.getvalue().startswith("step 1/8  loss")
     assert "step 8/8" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300, -3.2e12])
+def test_a_number_of_any_size_takes_a_few_letters(value: float) -> None:
+    stream = io.StringIO()
+    screen = ConsoleWriter(first_step=1, last_step=8, stream=stream)
+    step = sample_run.record(steps=1).steps[0]
+    clamped = clamp_to_finite(value)
+    screen.write_step(replace(step, loss=clamped, grad_norm=clamped))
+    screen.write_evaluation(
+        EvalRecord(step=1, heldout_loss=clamped, unigram_entropy=1.0, tokens=10)
+    )
+    assert all(len(line) < 200 for line in stream.getvalue().splitlines())
+    assert ("not finite" in stream.getvalue()) == (not math.isfinite(value))

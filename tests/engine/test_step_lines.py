@@ -39,3 +39,15 @@ def test_a_kill_while_steps_are_dropped_loses_none(
     with pytest.raises(BadInput, match="No space left on device"):
         JsonLinesWriter(tmp_path, first_step=4)
     assert (tmp_path / STEPS_FILE).read_text() == text
+
+
+def test_steps_without_a_record_are_known(tmp_path: Path) -> None:
+    write_steps(tmp_path)
+    for first_step, missing in ((4, ()), (6, ()), (9, ((6, 8),))):
+        writer = JsonLinesWriter(tmp_path, first_step=first_step)
+        writer.close()
+        assert writer.missing == missing
+        write_steps(tmp_path)
+    lines = (tmp_path / STEPS_FILE).read_text().splitlines(keepends=True)
+    (tmp_path / STEPS_FILE).write_text("".join((lines[1], *lines[3:])))
+    assert JsonLinesWriter(tmp_path, first_step=6).missing == ((1, 1), (3, 3))

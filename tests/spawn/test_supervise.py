@@ -141,6 +141,32 @@ def test_ranks_start_again_until_the_same_step_fails_twice(
     assert reason in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("distance", "saves", "starts"), [(3, True, 10), (30, False, 10), (30, True, 25)]
+)
+def test_starts_that_come_to_little_are_limited_though_each_fails_at_another_step(
+    distance: int,
+    saves: bool,
+    starts: int,
+    data: DataSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each start fails `distance` steps further than the last one."""
+    steps = range(99 + distance, 99 + distance * 26, distance)
+    script = Script(*[(1, step, CRASH) for step in steps], ExitCode.DONE)
+    monkeypatch.setattr(supervise_module, "train", script.train)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    saved = iter((99, *(step - 1 for step in steps)))
+    monkeypatch.setattr(supervise_module, "latest_step", lambda _: next(saved) if saves else 50)
+    is_done = starts == len(steps)
+    code = supervise(make_plan(data, world_size=4), tmp_path)
+    assert code is (ExitCode.DONE if is_done else ExitCode.RANK_FAILED)
+    assert len(script.starts) == starts + is_done
+    gave_up = read_incidents(tmp_path)[-1].gave_up
+    assert ("10 starts in a row" in gave_up) != is_done
+
+
 def replan(plan: Plan, count: int) -> Plan | None:
     """Return a plan of 2 ranks or of 1; none of 3."""
     layouts = {2: "ep2,mbs1", 1: "mbs1"}

@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,8 @@ import pytest
 import torch
 
 import tiny_jobs
-from moewright.codec import read_json
-from moewright.engine.checkpoint import find_latest
+from moewright.codec import STEPS_FILE, read_json, write_json
+from moewright.engine.checkpoint import find_latest, read_index
 from moewright.engine.data import corpus_rows
 from moewright.engine.data.indexed import IndexedDataset, open_indexed
 from moewright.engine.data.sampler import Int64s, Sampler, read_samples, sample_count
@@ -37,7 +38,7 @@ from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec
+from moewright.spec.workload import DataSpec, SaveMode
 from tiny_jobs import read_state, read_steps
 
 pytestmark = pytest.mark.spawn
@@ -112,6 +113,58 @@ def test_sigterm_saves_and_resume_is_exact(
     expected = read_state(uninterrupted, 40)
     actual = read_state(tmp_path, 40)
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def test_a_power_loss_takes_no_record_of_a_step_that_a_checkpoint_holds(
+    data: DataSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """What a disk holds for certain is what was synced: the lines at each commit are kept aside."""
+    synced = tmp_path / "synced"
+    commits = tmp_path / "commits"
+    run_dir = tmp_path / "run"
+
+    def fsync(handle: int, sync: Callable[[int], None] = os.fsync) -> None:
+        sync(handle)
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.name == STEPS_FILE:
+            shutil.copy(path, synced)
+        if path.name == "checkpoints" and (newest := find_latest(path)) is not None:
+            with commits.open("a") as file:
+                file.write(f"{newest.name} {synced.read_text().count('lr')}\n")
+
+    plan = make_plan(data, steps=6)
+    spec = replace(plan.workload.checkpoint, every_steps=2, mode=SaveMode.ASYNC)
+    plan = replace(plan, workload=replace(plan.workload, checkpoint=spec))
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "fsync", fsync)
+        assert train(plan, run_dir) is ExitCode.DONE
+    certain = [line.split() for line in commits.read_text().splitlines()]
+    assert [name for name, _ in certain] == [f"step-{step:08d}" for step in (2, 4, 6)]
+    assert all(int(count) >= step for (_, count), step in zip(certain, (2, 4, 6), strict=True))
+    (run_dir / STEPS_FILE).write_text("")  # a disk that had lied
+    assert train(plan, run_dir, extend=True) is ExitCode.DONE
+    assert "has no record of steps 1-6, which the checkpoint holds" in capfd.readouterr().err
+
+
+def test_any_number_of_signals_at_any_moment_end_the_program_with_one_code(
+    data: DataSpec, tmp_path: Path
+) -> None:
+    plan_path = tmp_path / "plan.json"
+    write_json(plan_path, make_plan(data, steps=400))
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "moewright", "train", plan_path, "--out", run_dir]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        wait_for_step(run_dir, 3)
+        while process.poll() is None:
+            process.terminate()
+            time.sleep(0.002)
+    assert process.returncode == ExitCode.STOPPED
+    newest = find_latest(run_dir / "checkpoints")
+    assert newest is not None
+    assert read_steps(run_dir)[-1]["step"] == read_index(newest).step
 
 
 def test_a_killed_rank_ends_the_job_and_resume_equals_uninterrupted(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_now, reserve_stdout, write_answer
+from moewright.cli.exit_codes import STOPPED
 from moewright.cli.options import Flag, JsonOption, TrialOptions
 
 _HERE = TrialOptions()
-STOPPED = 143  # exit code
 
 
 def bench_sweep(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_nothing, print_now
+from moewright.cli.exit_codes import STOPPED
 from moewright.cli.options import EnduranceOptions, Flag, OptionalCount, SetOption
 from moewright.spec.errors import BadInput, Reason
 
-STOPPED = 143  # saved on SIGTERM or Ctrl-C
 _NO_OPTIONS = EnduranceOptions()
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_now, write_answer
+from moewright.cli.exit_codes import STOPPED
 from moewright.cli.options import Flag, SetOption, TrialOptions
 from moewright.spec.errors import BadInput, Reason
 
 _HERE = TrialOptions()
 # Exit codes.
 NOTHING_VALID = 1
-STOPPED = 143
 
 
 def tune(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO, cast
@@ -41,16 +43,23 @@ from moewright.spec.run import (
 from moewright.spec.workload import RouterForce
 
 _KINDS = ("session", "step", "eval")
+_LARGEST_FLOAT = sys.float_info.max
+_LONGEST_PLAIN = 1e9
 
 
 class RecordWriter(Protocol):
-    """A place that takes the records of a run as they come."""
+    """A place that takes the records of a run as they come.
+
+    What was written before `sync`, and has to outlive the machine, is on disk after it.
+    """
 
     def write_session(self, record: Session) -> None: ...
 
     def write_step(self, record: StepRecord) -> None: ...
 
     def write_evaluation(self, record: EvalRecord) -> None: ...
+
+    def sync(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -64,13 +73,15 @@ class JsonLinesWriter:
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
         path = run_dir / STEPS_FILE
-        lines = enumerate(read_complete_lines(path), 1)
-        kept = [
-            f"{line}\n"
-            for number, line in lines
-            if _parse_step(line, f"{path}:{number}") < first_step
-        ]
+        kept = []
+        steps = set()
+        for number, line in enumerate(read_complete_lines(path), 1):
+            step = _parse_step(line, f"{path}:{number}")
+            if step < first_step:
+                kept.append(f"{line}\n")
+                steps.add(step)
         write_text(path, "".join(kept))  # a kill at any moment leaves the old lines or these
+        self.missing = tuple(_find_gaps(steps, first_step))
         self._path = path
         self._file = path.open("a", encoding="utf-8")
 
@@ -83,6 +94,18 @@ class JsonLinesWriter:
     def write_evaluation(self, record: EvalRecord) -> None:
         self._write(record)
 
+    def sync(self) -> None:
+        """Wait until all lines, and the name of their file, are on disk."""
+        try:
+            os.fsync(self._file.fileno())
+            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise self._explain(error) from error
+
     def close(self) -> None:
         self._file.close()
 
@@ -91,8 +114,23 @@ class JsonLinesWriter:
             self._file.write(format_record(record))
             self._file.flush()
         except OSError as error:
-            rule = f"cannot be written: {error.strerror}"
-            raise BadInput(Reason(field=str(self._path), rule=rule)) from error
+            raise self._explain(error) from error
+
+    def _explain(self, error: OSError) -> BadInput:
+        rule = f"cannot be written: {error.strerror}"
+        return BadInput(Reason(field=str(self._path), rule=rule))
+
+
+def _find_gaps(steps: Set[int], first_step: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of the steps before `first_step` that are not there."""
+    begin = 0
+    for step in range(1, first_step + 1):
+        is_missing = step < first_step and step not in steps
+        if is_missing and not begin:
+            begin = step
+        elif not is_missing and begin:
+            yield begin, step - 1
+            begin = 0
 
 
 def _parse_step(line: str, where: str) -> int:
@@ -174,9 +212,9 @@ class ConsoleWriter:
             )
 
     def write_step(self, record: StepRecord) -> None:
-        norm = "-" if record.skipped else f"{record.grad_norm:.3f}"
+        norm = "-" if record.skipped else _format_number(record.grad_norm, 3)
         parts = [
-            f"loss {record.loss:.4f}",
+            f"loss {_format_number(record.loss, 4)}",
             f"lr {record.lr:.2e}",
             f"grad-norm {norm}",
             f"{record.tokens_per_s_per_rank:,.0f} tok/s/rank",
@@ -200,16 +238,20 @@ class ConsoleWriter:
             self._line(f"step {record.step}/{self._last}  {text}")
 
     def write_evaluation(self, record: EvalRecord) -> None:
+        loss = _format_number(record.heldout_loss, 4)
         line = (
-            f"held-out loss {record.heldout_loss:.4f} nats after {record.step} steps "
+            f"held-out loss {loss} nats after {record.step} steps "
             f"(unigram entropy {record.unigram_entropy:.4f}; {record.tokens:,} targets)"
         )
         if record.rewards.pairs:
             line = (
-                f"held-out loss {record.heldout_loss:.4f} after {record.step} steps "
+                f"held-out loss {loss} after {record.step} steps "
                 f"({record.tokens:,} pairs, {_describe_rewards(record.rewards)})"
             )
         self._line(line)
+
+    def sync(self) -> None:
+        """Do nothing: what a terminal showed is gone with it."""
 
     def close(self) -> None:
         if self._bar is not None:
@@ -220,7 +262,14 @@ class ConsoleWriter:
 
 
 def _describe_rewards(rewards: PairRewards) -> str:
-    return f"accuracy {rewards.accuracy:.0%}  margin {rewards.margin:.4f}"
+    return f"accuracy {rewards.accuracy:.0%}  margin {_format_number(rewards.margin, 4)}"
+
+
+def _format_number(value: float, digits: int) -> str:
+    """Return a number to so many digits behind the point, in a few letters whatever it is."""
+    if abs(value) >= _LARGEST_FLOAT or math.isnan(value):
+        return "not finite"
+    return f"{value:.{digits}f}" if abs(value) < _LONGEST_PLAIN else f"{value:.{digits}e}"
 
 
 def _wait_share(record: StepRecord) -> float:
@@ -247,6 +296,10 @@ class Recorder:
     def write_evaluation(self, record: EvalRecord) -> None:
         for writer in self.writers:
             writer.write_evaluation(record)
+
+    def sync(self) -> None:
+        for writer in self.writers:
+            writer.sync()
 
     def close(self) -> None:
         for writer in self.writers:
@@ -298,7 +351,7 @@ def clamp_to_finite(value: float) -> float:
 
     JSON has no NaN or infinity.
     """
-    return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
+    return value if math.isfinite(value) else math.copysign(_LARGEST_FLOAT, value)
 
 
 def write_rank_timings(run_dir: Path, layout: Layout, timings: Sequence[RankTiming]) -> None:

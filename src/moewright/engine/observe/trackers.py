@@ -65,6 +65,9 @@ class ScalarWriter:
             scalars |= {f"eval/{name}": v for name, v in _reward_scalars(record.rewards).items()}
         self._log(scalars, record.step)
 
+    def sync(self) -> None:
+        """Do nothing: trackers write when they like, and steps.jsonl has all of it."""
+
     def close(self) -> None:
         for name, tracker in list(self._trackers.items()):
             try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from moewright.codec import format_layout
+from moewright.codec import STEPS_FILE, format_layout
 from moewright.engine.observe.record import (
     ConsoleWriter,
     JsonLinesWriter,
@@ -26,6 +28,8 @@ from moewright.spec.plan import Plan
 from moewright.spec.run import LayerLoad, Session, StepRecord
 from moewright.spec.units import TERA
 
+_MOST_SPANS = 5
+
 
 def open_recorder(
     plan: Plan, run_dir: Path, rank: int, first_step: int, last_step: int
@@ -33,12 +37,28 @@ def open_recorder(
     """Open the files that rank 0 records in; on other ranks the recorder writes nothing."""
     if rank != 0:
         return Recorder(writers=())
+    journal = JsonLinesWriter(run_dir, first_step=first_step)
+    if journal.missing:
+        _tell_missing(run_dir, journal.missing)
     writers: list[RecordWriter] = [
-        JsonLinesWriter(run_dir, first_step=first_step),
+        journal,
         ConsoleWriter(first_step=first_step, last_step=last_step, stream=sys.stdout),
     ]
     writers.append(open_trackers(plan, run_dir, first_step=first_step))
     return Recorder(writers=tuple(writers))
+
+
+def _tell_missing(run_dir: Path, missing: Sequence[tuple[int, int]]) -> None:
+    """Say which steps before the checkpoint nobody knows anything about any more."""
+    spans = [str(first) if first == last else f"{first}-{last}" for first, last in missing]
+    more = f" and {len(spans) - _MOST_SPANS} more spans" if len(spans) > _MOST_SPANS else ""
+    steps = ", ".join(spans[:_MOST_SPANS])
+    line = (
+        f"{run_dir / STEPS_FILE} has no record of steps {steps}{more}, which the checkpoint holds: "
+        "reports leave them out"
+    )
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def build_session(plan: Plan, first_step: int, device: torch.device) -> Session:

@@ -5,7 +5,7 @@ The rules, which docs/how_to/endure.md states for users:
 - After a crash, a hang or a number that is not finite, the ranks start again from the newest whole
   checkpoint, at once and then after 1, 2, 4, ... seconds while no newer checkpoint comes.
 - When the same step fails twice in a row, or two starts in a row fail before their first step, the
-  supervisor gives up and says why.
+  supervisor gives up and says why; so it does when ten starts in a row have come to little.
 - A rank that fails so twice in a row, not by its numbers, is gone for good where fewer ranks may
   go on: the job is planned for those that are left. They are stopped after a while, or at SIGUSR2,
   and all ranks are tried again.
@@ -37,6 +37,13 @@ RETURN_SIGNAL = signal.SIGUSR2
 _RETURN_S = 1800.0
 _MAX_RETURN_S = 8 * 3600.0
 _MAX_DELAY_S = 60.0
+# A start has come to something when it made so many steps, and saved a newer checkpoint.
+_ENDURED_STEPS = 10
+_MAX_SHORT_STARTS = 10
+_WORN_OUT = (
+    f"gave up: {_MAX_SHORT_STARTS} starts in a row have failed within {_ENDURED_STEPS} steps, or "
+    "before they saved a checkpoint"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +110,8 @@ class _Supervisor:
         self._last_slot = -1
         self._saved_step = -1
         self._restarts = 0  # since there was a newer checkpoint
+        self._start_step = latest_step(run_dir / "checkpoints")
+        self._short_starts = 0  # in a row
         self._return_s = _RETURN_S
         self._shrunk_at_s = 0.0
         self._is_return_requested = False
@@ -153,6 +162,10 @@ class _Supervisor:
             print(failure.detail, end="", file=sys.stderr, flush=True)
         saved_step = latest_step(self._run_dir / "checkpoints")
         self._restarts = self._restarts + 1 if saved_step == self._saved_step else 1
+        begun = failure.step - self._start_step
+        has_endured = saved_step > self._start_step and begun > _ENDURED_STEPS
+        self._start_step = saved_step
+        self._short_starts = 0 if has_endured else self._short_starts + 1
         self._saved_step = saved_step
         is_again = self._last is not None and self._last.step == failure.step
         was_gone = slot in self._gone and not failure.step
@@ -166,8 +179,9 @@ class _Supervisor:
         if is_by_rank and is_lost and self._shrink(slot, failure, was_gone):
             self._last = failure if failure.step else None
             return True
-        if is_again:
-            reason = _explain_end(failure)
+        is_worn_out = self._short_starts >= _MAX_SHORT_STARTS
+        if is_again or is_worn_out:
+            reason = _explain_end(failure) if is_again else _WORN_OUT
             note_end(self._run_dir, reason)
             self._tell(f"{failure}; {reason}")
             return False

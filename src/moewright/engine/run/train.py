@@ -376,6 +376,7 @@ def _train_rank(
         if heldout is not None and is_evaluated and not stopped:
             recorder.write_evaluation(_evaluate(state, heldout, step, context))
         if is_last or _is_due(step, workload.checkpoint.every_steps):
+            recorder.sync()  # a checkpoint without the records of its steps would hide them
             saver.save(step, state.local_shards(), verify=verify_saved)
         if stopped:
             break
