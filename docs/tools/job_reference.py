@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 
 from moewright.spec import layout as layout_module
 from moewright.spec import workload as workload_module
+from moewright.spec.choices import FACTS
 from moewright.spec.layout import Layout
 from moewright.spec.workload import (
     BatchRampSpec,
@@ -209,8 +210,19 @@ def _render_table(record: type, left_out: tuple[str, ...]) -> str:
     for field in fields(record):
         if field.name not in left_out:
             meaning = _add_choices(comments[field.name], hints[field.name])
-            rows.append(f"| `{field.name}` | {_format_default(field)} | {meaning} |")
+            key = _format_key(record, field)
+            rows.append(f"| {key} | {_format_default(field)} | {meaning} |")
     return "\n".join((*rows, ""))
+
+
+def _format_key(record: type, field: Field[Any]) -> str:
+    """Return the key of a field; of a number behind a word of a set, how it is written there."""
+    if record is Layout:
+        facts = field.metadata[FACTS]
+        if facts.word is not None:
+            return f'`{facts.word.field} = "{facts.word.word}..."`'
+        return f"`{facts.key or field.name}`"
+    return f"`{field.name}`"
 
 
 def _format_default(field: Field[Any]) -> str:

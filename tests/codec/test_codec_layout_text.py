@@ -2,69 +2,91 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moewright.codec import explicit_fields, format_layout, format_layout_changes, parse_layout
+from moewright.spec.choices import FieldKind, LayoutField
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import (
+    LAYOUT_FIELDS,
     CpComm,
-    CudaGraphScope,
-    DispatcherKind,
     Layout,
-    Offload,
     Overlap,
-    RankOrder,
     Recompute,
     Schedule,
 )
 
 
-def _sets(choices: type[StrEnum], alone: object = None) -> st.SearchStrategy[tuple]:
-    members = [member for member in choices if member is not alone]
+def _members(field: LayoutField) -> st.SearchStrategy[tuple]:
+    """Draw a set that text can spell: its whole member stands alone, or beside some."""
+    whole = field.facts.whole
+    members = [member for member in field.names if member != whole]
     several = st.sets(st.sampled_from(members)).map(lambda chosen: tuple(sorted(chosen)))
-    return several if alone is None else st.one_of(several, st.just((alone,)))
+    if not whole:
+        return several
+    beside = st.sets(st.sampled_from([whole, *field.facts.beside_whole])).map(
+        lambda chosen: tuple(sorted({whole, *chosen}))
+    )
+    return st.one_of(several, beside)
 
 
-degree = st.integers(1, 2**40)
-layouts = st.builds(
-    Layout,
-    world_size=degree,
-    tp=degree,
-    sp=st.booleans(),
-    cp=degree,
-    pp=degree,
-    vpp=degree,
-    ep=degree,
-    etp=degree,
-    mbs=degree,
-    order=st.sampled_from(RankOrder),
-    zero=st.sampled_from((0, 1, 2, 3)),
-    shard=st.integers(0, 9),
-    schedule=st.sampled_from(Schedule),
-    vpp_group=st.integers(0, 999),
-    cp_comm=st.sampled_from(CpComm),
-    recompute=st.one_of(
-        _sets(Recompute, Recompute.FULL), st.just((Recompute.FULL, Recompute.LOSS))
-    ),
-    offload=_sets(Offload),
-    dispatcher=st.sampled_from(DispatcherKind),
-    capacity=st.floats(0, 1e300, allow_nan=False),
-    rank_capacity=st.floats(0, 1e300, allow_nan=False),
-    overlap=_sets(Overlap),
-    graphs=_sets(CudaGraphScope, CudaGraphScope.FULL),
-    stages=st.lists(st.sampled_from(("E", "t*2", "(t|, )*3", "m", "|", " L")))
-    .map("".join)
-    .filter(lambda text: text == text.strip()),
-)
+def _values(field: LayoutField) -> st.SearchStrategy[object]:
+    facts = field.facts
+    if field.kind is FieldKind.NUMBER:
+        if facts.levels:
+            return st.sampled_from(facts.levels)
+        return st.integers(min(facts.least, field.default), min(facts.most, 2**40))
+    if field.kind is FieldKind.FACTOR:
+        if facts.word is not None:
+            return st.floats(0, 1, exclude_min=True)
+        return st.floats(0, 1e300, allow_nan=False)
+    if field.kind is FieldKind.SET:
+        return _members(field)
+    if field.kind is FieldKind.NAME:
+        return st.sampled_from(field.names)
+    if field.kind is FieldKind.SWITCH:
+        return st.booleans()
+    stages = st.lists(st.sampled_from(("E", "t*2", "(t|, )*3", "m", "|", " L")))
+    return stages.map("".join).filter(lambda text: text == text.strip())
 
 
-@given(layouts)
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Draw every field of a layout; a number behind a word only where the word stands."""
+    values = {field.name: draw(_values(field)) for field in LAYOUT_FIELDS}
+    spelt = set()
+    for field in LAYOUT_FIELDS:
+        word = field.facts.word
+        if word is None:
+            continue
+        members = values[word.field]
+        stands = bool(members) and (not word.member or word.member in members)
+        if not stands or (word.member and word.member in spelt):
+            values[field.name] = field.default
+        elif values[field.name] != field.default:
+            spelt.add(word.member)
+    return Layout(world_size=draw(st.integers(1, 2**40)), **values)
+
+
+@given(layouts())
 def test_text_reads_back_to_the_same_layout(layout: Layout) -> None:
     assert parse_layout(format_layout(layout), world_size=layout.world_size) == layout
+
+
+def test_every_field_but_the_world_has_facts_and_a_spelling_of_its_own() -> None:
+    assert {field.name for field in LAYOUT_FIELDS} == {
+        field.name for field in fields(Layout) if field.name != "world_size"
+    }
+    words = [field.facts.word for field in LAYOUT_FIELDS]
+    spellings = [
+        (word.field, word.word) if word else field.key
+        for field, word in zip(LAYOUT_FIELDS, words, strict=True)
+    ]
+    assert len(set(spellings)) == len(LAYOUT_FIELDS)
 
 
 def _refusal(text: str) -> str:

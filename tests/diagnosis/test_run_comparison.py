@@ -10,9 +10,11 @@ import moewright as mw
 import sample_run
 from diagnosis.test_megatron_log import log, text_with_timers
 from moewright.cli.main import main
+from moewright.codec import parse_layout
 from moewright.diagnosis.published import Nearness, find_nearest_runs
 from moewright.diagnosis.run_comparison import StepClass, compare_with_published
 from moewright.spec.errors import BadInput
+from moewright.spec.layout import LAYOUT_FIELDS
 
 LAYOUT = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
 JOB = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
@@ -80,6 +82,38 @@ def test_a_published_layout_that_is_predicted_faster_is_a_way_to_close_the_gap()
         assert closer.source == run.source
         other = mw.estimate("Qwen3-235B-A22B", text, on="256xH800", global_batch=2048)
         assert other.estimate.step_s < slow.estimate.step_s
+
+
+@pytest.mark.parametrize(
+    ("degrees", "choices"),
+    [
+        ("cp2,ep8", "cp_comm=a2a,recompute=uniform4"),
+        ("cp2,ep8", "cp_comm=allgather,recompute=block3"),
+        ("ep8", "rank_capacity=3"),
+        ("ep8", "offload=core_attn+layers0.5"),
+        ("ep8", "offload=optimizer0.5,overlap=grad"),
+        ("ep8", "capacity=1.25,capacity_fill=padded"),
+        ("ep16", "dispatcher=dedup,ep_node8"),
+    ],
+)
+def test_a_published_layout_brings_its_degrees_and_leaves_all_other_choices(degrees, choices):
+    own = mw.estimate(
+        "Qwen3-30B-A3B", f"{degrees},{choices}", on="64xH100", seq_len=32768, global_batch=64
+    )
+    comparison = compare_with_published(own, 1.5 * own.estimate.step_s, None)
+    for closer in comparison.closers:
+        match = re.match(r"the layout of (\S+), (\S+): ", closer.fix.text)
+        if not match:
+            continue
+        layout = parse_layout(match[2], world_size=64)
+        changed = {
+            field.name
+            for field in LAYOUT_FIELDS
+            if getattr(layout, field.name) != getattr(own.layout, field.name)
+        }
+        groups = {field.facts.group for field in LAYOUT_FIELDS if field.name in changed}
+        assert changed
+        assert changed == {"cp", "cp_comm"} or groups <= {"degrees", "pipeline"}
 
 
 def test_nearness_counts_what_two_jobs_share():

@@ -14,7 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from moewright.codec import explicit_fields, parse_layout
-from moewright.spec.layout import CudaGraphScope, Layout, Overlap, Recompute
+from moewright.spec.layout import DEGREES, CudaGraphScope, Layout, Overlap, Recompute
 
 
 class ColumnKind(StrEnum):
@@ -48,14 +48,7 @@ def _switch(name: str, *aliases: str) -> TableColumn:
 
 # The switch column of each overlap that a layout can have.
 OVERLAP_COLUMNS: Mapping[Overlap, str] = MappingProxyType(
-    {
-        Overlap.GRAD: "overlap_grad_reduce",
-        Overlap.PARAM: "overlap_param_gather",
-        Overlap.TP: "tp_comm_overlap",
-        Overlap.EP: "overlap_moe_ep_comm",
-        Overlap.WGRAD: "delay_wgrad_compute",
-        Overlap.SHARED: "moe_shared_expert_overlap",
-    }
+    {overlap: overlap.facts.column for overlap in Overlap if overlap.facts.column}
 )
 # A table may leave any column but the needed ones out, and may have more.
 NEEDED_COLUMNS = ("model", "hardware", "num_gpus")
@@ -136,7 +129,6 @@ _SWITCH_WORDS: Mapping[str, str] = MappingProxyType(
     }
 )
 _K = 1024  # sequence lengths are written in "k"
-_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 
 
 def canonical_column(title: str) -> str:
@@ -188,7 +180,7 @@ def fill_from_layout(cells: Mapping[str, str]) -> dict[str, str]:
 def _cells_of_layout(layout: Layout, fields: frozenset[str]) -> dict[str, str]:
     """Return the cells that say what `fields` of a layout say."""
     stated: dict[str, str] = {
-        name: str(getattr(layout, name)) for name in _DEGREES if name in fields
+        name: str(getattr(layout, name)) for name in DEGREES if name in fields
     }
     if "recompute" in fields:
         stated["recompute_modules"] = " ".join(

@@ -31,7 +31,7 @@ from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import Layout, Overlap, Recompute, Schedule
+from moewright.spec.layout import DEGREES, Layout, Overlap, Recompute, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.stage_string import StageString, parse_stages
 from moewright.spec.workload import Routing, Workload
@@ -98,7 +98,6 @@ _REQUIRED = ("model", "hardware", "num_gpus", "seq_len")
 _MICRO_BATCHES = (("1", 0.72), ("2", 0.2), ("4", 0.08))
 _SPEEDS = ("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct")
 _NO_LAYOUT_STRING = ("", "custom layout string")
-_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 
 
 class RowStatement(StrEnum):
@@ -321,7 +320,7 @@ def _parse_layout(cells: Mapping[str, str], model: ModelSpec, devices: int) -> L
     if model.moe and not cells["ep"]:
         raise cell.cell_error("ep", "", "is not stated")
     tp, cp, pp, vpp, ep, etp, mbs = (
-        cell.parse_whole_number(column, cells[column] or "1") for column in _DEGREES
+        cell.parse_whole_number(column, cells[column] or "1") for column in DEGREES
     )
     stages = cell.parse_stage_text(cells["pp_layout"], model, pp)
     if stages and not cells["vpp"]:

@@ -4,68 +4,56 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
 from moewright.codec.names import closest_match
+from moewright.spec.choices import FieldFacts, FieldGroup, FieldKind, LayoutField, SetWord
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
-    DEFAULT_LAYOUT,
-    CapacityFill,
-    CpComm,
-    CudaGraphScope,
-    DispatcherKind,
-    ExpertPlacement,
+    DEGREES,
+    LAYOUT_FIELDS,
     Layout,
-    Offload,
-    Overlap,
-    RankOrder,
     Recompute,
     Schedule,
 )
 from moewright.spec.stage_string import StageString, parse_stages
 
-_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
+FIELD_OF_KEY = MappingProxyType({field.key: field for field in LAYOUT_FIELDS if field.key})
 # Keys that may be written without "=".
-_NUMBERS = (
-    *_DEGREES,
+_BARE = (FieldKind.NUMBER, FieldKind.SWITCH, FieldKind.FACTOR)
+LAYOUT_KEYS = (
+    *DEGREES,
     "dp",
-    "zero",
-    "shard",
-    "vpp_group",
-    "ep_node",
-    "spare",
-    "sp",
-    "capacity",
-    "rank_capacity",
+    *(
+        key
+        for kind in FieldKind
+        for key, field in FIELD_OF_KEY.items()
+        if field.kind is kind and key not in DEGREES
+    ),
 )
-_CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
-    ("order", RankOrder),
-    ("schedule", Schedule),
-    ("cp_comm", CpComm),
-    ("dispatcher", DispatcherKind),
-    ("expert_placement", ExpertPlacement),
-    ("capacity_fill", CapacityFill),
-)
-_SETS: tuple[tuple[str, type[StrEnum]], ...] = (
-    ("recompute", Recompute),
-    ("offload", Offload),
-    ("overlap", Overlap),
-    ("graphs", CudaGraphScope),
-)
-LAYOUT_KEYS = (*_NUMBERS, *(key for key, _ in _CHOICES), *(key for key, _ in _SETS), "layout")
 
 MAX_DIGITS = 18  # far beyond any size, below 2**63
 
+# Numbers that stand behind a word of a set.
+_SET_NUMBERS = tuple(
+    (field.facts.word, field) for field in LAYOUT_FIELDS if field.facts.word is not None
+)
 _ON = ("1", "on", "true", "yes")
 _OFF = ("0", "off", "false", "no")
-_ZERO_ALLOWED = ("zero", "shard", "vpp_group", "ep_node", "spare")
-_EXCLUSIVE = (Recompute.FULL, CudaGraphScope.FULL)
-_COMBINABLE = frozenset({Recompute.LOSS})  # goes with FULL: it is no module of a layer
-_OFFLOAD_WORDS = ("optimizer", "layers", "chunks")  # which of them take a number
+_DP_FACTS = FieldFacts(group=FieldGroup.DEGREES, least=1)  # dp is no field, but a key
+# Degrees, then all that has one value, then sets, then the pipeline layout.
+_TEXT_ORDER = sorted(
+    (field for field in LAYOUT_FIELDS if field.key),
+    key=lambda field: (
+        field.name not in DEGREES,
+        field.kind in (FieldKind.SET, FieldKind.STAGES),
+        field.kind is FieldKind.STAGES,
+    ),
+)
 _KEY_NOUNS = MappingProxyType({"layout": "a pipeline layout"})  # keys that are no noun alone
 _SELECT = (Recompute.LAYERNORM, Recompute.MOE_ACT)  # what recompute=select stands for
 
@@ -108,9 +96,42 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
     return layout
 
 
+def _implied_value(layout: Layout, field: LayoutField) -> Any:
+    """Return the value that a field has where the text of the other fields leaves it out.
+
+    On a V the virtual stages are always written.
+    """
+    if field.name == "sp":
+        return layout.tp > 1
+    if field.name == "schedule" and layout.vpp > 1:
+        return Schedule.INTERLEAVED
+    if field.name == "vpp" and layout.schedule.is_v_shaped:
+        return None
+    return field.default
+
+
+def _format_field(layout: Layout, field: LayoutField) -> str:
+    value = getattr(layout, field.name)
+    if field.kind is FieldKind.SET:
+        return f"{field.key}={'+'.join(_set_words(layout, field))}"
+    if field.kind is FieldKind.STAGES:
+        return f"{field.key}='{value}'"
+    if field.kind is FieldKind.FACTOR:
+        return f"{field.key}={value!r}"
+    if field.kind is FieldKind.NAME:
+        return f"{field.key}={value}"
+    return f"{field.key}{int(value)}"
+
+
 def explicit_fields(text: str) -> frozenset[str]:
     """Return the fields of Layout that `text` itself sets, which a search must keep."""
     return frozenset(_parse_fields(text)[0])
+
+
+def fields_of_key(key: str) -> tuple[str, ...]:
+    """Return the fields that a key of the text sets: its own, and the numbers behind its words."""
+    own = FIELD_OF_KEY[key].name
+    return (own, *(number.name for word, number in _SET_NUMBERS if word.field == own))
 
 
 def format_layout(layout: Layout) -> str:
@@ -118,49 +139,12 @@ def format_layout(layout: Layout) -> str:
 
     Degrees come first; tp, pp, ep and mbs are always shown.
     """
-    always_shown = ["tp", "pp", "ep", "mbs"]
-    if layout.schedule.is_v_shaped:
-        always_shown.append("vpp")
-    parts = [
-        f"{key}{getattr(layout, key)}"
-        for key in _DEGREES
-        if key in always_shown or getattr(layout, key) != 1
-    ]
-    if layout.sp != (layout.tp > 1):
-        parts.append(f"sp{int(layout.sp)}")
-    if layout.order is not RankOrder.PP_LAST:
-        parts.append(f"order={layout.order}")
-    if layout.zero != 1:
-        parts.append(f"zero{layout.zero}")
-    if layout.shard:
-        parts.append(f"shard{layout.shard}")
-    default_schedule = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
-    if layout.schedule is not default_schedule:
-        parts.append(f"schedule={layout.schedule}")
-    if layout.vpp_group:
-        parts.append(f"vpp_group{layout.vpp_group}")
-    if layout.cp_comm is not CpComm.P2P:
-        parts.append(f"cp_comm={layout.cp_comm}")
-    if layout.dispatcher is not DEFAULT_LAYOUT.dispatcher:
-        parts.append(f"dispatcher={layout.dispatcher}")
-    if layout.ep_node:
-        parts.append(f"ep_node{layout.ep_node}")
-    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
-        parts.append(f"expert_placement={layout.expert_placement}")
-    if layout.spare:
-        parts.append(f"spare{layout.spare}")
-    if layout.capacity:
-        parts.append(f"capacity={layout.capacity!r}")
-    if layout.capacity_fill is not CapacityFill.USED:
-        parts.append(f"capacity_fill={layout.capacity_fill}")
-    if layout.rank_capacity:
-        parts.append(f"rank_capacity={layout.rank_capacity!r}")
-    parts += [
-        f"{key}={'+'.join(_set_words(layout, key))}" for key, _ in _SETS if getattr(layout, key)
-    ]
-    if layout.stages:
-        parts.append(f"layout='{layout.stages}'")
-    return ",".join(parts)
+    return ",".join(
+        _format_field(layout, field)
+        for field in _TEXT_ORDER
+        if field.facts.is_always_shown
+        or getattr(layout, field.name) != _implied_value(layout, field)
+    )
 
 
 def format_layout_changes(layout: Layout, base: Layout) -> str:
@@ -190,8 +174,11 @@ def _parse_fields(text: str) -> tuple[dict[str, Any], int | None]:
             if item.key in seen:
                 raise BadInput(Reason(field=item.key, value=item.value, rule="is given twice"))
             seen.add(item.key)
-            field = "stages" if item.key == "layout" else item.key
-            values[field] = _parse_value(_take_numbers(item, values))
+            if item.key == "dp":
+                values["dp"] = _parse_integer(item, _DP_FACTS)
+                continue
+            field = FIELD_OF_KEY[item.key]
+            values[field.name] = _parse_value(_take_numbers(item, values), field)
         except BadInput as error:
             faults += error.reasons
     if faults:
@@ -231,7 +218,7 @@ def _parse_item(part: str) -> _Item:
         raise BadInput(Reason(field="edp", value=value, rule=rule))
     if folded not in LAYOUT_KEYS:
         raise BadInput(_unknown_key(stripped, key))
-    if not equals and folded not in _NUMBERS:
+    if not equals and folded != "dp" and FIELD_OF_KEY[folded].kind not in _BARE:
         raise BadInput(Reason(field=folded, rule="needs a value", nearest=f"{folded}=..."))
     return _Item(key=folded, value=value)
 
@@ -245,21 +232,16 @@ def _unknown_key(part: str, key: str) -> Reason:
     return Reason(field=key or part, rule=rule, nearest=near)
 
 
-def _set_words(layout: Layout, key: str) -> Iterator[str]:
-    """Yield the members of a set as text, with their numbers."""
-    for member in getattr(layout, key):
-        if member is Recompute.FULL and layout.recompute_block:
-            yield f"block{layout.recompute_block}"
-        elif member is Recompute.FULL and layout.recompute_span > 1:
-            yield f"uniform{layout.recompute_span}"
-        elif member is Offload.OPTIMIZER and layout.offload_fraction != 1:
-            yield f"optimizer{layout.offload_fraction!r}"
-        else:
-            yield member.value
-    if key == "offload" and layout.offload_layers != 1:
-        yield f"layers{layout.offload_layers!r}"
-    if key == "offload" and layout.offload_chunks:
-        yield f"chunks{layout.offload_chunks}"
+def _set_words(layout: Layout, field: LayoutField) -> Iterator[str]:
+    """Yield the members of a set as text, then its numbers that belong to no member."""
+    numbers = [
+        (word.member, f"{word.word}{getattr(layout, number.name)!r}")
+        for word, number in _SET_NUMBERS
+        if word.field == field.name and getattr(layout, number.name) != number.default
+    ]
+    for member in getattr(layout, field.name):
+        yield next((text for owner, text in numbers if owner == member), member.value)
+    yield from (text for owner, text in numbers if not owner)
 
 
 def _take_numbers(item: _Item, values: dict[str, Any]) -> _Item:
@@ -269,73 +251,74 @@ def _take_numbers(item: _Item, values: dict[str, Any]) -> _Item:
     per checkpoint; "optimizer0.5" offloads half of the optimizer, "layers0.5" the activations of
     half of the layers, "chunks1" those of the first chunk of each rank.
     """
-    if item.key not in ("recompute", "offload"):
-        return item
     words = []
-    for word in item.value.split("+"):
-        match = re.fullmatch(
-            r"(block|uniform|optimizer|layers|chunks)(\d.*)", word.strip().casefold()
+    for text in item.value.split("+"):
+        match = re.fullmatch(r"([a-z_]+)(\d.*)", text.strip().casefold())
+        numbers = (
+            (word, number)
+            for word, number in _SET_NUMBERS
+            if match and (word.field, word.word) == (item.key, match[1])
         )
-        if not match or (match[1] in _OFFLOAD_WORDS) != (item.key == "offload"):
-            words.append(word)
-        elif match[1] == "layers":
-            values["offload_layers"] = _parse_fraction(match[2], word)
-        elif match[1] == "optimizer":
-            values["offload_fraction"] = _parse_fraction(match[2], word)
-            words.append(match[1])
-        elif match[1] == "chunks":
-            values["offload_chunks"] = _parse_integer(_Item(key=match[1], value=match[2]))
+        word, number = next(numbers, (None, None))
+        if match is None or word is None or number is None:
+            words.append(text)
+            continue
+        if number.kind is FieldKind.FACTOR:
+            values[number.name] = _parse_fraction(text, match[2], word)
         else:
-            number = _parse_integer(_Item(key=match[1], value=match[2]))
-            values["recompute_block" if match[1] == "block" else "recompute_span"] = number
-            words.append(Recompute.FULL)
+            counted = _Item(key=word.word, value=match[2])
+            values[number.name] = _parse_integer(counted, number.facts)
+        if word.member:
+            words.append(word.member)
     return _Item(key=item.key, value="+".join(words))
 
 
-def _parse_fraction(text: str, word: str) -> float:
+def _parse_fraction(text: str, fraction: str, word: SetWord) -> float:
     try:
-        number = float(text)
+        number = float(fraction)
     except ValueError:
         number = 0.0
     if 0 < number <= 1:
         return number
     rule = "takes a fraction above 0, at most 1"
-    raise BadInput(Reason(field="offload", value=word, rule=rule, nearest="optimizer"))
+    nearest = str(word.member or f"{word.word}1")
+    raise BadInput(Reason(field=word.field, value=text, rule=rule, nearest=nearest))
 
 
-def _parse_value(item: _Item) -> Any:
-    if item.key == "layout":
+def _parse_value(item: _Item, field: LayoutField) -> Any:
+    if field.kind is FieldKind.STAGES:
         return _parse_stage_string(item)
-    if item.key == "sp":
+    if field.kind is FieldKind.SWITCH:
         return _parse_switch(item)
-    if item.key in ("capacity", "rank_capacity"):
-        return _parse_capacity(item)
-    for key, choices in _CHOICES:
-        if key == item.key:
-            return _parse_choice(item.key, item.value, choices)
-    for key, choices in _SETS:
-        if key == item.key:
-            return _parse_set(item, choices)
-    return _parse_integer(item)
+    if field.kind is FieldKind.FACTOR:
+        return _parse_factor(item)
+    if field.kind is FieldKind.NAME:
+        return _parse_choice(item.key, item.value, field.names)
+    if field.kind is FieldKind.SET:
+        return _parse_set(item, field)
+    return _parse_integer(item, field.facts)
 
 
-def _parse_integer(item: _Item) -> int:
-    lowest = 0 if item.key in _ZERO_ALLOWED else 1
+def _parse_integer(item: _Item, facts: FieldFacts) -> int:
     if not re.fullmatch(r"-?[0-9]+", item.value):
         rule = "must be a whole number"
         raise BadInput(
-            Reason(field=item.key, value=item.value[:60], rule=rule, nearest=str(lowest))
+            Reason(field=item.key, value=item.value[:60], rule=rule, nearest=str(facts.least))
         )
     if len(item.value) > MAX_DIGITS:
         rule = f"must have {MAX_DIGITS} digits at most"
         raise BadInput(Reason(field=item.key, value=f"{item.value[:MAX_DIGITS]}...", rule=rule))
     number = int(item.value)
-    if number < lowest:
-        rule = f"must be at least {lowest}"
-        raise BadInput(Reason(field=item.key, value=item.value, rule=rule, nearest=str(lowest)))
-    if item.key == "zero" and number > 3:
-        rule = "must be 0, 1, 2 or 3"
-        raise BadInput(Reason(field="zero", value=item.value, rule=rule, nearest="3"))
+    if number < facts.least:
+        rule = f"must be at least {facts.least}"
+        nearest = str(facts.least)
+        raise BadInput(Reason(field=item.key, value=item.value, rule=rule, nearest=nearest))
+    if facts.levels and number not in facts.levels:
+        nearest = str(facts.levels[-1])
+        reason = Reason(
+            field=item.key, value=item.value, rule=facts.describe_levels(), nearest=nearest
+        )
+        raise BadInput(reason)
     return number
 
 
@@ -346,28 +329,28 @@ def _parse_switch(item: _Item) -> bool:
     raise BadInput(Reason(field=item.key, value=item.value, rule="must be 1 or 0", nearest="1"))
 
 
-def _parse_capacity(item: _Item) -> float:
+def _parse_factor(item: _Item) -> float:
     try:
         number = float(item.value)
     except ValueError:
         number = math.nan
     if math.isfinite(number) and number >= 0:
         return number + 0.0  # -0 reads as 0
-    rule = "must be a factor, or 0 for dropless"
+    rule = "must be a factor, 0 or more"
     raise BadInput(Reason(field=item.key, value=item.value, rule=rule, nearest="1.0"))
 
 
-def _parse_choice(key: str, text: str, choices: type[StrEnum]) -> StrEnum:
-    legal = [member.value for member in choices]
+def _parse_choice(key: str, text: str, members: Sequence[StrEnum]) -> StrEnum:
+    legal = [member.value for member in members]
     folded = text.strip().casefold()
     if folded in legal:
-        return choices(folded)
+        return members[legal.index(folded)]
     rule = f"must be one of {', '.join(legal)}"
     near = closest_match(folded, legal)
     raise BadInput(Reason(field=key, value=text.strip(), rule=rule, nearest=near))
 
 
-def _parse_set(item: _Item, choices: type[StrEnum]) -> tuple[StrEnum, ...]:
+def _parse_set(item: _Item, field: LayoutField) -> tuple[StrEnum, ...]:
     """Return the members of a set as a sorted tuple without repeats.
 
     "none" is the empty set; "select" is layernorm+moe_act, Megatron-LM's usual pair.
@@ -376,14 +359,14 @@ def _parse_set(item: _Item, choices: type[StrEnum]) -> tuple[StrEnum, ...]:
         return ()
     members: set[StrEnum] = set()
     for word in item.value.split("+"):
-        if choices is Recompute and word.strip().casefold() == "select":
+        if field.name == "recompute" and word.strip().casefold() == "select":
             members.update(_SELECT)
         else:
-            members.add(_parse_choice(item.key, word, choices))
-    exclusive = next(iter(members.intersection(_EXCLUSIVE)), None)
-    if exclusive is not None and len(members - _COMBINABLE) > 1:
-        rule = f"{exclusive} cannot be combined with others"
-        raise BadInput(Reason(field=item.key, value=item.value, rule=rule, nearest=str(exclusive)))
+            members.add(_parse_choice(item.key, word, field.names))
+    whole = field.facts.whole
+    if whole in members and members - {whole, *field.facts.beside_whole}:
+        rule = f"{whole} cannot be combined with others"
+        raise BadInput(Reason(field=item.key, value=item.value, rule=rule, nearest=str(whole)))
     return tuple(sorted(members))
 
 

@@ -9,32 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from moewright.spec.layout import DispatcherKind, Overlap
+from moewright.spec.layout import LAYOUT_FIELDS, DispatcherKind, Overlap
 
 LAYOUT_OPTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "tp": "--tensor-model-parallel-size",
-        "sp": "--sequence-parallel",
-        "cp": "--context-parallel-size",
-        "cp_comm": "--cp-comm-type",
-        "pp": "--pipeline-model-parallel-size",
-        "vpp": "--num-virtual-stages-per-pipeline-rank",
-        "vpp_group": "--microbatch-group-size-per-virtual-pipeline-stage",
-        "stages": "--pipeline-model-parallel-layout",
-        "ep": "--expert-model-parallel-size",
-        "etp": "--expert-tensor-parallel-size",
-        "mbs": "--micro-batch-size",
-        "dispatcher": "--moe-token-dispatcher-type",
-        "capacity": "--moe-expert-capacity-factor",
-        "capacity_fill": "--moe-pad-expert-input-to-capacity",
-        "rank_capacity": "--moe-expert-rank-capacity-factor",
-        "recompute": "--recompute-modules",
-        "offload": "--offload-modules",
-        "offload_fraction": "--optimizer-offload-fraction",
-        "offload_layers": "--activation-offload-fraction",
-        "graphs": "--cuda-graph-modules",
-    }
+    {field.name: field.facts.megatron for field in LAYOUT_FIELDS if field.facts.megatron}
 )
+
+# Fields whose option says the value itself, and is left out at the default. They are numbers,
+# switches that are off by default, and names that Megatron-LM spells as layout text does.
+PLAIN_FIELDS = tuple(field for field in LAYOUT_FIELDS if field.facts.is_plain_option)
 
 WORKLOAD_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -48,14 +31,7 @@ WORKLOAD_OPTIONS: Mapping[str, str] = MappingProxyType(
 # The option that switches each overlap on. That of p2p is on by default; Megatron-LM has only an
 # option to switch it off.
 OVERLAP_OPTIONS: Mapping[Overlap, str] = MappingProxyType(
-    {
-        Overlap.GRAD: "--overlap-grad-reduce",
-        Overlap.PARAM: "--overlap-param-gather",
-        Overlap.TP: "--tp-comm-overlap",
-        Overlap.EP: "--overlap-moe-expert-parallel-comm",
-        Overlap.WGRAD: "--delay-wgrad-compute",
-        Overlap.SHARED: "--moe-shared-expert-overlap",
-    }
+    {overlap: overlap.facts.megatron for overlap in Overlap if overlap.facts.megatron}
 )
 
 

@@ -20,7 +20,7 @@ from moewright.cost.stage_parts import Array
 from moewright.rules.job import Job
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import CpComm, ExpertPlacement, Layout, Schedule
+from moewright.spec.layout import LAYOUT_FIELDS, CpComm, ExpertPlacement, Layout, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Evidence, EvidenceGrade
 from moewright.spec.sourced import SourceKind
@@ -182,10 +182,11 @@ def layout_choices(layout: Layout, hardware: Hardware) -> Iterator[str]:
         yield f"schedule={layout.schedule.value}"
     if layout.cp > 1 and layout.cp_comm is not CpComm.P2P:
         yield f"cp_comm={layout.cp_comm.value}"
-    if layout.capacity:
-        yield "capacity"
-    if layout.rank_capacity:
-        yield "rank_capacity"
+    yield from (
+        field.name
+        for field in LAYOUT_FIELDS
+        if field.facts.is_priced and getattr(layout, field.name) != field.default
+    )
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS or layout.spare:
         yield "placement"
     yield from (f"recompute={name.value}" for name in layout.recompute)

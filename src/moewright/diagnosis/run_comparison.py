@@ -24,9 +24,10 @@ from moewright.diagnosis.waterfall import (
 )
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
+from moewright.spec.choices import FieldGroup
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Basis, Cause, Finding, Fix, Waterfall
-from moewright.spec.layout import Layout
+from moewright.spec.layout import LAYOUT_FIELDS, Layout
 from moewright.spec.plan import Plan, TimePart, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.units import format_seconds
@@ -35,6 +36,7 @@ from moewright.spec.workload import Dtype
 SHOWN_RUNS = 5
 _LEAST_GAP = 0.01  # of the measured step: less is no gap
 _LEAST_GAIN = 0.005  # of the predicted step
+_ADOPTED = (FieldGroup.DEGREES, FieldGroup.PIPELINE)  # of a published run's layout
 _FIXES_A_CLASS = 2
 _FURTHER_FIXES = 3
 
@@ -356,24 +358,17 @@ def _published_layouts(job: Plan, runs: Sequence[PublishedRun]) -> Iterator[GapC
 
 
 def _adopt_layout(own: Layout, run: PublishedRun) -> Layout | None:
-    """Return the degrees of a published run with the other choices of a job's own layout."""
+    """Return the degrees and the pipeline of a published run, with all other choices of a job."""
     try:
-        layout = parse_layout(run.layout, world_size=own.world_size)
+        adopted = parse_layout(run.layout, world_size=own.world_size)
     except BadInput:
         return None
-    return replace(
-        layout,
-        recompute=own.recompute,
-        recompute_block=own.recompute_block,
-        offload=own.offload,
-        offload_fraction=own.offload_fraction,
-        offload_layers=own.offload_layers,
-        offload_chunks=own.offload_chunks,
-        dispatcher=own.dispatcher,
-        overlap=own.overlap,
-        graphs=own.graphs,
-        zero=own.zero,
-        capacity=own.capacity,
-        capacity_fill=own.capacity_fill,
-        rank_capacity=own.rank_capacity,
-    )
+    degrees = {
+        field.name: getattr(adopted, field.name)
+        for field in LAYOUT_FIELDS
+        if field.facts.group in _ADOPTED
+    }
+    layout = replace(own, **degrees)
+    if layout.cp == 1:  # nothing is exchanged
+        layout = replace(layout, cp_comm=adopted.cp_comm)
+    return layout

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from moewright.codec.data_paths import parse_data_paths
+from moewright.codec.megatron_options import PLAIN_FIELDS
 from moewright.exporters.megatron.model import model_flags
 from moewright.exporters.megatron.script import all_flags, comment_lines, environment_variables
 from moewright.exporters.torchrun import torchrun_command
@@ -290,7 +291,11 @@ def _places(options: Mapping[str, MegatronOption]) -> Mapping[str, tuple[str, st
         for section, names in _SECTIONS.items()
         for name in names
     }
-    return places | _RENAMED
+    plain = {
+        field.facts.megatron: ("model", options[field.facts.megatron].dest)
+        for field in PLAIN_FIELDS
+    }
+    return plain | places | _RENAMED
 
 
 def _python_value(option: MegatronOption, values: tuple[str, ...]) -> Python:

@@ -15,11 +15,7 @@ from moewright.exporters.megatron.layout import training_steps
 from moewright.exporters.torchrun import torchrun_command
 from moewright.rules.batch_rampup import wsd_decay_steps
 from moewright.rules.job import micro_batches, plan_job
-from moewright.rules.limits.torchtitan_limits import (
-    FLAVOURS,
-    SCHEDULES,
-    torchtitan_refusals,
-)
+from moewright.rules.limits.torchtitan_limits import FLAVOURS, torchtitan_refusals
 from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import (
@@ -188,7 +184,7 @@ def _parallelism_fields(plan: Plan) -> dict[str, Any]:
         "expert_parallel_degree": layout.ep,
     }
     if layout.pp > 1:
-        fields["pipeline_parallel_schedule"] = SCHEDULES[layout.schedule]
+        fields["pipeline_parallel_schedule"] = layout.schedule.facts.torchtitan
         fields["num_pp_microbatches"] = micro_batches(plan.workload, layout)
         fields["module_fqns_per_model_part"] = [
             list(names) for names in _module_names(plan.model, layout)

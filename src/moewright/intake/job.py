@@ -30,9 +30,11 @@ from moewright.codec import (
     parse_count,
     read_toml_data,
 )
+from moewright.codec.layout_text import FIELD_OF_KEY
 from moewright.intake import catalogue, hf, hub
 from moewright.intake.devices import MAX_DEVICES, device_names, find_device
 from moewright.intake.job_workload import count_keys, read_workload, resolve_beside
+from moewright.spec.choices import FieldKind
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import NetworkKind
 from moewright.spec.model import ModelSpec
@@ -197,14 +199,16 @@ def _read_layout_text(table: dict[str, Any], where: str) -> str:
 
 
 def _format_layout_value(key: str, value: Any, where: str) -> str:
+    known = FIELD_OF_KEY.get(key)
+    kind = known.kind if known else None
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "+".join(value) or "none"
-    if isinstance(value, bool) and key == "sp":
+    if isinstance(value, bool) and kind is FieldKind.SWITCH:
         return str(int(value))
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, str):
-        return f"'{value}'" if key == "layout" and "'" not in value else value
+        return f"'{value}'" if kind is FieldKind.STAGES and "'" not in value else value
     rule = "must be a number, text or a list of texts"
     field = f"{where}: layout.{key[:60]}"
     raise BadInput(Reason(field=field, value=format_value(value), rule=rule))
@@ -212,6 +216,7 @@ def _format_layout_value(key: str, value: Any, where: str) -> str:
 
 def _read_axis(key: str, values: Any, where: str) -> TuningAxis:
     """Read a key of [tune]; its values are written as in [layout] or [train]."""
+    key = key.strip().casefold()
     if not isinstance(values, list) or not values:
         rule = "must be a list of values"
         raise BadInput(Reason(field=where, value=format_value(values), rule=rule, nearest="[1, 2]"))

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 from moewright.codec import explicit_fields, parse_layout
+from moewright.codec.layout_text import FIELD_OF_KEY
 from moewright.cost.memory.activations import ActivationPolicy
 from moewright.cost.time.collective_time import group_span
 from moewright.rules.batch_rampup import deciding_batches
@@ -41,13 +42,11 @@ from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.stage_string import StageString, parse_stages
 from moewright.spec.workload import Workload
 
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 # No published run lies beyond these limits, and the prices leave out what would decide there: the
 # many small kernels of a ring over short parts, the launches of each transfer between ever shorter
 # chunks. A user may still ask for such a layout.
 MIN_CP_TOKENS = 4096  # a rank's part of a sequence
 MAX_VPP = 24
-MAX_EXPERT_TP = 8
 MAX_UNEVEN_VPP = 4  # virtual stages of an uneven split
 
 _OFFLOADED_EXPERTS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
@@ -172,7 +171,7 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
     for cut in _degrees(space):
         dense, expert = cut.tp * cut.cp, cut.etp * cut.ep
         fitting = [shape for shape in shapes if _fits(world, shape.pp, dense, expert)]
-        for mbs in _axis(space, "mbs", MICRO_BATCH_SIZES):
+        for mbs in _axis(space, "mbs", FIELD_OF_KEY["mbs"].facts.tried):
             kept = tuple(
                 shape
                 for shape in fitting
@@ -289,7 +288,7 @@ def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
     pipeline, which gathers every stage anew for every micro-batch (`StatePolicy.is_searched_on`).
     """
     on_host = (Offload.OPTIMIZER,)
-    levels = [zero for zero in (1, 3) if space.permits(zero=zero)]
+    levels = [zero for zero in FIELD_OF_KEY["zero"].facts.tried if space.permits(zero=zero)]
     if "zero" in space.fixed:
         levels = [space.base.zero]
     if space.base.shard and "zero" not in space.fixed:  # searched with zero=3 alone
@@ -383,7 +382,7 @@ def _expert_tensor_degrees(space: SearchSpace) -> tuple[int, ...]:
     moe = space.model.moe
     if moe is None or moe.expert_bias:  # no trainer that is planned for cuts experts with biases
         return (1,)
-    most = min(MAX_EXPERT_TP, space.hardware.fabric.domain_size)
+    most = min(max(FIELD_OF_KEY["etp"].facts.tried), space.hardware.fabric.domain_size)
     return tuple(etp for etp in divisors(moe.ffn_size) if etp <= most)
 
 

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
-from moewright.spec.choices import DispatcherFacts, Payload, RegisteredMemory
+from moewright.spec.choices import (
+    FACTS,
+    MAX_MICRO_BATCH,
+    DescribedName,
+    DispatcherFacts,
+    FieldFacts,
+    FieldGroup,
+    FieldKind,
+    NameFacts,
+    Payload,
+    RegisteredMemory,
+    SetWord,
+    list_fields,
+)
 from moewright.spec.record import format_cell, list_changed_fields
 from moewright.spec.stage_string import EVEN_SPLIT, StageString
 
 
-class Schedule(StrEnum):
+class Schedule(DescribedName):
     """The pipeline schedules."""
 
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved"
+    ONE_F_ONE_B = "1f1b", NameFacts(torchtitan="1F1B")
+    INTERLEAVED = "interleaved", NameFacts(torchtitan="Interleaved1F1B")
     ZB_H1 = "zb-h1"
-    ZBV = "zbv"
+    ZBV = "zbv", NameFacts(torchtitan="ZBVZeroBubble")
     V_HALF = "v-half"
     V_MIN = "v-min"
     GIS = "gis"
-    DUALPIPEV = "dualpipev"
+    DUALPIPEV = "dualpipev", NameFacts(torchtitan="DualPipeV")
 
     @property
     def is_v_shaped(self) -> bool:
@@ -47,11 +60,12 @@ class RankOrder(StrEnum):
     DP_LAST = "tp-cp-ep-pp-dp"  # replicas of a pipeline are blocks of consecutive ranks
 
 
-class CpComm(StrEnum):
+class CpComm(DescribedName):
     """How attention exchanges keys, values and heads under context parallelism."""
 
     P2P = "p2p"
-    ALL_GATHER = "allgather"
+    # Transformer Engine's spelling, which Megatron-LM hands on; its own help has another.
+    ALL_GATHER = "allgather", NameFacts(megatron="all_gather")
     A2A = "a2a"
     A2A_P2P = "a2a+p2p"
 
@@ -196,16 +210,24 @@ class Offload(StrEnum):
     MOE_ACT = "moe_act"
 
 
-class Overlap(StrEnum):
+class Overlap(DescribedName):
     """The communication that runs beside compute."""
 
-    GRAD = "grad"
-    PARAM = "param"
-    TP = "tp"
+    GRAD = "grad", NameFacts(megatron="--overlap-grad-reduce", column="overlap_grad_reduce")
+    PARAM = "param", NameFacts(megatron="--overlap-param-gather", column="overlap_param_gather")
+    TP = "tp", NameFacts(megatron="--tp-comm-overlap", column="tp_comm_overlap")
     P2P = "p2p"
-    EP = "ep"
-    WGRAD = "wgrad"  # with ep: weight gradients run after the work that would wait for them
-    SHARED = "shared"  # shared experts run while dispatch and combine move rows
+    EP = (
+        "ep",
+        NameFacts(megatron="--overlap-moe-expert-parallel-comm", column="overlap_moe_ep_comm"),
+    )
+    # with ep: weight gradients run after the work that would wait for them
+    WGRAD = "wgrad", NameFacts(megatron="--delay-wgrad-compute", column="delay_wgrad_compute")
+    # shared experts run while dispatch and combine move rows
+    SHARED = (
+        "shared",
+        NameFacts(megatron="--moe-shared-expert-overlap", column="moe_shared_expert_overlap"),
+    )
 
 
 class CudaGraphScope(StrEnum):
@@ -226,51 +248,324 @@ class Layout:
     """
 
     world_size: int
-    tp: int = 1  # tensor-parallel degree
-    sp: bool = False  # sequence parallelism; on by default where tp > 1
-    cp: int = 1  # context-parallel degree
-    pp: int = 1  # pipeline-parallel degree
-    vpp: int = 1  # model chunks (virtual stages) on each pipeline rank
-    ep: int = 1  # expert-parallel degree
-    etp: int = 1  # expert tensor-parallel degree
-    order: RankOrder = RankOrder.PP_LAST  # which ranks are neighbours
-    mbs: int = 1  # sequences in a micro-batch
+    # tensor-parallel degree
+    tp: int = field(
+        default=1,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.DEGREES,
+                least=1,
+                is_always_shown=True,
+                megatron="--tensor-model-parallel-size",
+                label="Tensor parallel",
+            )
+        },
+    )
+    # sequence parallelism; on by default where tp > 1
+    sp: bool = field(
+        default=False,
+        metadata={FACTS: FieldFacts(group=FieldGroup.DEGREES, megatron="--sequence-parallel")},
+    )
+    # context-parallel degree
+    cp: int = field(
+        default=1,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.DEGREES,
+                least=1,
+                megatron="--context-parallel-size",
+                label="Context parallel",
+            )
+        },
+    )
+    # pipeline-parallel degree
+    pp: int = field(
+        default=1,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.DEGREES,
+                least=1,
+                is_always_shown=True,
+                megatron="--pipeline-model-parallel-size",
+                label="Pipeline stages",
+            )
+        },
+    )
+    # model chunks (virtual stages) on each pipeline rank
+    vpp: int = field(
+        default=1,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.DEGREES,
+                least=1,
+                megatron="--num-virtual-stages-per-pipeline-rank",
+                label="Virtual stages a rank",
+                tried=(1, 2, 3, 4),
+            )
+        },
+    )
+    # expert-parallel degree
+    ep: int = field(
+        default=1,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.DEGREES,
+                least=1,
+                is_always_shown=True,
+                needs_experts=True,
+                megatron="--expert-model-parallel-size",
+                label="Expert parallel",
+            )
+        },
+    )
+    # expert tensor-parallel degree
+    etp: int = field(
+        default=1,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.DEGREES,
+                least=1,
+                needs_experts=True,
+                megatron="--expert-tensor-parallel-size",
+                label="Expert tensor parallel",
+                tried=(1, 2, 4, 8),
+            )
+        },
+    )
+    # which ranks are neighbours
+    order: RankOrder = field(
+        default=RankOrder.PP_LAST,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.DEGREES, torchtitan_instead="puts pipeline stages farthest apart"
+            )
+        },
+    )
+    # sequences in a micro-batch
+    mbs: int = field(
+        default=1,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.DEGREES,
+                least=1,
+                most=MAX_MICRO_BATCH,
+                is_always_shown=True,
+                megatron="--micro-batch-size",
+                label="Micro-batch",
+                tried=(1, 2, 4, 8, 16),
+            )
+        },
+    )
     # what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too
-    zero: int = 1
+    zero: int = field(
+        default=1,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.MEMORY, levels=(0, 1, 2, 3), label="ZeRO", tried=(1, 3)
+            )
+        },
+    )
     # ranks of dp x cp over which zero shards, the other ranks hold replicas; 0: all
-    shard: int = 0
-    schedule: Schedule = Schedule.ONE_F_ONE_B  # the pipeline timetable
+    shard: int = field(default=0, metadata={FACTS: FieldFacts(group=FieldGroup.MEMORY)})
+    # the pipeline timetable
+    schedule: Schedule = field(
+        default=Schedule.ONE_F_ONE_B,
+        metadata={FACTS: FieldFacts(group=FieldGroup.PIPELINE, label="Schedule")},
+    )
     # micro-batches in a group of the interleaved timetable (0: pp), or between the chunks of one
     # micro-batch under gis (0: pp / 2, rounded up)
-    vpp_group: int = 0
-    cp_comm: CpComm = CpComm.P2P  # how context-parallel ranks exchange keys and values
-    recompute: tuple[Recompute, ...] = ()  # modules whose activations backward computes again
-    recompute_block: int = 0  # first layers of each chunk under full recompute; 0: all layers
-    recompute_span: int = 1  # layers that one checkpoint of full recompute covers
-    offload: tuple[Offload, ...] = ()  # what is kept in host memory
-    offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
+    vpp_group: int = field(
+        default=0,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.PIPELINE,
+                most=MAX_MICRO_BATCH,
+                megatron="--microbatch-group-size-per-virtual-pipeline-stage",
+                is_plain_option=True,
+                torchtitan_instead="groups micro-batches by itself",
+            )
+        },
+    )
+    # how context-parallel ranks exchange keys and values
+    cp_comm: CpComm = field(
+        default=CpComm.P2P,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.EXCHANGE,
+                megatron="--cp-comm-type",
+                label="Context exchange",
+                tried=tuple(CpComm),
+            )
+        },
+    )
+    # modules whose activations backward computes again
+    recompute: tuple[Recompute, ...] = field(
+        default=(),
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.MEMORY,
+                whole=Recompute.FULL,
+                beside_whole=(Recompute.LOSS,),
+                megatron="--recompute-modules",
+                label="Recompute",
+            )
+        },
+    )
+    # first layers of each chunk under full recompute; 0: all layers
+    recompute_block: int = field(
+        default=0,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.MEMORY,
+                word=SetWord(field="recompute", word="block", member=Recompute.FULL),
+                least=1,
+            )
+        },
+    )
+    # layers that one checkpoint of full recompute covers
+    recompute_span: int = field(
+        default=1,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.MEMORY,
+                word=SetWord(field="recompute", word="uniform", member=Recompute.FULL),
+                least=1,
+            )
+        },
+    )
+    # what is kept in host memory
+    offload: tuple[Offload, ...] = field(
+        default=(),
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.MEMORY,
+                megatron="--offload-modules",
+                torchtitan_instead="moves weights, gradients and states together",
+                label="Offload",
+            )
+        },
+    )
+    # of the optimizer, where it is offloaded
+    offload_fraction: float = field(
+        default=1.0,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.MEMORY,
+                word=SetWord(field="offload", word="optimizer", member=Offload.OPTIMIZER),
+                megatron="--optimizer-offload-fraction",
+            )
+        },
+    )
     # the fraction of each chunk's layers, its first, whose activations are offloaded
-    offload_layers: float = 1.0
+    offload_layers: float = field(
+        default=1.0,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.MEMORY,
+                word=SetWord(field="offload", word="layers"),
+                megatron="--activation-offload-fraction",
+            )
+        },
+    )
     # the chunks of each rank, its first, whose activations are offloaded; 0: all
-    offload_chunks: int = 0
+    offload_chunks: int = field(
+        default=0,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.MEMORY, word=SetWord(field="offload", word="chunks"), least=1
+            )
+        },
+    )
     # how rows travel to the ranks of their experts
-    dispatcher: DispatcherKind = DispatcherKind.ALL_TO_ALL
+    dispatcher: DispatcherKind = field(
+        default=DispatcherKind.ALL_TO_ALL,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.EXCHANGE,
+                needs_experts=True,
+                megatron="--moe-token-dispatcher-type",
+                label="Dispatcher",
+                tried=tuple(DispatcherKind),
+            )
+        },
+    )
     # ranks of ep in one node, for dispatchers that send to a node before they send to a rank;
     # 0: all
-    ep_node: int = 0
-    expert_placement: ExpertPlacement = ExpertPlacement.CONTIGUOUS  # which rank holds which expert
+    ep_node: int = field(default=0, metadata={FACTS: FieldFacts(group=FieldGroup.EXCHANGE)})
+    # which rank holds which expert
+    expert_placement: ExpertPlacement = field(
+        default=ExpertPlacement.CONTIGUOUS,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.EXCHANGE,
+                megatron_instead="holds experts in contiguous blocks",
+                torchtitan_instead="keeps experts in blocks by number",
+            )
+        },
+    )
     # expert replicas that a rank holds besides its own experts; with a balanced placement
-    spare: int = 0
-    capacity: float = 0.0  # 0: dropless
+    spare: int = field(default=0, metadata={FACTS: FieldFacts(group=FieldGroup.EXCHANGE)})
+    # 0: dropless
+    capacity: float = field(
+        default=0.0,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.EXCHANGE,
+                needs_experts=True,
+                megatron="--moe-expert-capacity-factor",
+                torchtitan_instead="drops no rows",
+                is_priced=True,
+            )
+        },
+    )
     # whether experts below capacity are padded to it
-    capacity_fill: CapacityFill = CapacityFill.USED
+    capacity_fill: CapacityFill = field(
+        default=CapacityFill.USED,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.EXCHANGE, megatron="--moe-pad-expert-input-to-capacity"
+            )
+        },
+    )
     # rows that a rank sends to another, over the even number, to which they are padded; a step in
     # which some rank has more is run again with all rows. 0: as many as there are
-    rank_capacity: float = 0.0
-    overlap: tuple[Overlap, ...] = ()  # communication that runs beside compute
-    graphs: tuple[CudaGraphScope, ...] = ()  # parts of a layer that CUDA graphs replay
+    rank_capacity: float = field(
+        default=0.0,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.EXCHANGE,
+                needs_experts=True,
+                megatron="--moe-expert-rank-capacity-factor",
+                torchtitan_instead="sends as many rows as there are",
+                is_priced=True,
+            )
+        },
+    )
+    # communication that runs beside compute
+    overlap: tuple[Overlap, ...] = field(
+        default=(), metadata={FACTS: FieldFacts(group=FieldGroup.KERNELS, label="Overlap")}
+    )
+    # parts of a layer that CUDA graphs replay
+    graphs: tuple[CudaGraphScope, ...] = field(
+        default=(),
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.KERNELS,
+                whole=CudaGraphScope.FULL,
+                megatron="--cuda-graph-modules",
+                torchtitan_instead="export captures no graphs",
+            )
+        },
+    )
     # pipeline layout string like "Et*3|(tt|)*29,m|L"; "": even split
-    stages: StageString = EVEN_SPLIT
+    stages: StageString = field(
+        default=EVEN_SPLIT,
+        metadata={
+            FACTS: FieldFacts(
+                group=FieldGroup.PIPELINE, key="layout", megatron="--pipeline-model-parallel-layout"
+            )
+        },
+    )
 
     def __str__(self) -> str:
         changed = (f"{name}={format_cell(value)}" for name, value in list_changed_fields(self))
@@ -296,3 +591,10 @@ class Layout:
 
 
 DEFAULT_LAYOUT = Layout(world_size=1)
+LAYOUT_FIELDS = list_fields(Layout)
+# The degrees and the micro-batch: the numbers that layout text begins with.
+DEGREES = tuple(
+    field.name
+    for field in LAYOUT_FIELDS
+    if field.facts.group is FieldGroup.DEGREES and field.kind is FieldKind.NUMBER
+)

@@ -9,13 +9,13 @@ from math import prod
 from typing import Any
 
 from moewright.codec import explicit_fields, format_layout, parse_layout
+from moewright.codec.layout_text import FIELD_OF_KEY, fields_of_key
 from moewright.rules.job import Job
 from moewright.rules.limits.divisibility import divisors
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.search.search import search
 from moewright.search.space import (
-    MICRO_BATCH_SIZES,
     MIN_CP_TOKENS,
     Objections,
     activation_policies,
@@ -23,7 +23,7 @@ from moewright.search.space import (
 )
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import CpComm, CudaGraphScope, DispatcherKind, Layout, Overlap, Schedule
+from moewright.spec.layout import CudaGraphScope, Layout, Overlap, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.stage_string import EVEN_SPLIT
 from moewright.spec.tuning_axis import TUNABLE_TRAIN_KEYS, TuningAxis
@@ -31,15 +31,8 @@ from moewright.spec.workload import BatchRampSpec, OptimizerSpec, Workload
 
 MAX_POINTS = 4096  # of a space that a job spells out: each is priced
 _SEARCHED = 16  # of the planner's ranking, where a job spells nothing out
-_VPP = (1, 2, 3, 4)
-_EXPERT_TP = (1, 2, 4, 8)
 _BUCKETS = (1_000_000, 5_000_000, 40_000_000)
 _GC_INTERVALS = (0, 100)
-# Fields of a layout that one key of its text sets besides the field of its name.
-_COMPANION_FIELDS = {
-    "recompute": ("recompute_block", "recompute_span"),
-    "offload": ("offload_fraction", "offload_layers", "offload_chunks"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +186,7 @@ def set_variable(point: TuningPoint, key: str, value: str) -> TuningPoint:
         pattern = value.strip("'")
         text = f"layout='{pattern}'"
     parsed = parse_layout(text, world_size=point.layout.world_size)
-    fields = (*explicit_fields(text), *_COMPANION_FIELDS.get(key, ()))
+    fields = {*explicit_fields(text), *fields_of_key(key)}
     layout = replace(point.layout, **{name: getattr(parsed, name) for name in fields})
     if key == "tp":
         layout = replace(layout, sp=layout.tp > 1)
@@ -218,9 +211,9 @@ def _agree(first: TuningPoint, second: TuningPoint, key: str) -> bool:
     """Return whether two points agree in what an axis sets."""
     if key in TUNABLE_TRAIN_KEYS:
         return bool(getattr(first, key) == getattr(second, key))
-    field = "stages" if key == "layout" else key
-    names = (field, *_COMPANION_FIELDS.get(key, ()))
-    return all(getattr(first.layout, name) == getattr(second.layout, name) for name in names)
+    return all(
+        getattr(first.layout, name) == getattr(second.layout, name) for name in fields_of_key(key)
+    )
 
 
 def default_axes(
@@ -228,7 +221,8 @@ def default_axes(
 ) -> tuple[TuningAxis, ...]:
     """Return the axes where the job spells none out.
 
-    They are every degree by divisors, and the choices that cost no accuracy.
+    They are every degree by divisors, and the choices that cost no accuracy: those of which no
+    hardware decides come with the values of their own record.
     """
     axes = _common_axes(model, workload, hardware)
     if model.moe is not None:
@@ -240,6 +234,9 @@ def default_axes(
         overlaps.append(f"{Overlap.EP}+{Overlap.GRAD}+{Overlap.PARAM}")
         axes["offload"] = ["none", "optimizer"]
     axes["overlap"] = overlaps
+    for key, field in FIELD_OF_KEY.items():
+        if field.facts.tried and (model.moe is not None or not field.facts.needs_experts):
+            axes.setdefault(key, field.facts.tried)
     return tuple(
         TuningAxis(key=key, values=tuple(str(value) for value in values))
         for key, values in axes.items()
@@ -263,11 +260,11 @@ def _common_axes(
     return {
         "tp": [tp for tp in degrees if tp <= domain],
         "cp": cps,
-        "cp_comm": list(CpComm) if len(cps) > 1 else [],
+        "cp_comm": _tried("cp_comm") if len(cps) > 1 else [],
         "pp": list(degrees),
-        "vpp": list(_VPP),
-        "mbs": list(MICRO_BATCH_SIZES),
-        "zero": [1, 3],
+        "vpp": _tried("vpp"),
+        "mbs": _tried("mbs"),
+        "zero": _tried("zero"),
         "recompute": list(recomputes),
         "bucket_elements": sorted(buckets),
         "gc_every_steps": list(_GC_INTERVALS),
@@ -279,6 +276,10 @@ def _expert_axes(hardware: Hardware) -> dict[str, Sequence[object]]:
     domain = hardware.fabric.domain_size
     return {
         "ep": list(divisors(hardware.count)),
-        "etp": [etp for etp in _EXPERT_TP if etp <= domain],
-        "dispatcher": list(DispatcherKind),
+        "etp": [etp for etp in _tried("etp") if etp <= domain],
+        "dispatcher": _tried("dispatcher"),
     }
+
+
+def _tried(key: str) -> tuple[Any, ...]:
+    return FIELD_OF_KEY[key].facts.tried

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 from moewright.codec import format_layout
 from moewright.rules.job import Job
 from moewright.rules.limits.divisibility import divisors
 from moewright.rules.limits.legality import check_legality
-from moewright.spec.layout import (
-    CpComm,
-    DispatcherKind,
-    Layout,
-    Offload,
-    Overlap,
-    Recompute,
-    Schedule,
-)
+from moewright.spec.choices import FieldKind, LayoutField
+from moewright.spec.layout import LAYOUT_FIELDS, Layout, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
 _MOST_STEPS = 12
+_NUMBERS = (FieldKind.NUMBER, FieldKind.FACTOR)
 
 
 class ControlKind(StrEnum):
@@ -61,66 +54,47 @@ class LayoutControl:
     nearest: LayoutStep | None = None
 
 
-_LABELS: Mapping[str, str] = MappingProxyType(
-    {
-        "tp": "Tensor parallel",
-        "cp": "Context parallel",
-        "pp": "Pipeline stages",
-        "vpp": "Virtual stages a rank",
-        "ep": "Expert parallel",
-        "etp": "Expert tensor parallel",
-        "mbs": "Micro-batch",
-        "zero": "ZeRO",
-        "schedule": "Schedule",
-        "dispatcher": "Dispatcher",
-        "cp_comm": "Context exchange",
-        "recompute": "Recompute",
-        "overlap": "Overlap",
-        "offload": "Offload",
-    }
-)
-_CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
-    ("schedule", Schedule),
-    ("dispatcher", DispatcherKind),
-    ("cp_comm", CpComm),
-)
-_SETS: tuple[tuple[str, type[StrEnum]], ...] = (
-    ("recompute", Recompute),
-    ("overlap", Overlap),
-    ("offload", Offload),
-)
-
-
 def list_controls(
     model: ModelSpec, workload: Workload, layout: Layout
 ) -> tuple[LayoutControl, ...]:
-    """List the controls of a layout, legal or not."""
+    """List the controls of a layout, legal or not: numbers, then names, then sets."""
+    shown = [
+        field
+        for field in LAYOUT_FIELDS
+        if field.facts.label and (model.moe is not None or not _is_for_experts(field))
+    ]
+    job = Job(model=model, workload=workload, layout=layout)
     return (
-        *_list_sliders(model, workload, layout),
-        *_list_choices(model, workload, layout),
-        *_list_sets(model, workload, layout),
+        *(_build_slider(job, field) for field in shown if field.kind in _NUMBERS),
+        *(_build_choice(job, field) for field in shown if field.kind is FieldKind.NAME),
+        *(_build_set(job, field) for field in shown if field.kind is FieldKind.SET),
     )
 
 
-def _list_sliders(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[LayoutControl]:
-    for key, values in _slider_values(model, workload, layout).items():
-        now = getattr(layout, key)
-        shown = sorted({*values, now})
-        steps = [_try_number(model, workload, layout, key, value) for value in shown]
-        rule = _own_rule(next(step.rule for step in steps if step.value == str(now)), key)
-        nearest = None
-        if rule:
-            legal = [step for step in steps if not step.rule]
-            nearest = min(legal, key=lambda step: abs(int(step.value) - now), default=None)
-        yield LayoutControl(
-            key=key,
-            label=_LABELS[key],
-            kind=ControlKind.SLIDER,
-            value=str(now),
-            steps=tuple(steps),
-            rule=rule,
-            nearest=nearest,
-        )
+def _is_for_experts(field: LayoutField) -> bool:
+    """Whether a number has no slider where the model has no experts; names show all the same."""
+    return field.facts.needs_experts and field.kind in _NUMBERS
+
+
+def _build_slider(job: Job, field: LayoutField) -> LayoutControl:
+    key = field.name
+    now = getattr(job.layout, key)
+    shown = sorted({*_slider_values(job, field), now})
+    steps = [_try_number(job, field, value) for value in shown]
+    rule = _own_rule(next(step.rule for step in steps if step.value == str(now)), key)
+    nearest = None
+    if rule:
+        legal = [step for step in steps if not step.rule]
+        nearest = min(legal, key=lambda step: abs(float(step.value) - now), default=None)
+    return LayoutControl(
+        key=key,
+        label=field.facts.label,
+        kind=ControlKind.SLIDER,
+        value=str(now),
+        steps=tuple(steps),
+        rule=rule,
+        nearest=nearest,
+    )
 
 
 def _own_rule(rule: str, key: str) -> str:
@@ -128,34 +102,33 @@ def _own_rule(rule: str, key: str) -> str:
     return rule if rule.startswith(f"{key}: ") else ""
 
 
-def _slider_values(
-    model: ModelSpec, workload: Workload, layout: Layout
-) -> dict[str, Sequence[int]]:
-    """Return the values that a slider of each degree offers, legal or not."""
-    world = layout.world_size
-    values: dict[str, Sequence[int]] = {
-        "tp": _powers(min(32, world)),
-        "cp": _powers(min(32, world)),
-        "pp": [step for step in divisors(world) if step <= model.layers][:_MOST_STEPS],
-        "vpp": range(1, 9),
-    }
-    if model.moe is not None:
-        shared = [step for step in divisors(model.moe.experts) if world % step == 0]
-        values["ep"] = shared[:_MOST_STEPS]
-        values["etp"] = _powers(min(8, world))
-    values["mbs"] = _powers(min(32, workload.global_batch))
-    values["zero"] = (0, 1, 2, 3)
-    return values
+def _slider_values(job: Job, field: LayoutField) -> Sequence[float]:
+    """Return the values that a slider offers, legal or not."""
+    model = job.model
+    world = job.layout.world_size
+    if field.name in ("tp", "cp"):
+        return _powers(min(32, world))
+    if field.name == "pp":
+        return [step for step in divisors(world) if step <= model.layers][:_MOST_STEPS]
+    if field.name == "vpp":
+        return range(1, 9)
+    if field.name == "ep" and model.moe is not None:
+        return [step for step in divisors(model.moe.experts) if world % step == 0][:_MOST_STEPS]
+    if field.name == "etp":
+        return _powers(min(8, world))
+    if field.name == "mbs":
+        return _powers(min(32, job.workload.global_batch))
+    return field.facts.levels or field.facts.tried
 
 
 def _powers(highest: int) -> list[int]:
     return [1 << exponent for exponent in range(highest.bit_length())]
 
 
-def _try_number(
-    model: ModelSpec, workload: Workload, layout: Layout, key: str, value: int
-) -> LayoutStep:
+def _try_number(job: Job, field: LayoutField, value: float) -> LayoutStep:
     """Return the step of a number, with what follows from it: sp of tp, the schedule of vpp."""
+    key = field.name
+    layout = job.layout
     changed = _with_value(layout, key, value)
     if key == "tp":
         changed = replace(changed, sp=value > 1)
@@ -164,7 +137,7 @@ def _try_number(
         changed = replace(changed, schedule=schedule)
     if key == "pp" and value == 1:
         changed = replace(changed, vpp=1, schedule=Schedule.ONE_F_ONE_B)
-    return _check_step(model, workload, changed, str(value))
+    return _check_step(job, changed, str(value))
 
 
 def _with_value(layout: Layout, key: str, value: Any) -> Layout:
@@ -172,30 +145,30 @@ def _with_value(layout: Layout, key: str, value: Any) -> Layout:
     return replace(layout, **{key: value})
 
 
-def _check_step(model: ModelSpec, workload: Workload, layout: Layout, value: str) -> LayoutStep:
-    reasons = check_legality(Job(model=model, workload=workload, layout=layout))
+def _check_step(job: Job, layout: Layout, value: str) -> LayoutStep:
+    reasons = check_legality(Job(model=job.model, workload=job.workload, layout=layout))
     rule = ""
     if reasons:
         rule = f"{reasons[0].field.removeprefix('layout.')}: {reasons[0].rule}"
     return LayoutStep(value=value, layout=format_layout(layout), rule=rule)
 
 
-def _list_choices(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[LayoutControl]:
-    for key, names in _CHOICES:
-        now = getattr(layout, key)
-        steps = tuple(
-            _check_step(model, workload, _choose(layout, key, name), name.value) for name in names
-        )
-        rule = _own_rule(next(step.rule for step in steps if step.value == now.value), key)
-        yield LayoutControl(
-            key=key,
-            label=_LABELS[key],
-            kind=ControlKind.CHOICE,
-            value=now.value,
-            steps=steps,
-            rule=rule,
-            nearest=next((step for step in steps if not step.rule), None) if rule else None,
-        )
+def _build_choice(job: Job, field: LayoutField) -> LayoutControl:
+    key = field.name
+    now = getattr(job.layout, key)
+    steps = tuple(
+        _check_step(job, _choose(job.layout, key, name), name.value) for name in field.names
+    )
+    rule = _own_rule(next(step.rule for step in steps if step.value == now.value), key)
+    return LayoutControl(
+        key=key,
+        label=field.facts.label,
+        kind=ControlKind.CHOICE,
+        value=now.value,
+        steps=steps,
+        rule=rule,
+        nearest=next((step for step in steps if not step.rule), None) if rule else None,
+    )
 
 
 def _choose(layout: Layout, key: str, name: StrEnum) -> Layout:
@@ -211,30 +184,30 @@ def _choose(layout: Layout, key: str, name: StrEnum) -> Layout:
     return replace(changed, vpp=chunks.get(Schedule(name), 2), vpp_group=0)
 
 
-def _list_sets(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[LayoutControl]:
-    for key, names in _SETS:
-        chosen = getattr(layout, key)
-        steps = []
-        for name in names:
-            toggled = [other for other in chosen if other is not name]
-            if name not in chosen:
-                toggled = _add_name(chosen, name)
-            changed = _with_value(layout, key, tuple(sorted(toggled)))
-            steps.append(_check_step(model, workload, changed, name.value))
-        yield LayoutControl(
-            key=key,
-            label=_LABELS[key],
-            kind=ControlKind.SET,
-            value="+".join(chosen),
-            steps=tuple(steps),
-        )
+def _build_set(job: Job, field: LayoutField) -> LayoutControl:
+    chosen = getattr(job.layout, field.name)
+    steps = []
+    for name in field.names:
+        toggled = [other for other in chosen if other is not name]
+        if name not in chosen:
+            toggled = _add_name(chosen, name, field)
+        changed = _with_value(job.layout, field.name, tuple(sorted(toggled)))
+        steps.append(_check_step(job, changed, name.value))
+    return LayoutControl(
+        key=field.name,
+        label=field.facts.label,
+        kind=ControlKind.SET,
+        value="+".join(chosen),
+        steps=tuple(steps),
+    )
 
 
-def _add_name(chosen: Sequence[StrEnum], name: StrEnum) -> list[StrEnum]:
-    """Return a set with another name; full recompute goes with none but the loss."""
-    exclusive = {Recompute.FULL}
-    if name is Recompute.FULL:
-        return [other for other in chosen if other is Recompute.LOSS] + [name]
-    if name is Recompute.LOSS:
+def _add_name(chosen: Sequence[StrEnum], name: StrEnum, field: LayoutField) -> list[StrEnum]:
+    """Return a set with another name, and without those that it does not go with."""
+    whole = field.facts.whole
+    beside = field.facts.beside_whole
+    if name == whole:
+        return [*(other for other in chosen if other in beside), name]
+    if name in beside:
         return [*chosen, name]
-    return [*(other for other in chosen if other not in exclusive), name]
+    return [*(other for other in chosen if other != whole), name]

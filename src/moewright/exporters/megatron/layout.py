@@ -6,13 +6,13 @@ The flags are those of degrees, memory savers, overlaps, batches, optimizer and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import (
     LAYOUT_OPTIONS,
     OVERLAP_OPTIONS,
+    PLAIN_FIELDS,
     WORKLOAD_OPTIONS,
     dispatcher_options,
 )
@@ -21,6 +21,7 @@ from moewright.rules.batch_rampup import batch_sizes, step_samples, wsd_decay_st
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
 from moewright.rules.timetable.stages import pipeline_chunks
+from moewright.spec.choices import FieldKind
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (
     CapacityFill,
@@ -42,8 +43,6 @@ from moewright.spec.workload import (
     Workload,
 )
 
-# Transformer Engine's spelling, which Megatron-LM hands on; its own help has another.
-CP_COMM_NAMES: Mapping[CpComm, str] = MappingProxyType({CpComm.ALL_GATHER: "all_gather"})
 # The length of training where the plan gives none: long enough to see its speed.
 DEFAULT_STEPS = 100
 # A skipped step halves our loss scale at once; Megatron-LM's default waits for a second one.
@@ -92,7 +91,7 @@ def _degree_flags(job: Job) -> Iterator[Flag]:
     if job.layout.cp > 1:
         yield (
             LAYOUT_OPTIONS["cp_comm"],
-            CP_COMM_NAMES.get(job.layout.cp_comm, job.layout.cp_comm.value),
+            job.layout.cp_comm.facts.megatron or job.layout.cp_comm.value,
         )
     if job.layout.cp_comm is CpComm.A2A_P2P:
         yield "--hierarchical-context-parallel-sizes", *map(str, cp_factors(job.layout))
@@ -108,8 +107,7 @@ def _degree_flags(job: Job) -> Iterator[Flag]:
         if len(sizes) > 1:  # embedding and loss count as layers
             yield ("--account-for-embedding-in-pipeline-split",)
             yield ("--account-for-loss-in-pipeline-split",)
-    if job.layout.vpp > 1 and job.layout.vpp_group:
-        yield LAYOUT_OPTIONS["vpp_group"], str(job.layout.vpp_group)
+    yield from _plain_flags(job.layout)
     if job.model.moe:
         yield LAYOUT_OPTIONS["ep"], str(job.layout.ep)
         yield LAYOUT_OPTIONS["etp"], str(job.layout.etp)  # always: left out, it would be tp
@@ -122,6 +120,20 @@ def _degree_flags(job: Job) -> Iterator[Flag]:
         if job.layout.rank_capacity:
             yield LAYOUT_OPTIONS["rank_capacity"], format_number(job.layout.rank_capacity)
             yield ("--moe-use-grouped-tensor",)  # experts whose sizes the host does not read
+
+
+def _plain_flags(layout: Layout) -> Iterator[Flag]:
+    """Yield the flags of choices that one option says where they are not the default."""
+    for field in PLAIN_FIELDS:
+        value = getattr(layout, field.name)
+        if value == field.default:
+            continue
+        if field.kind is FieldKind.SWITCH:
+            yield (field.facts.megatron,)
+        elif field.kind is FieldKind.NAME:
+            yield field.facts.megatron, value.value
+        else:
+            yield field.facts.megatron, format_number(value)
 
 
 def _memory_flags(layout: Layout) -> Iterator[Flag]:

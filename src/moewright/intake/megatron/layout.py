@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS
+from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, PLAIN_FIELDS
 from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.stages import read_stages
 from moewright.rules.context_parallel import cp_factors
+from moewright.spec.choices import FieldKind, LayoutField
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     CapacityFill,
@@ -65,12 +67,31 @@ def read_layout(
     if arguments.has(_OTHER_RANK_ORDER) and layout.pp > 1 and layout.dp > 1:
         layout = replace(layout, order=RankOrder.DP_LAST)
     layout = read_stages(arguments, model, layout)
-    layout = replace(layout, vpp_group=arguments.integer(LAYOUT_OPTIONS["vpp_group"]))
+    layout = replace(
+        layout, **{field.name: _read_plain(arguments, field) for field in PLAIN_FIELDS}
+    )
     layout = _read_recompute(arguments, layout)
     layout = _read_offload(arguments, layout)
     layout = replace(layout, overlap=_read_overlap(arguments, layout))
     graphs, graph_notes = _read_graphs(arguments)
     return replace(layout, graphs=graphs), (*notes, *graph_notes)
+
+
+def _read_plain(arguments: Arguments, field: LayoutField) -> Any:
+    """Return the value of a choice that one option says; its default where that is left out."""
+    name = field.facts.megatron
+    if field.kind is FieldKind.SWITCH:
+        return arguments.has(name)
+    if field.kind is FieldKind.NUMBER:
+        return arguments.integer(name, field.default)
+    if field.kind is FieldKind.FACTOR:
+        return arguments.number(name, field.default)
+    word = arguments.text(name, field.default)
+    known = next((member for member in field.names if member == word), None)
+    if known is None:
+        rule = f"is one of {', '.join(field.names)}"
+        raise BadInput(Reason(field=name, value=word[:60], rule=rule, nearest=field.default))
+    return known
 
 
 def _read_micro_batch(arguments: Arguments) -> int:

@@ -1,9 +1,11 @@
-"""What no export to another trainer says of a job's training, whichever trainer it is."""
+"""What exports to other trainers do not say of a job, whichever trainer it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from moewright.spec.choices import FieldFacts
+from moewright.spec.layout import LAYOUT_FIELDS, Layout
 from moewright.spec.workload import Objective, Task, Workload
 
 
@@ -23,3 +25,17 @@ def unexported_training(workload: Workload) -> Iterator[tuple[str, object, str, 
     for folder in (workload.routes.record_routes, workload.routes.replay_routes):
         if folder:
             yield "routes", folder, "export records and replays no routes", "none"
+
+
+def missing_choices(
+    layout: Layout, instead: Callable[[FieldFacts], str]
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield field, value, rule and default of choices of which a trainer has the default alone.
+
+    `instead` returns what it does in place of all others, as a field's facts have it.
+    """
+    for field in LAYOUT_FIELDS:
+        value = getattr(layout, field.name)
+        rule = instead(field.facts)
+        if rule and value != field.default:
+            yield field.name, field.format(value), rule, field.format(field.default)

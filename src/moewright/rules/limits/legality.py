@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import gcd, isfinite, lcm
+from math import gcd, inf, lcm
 
 from moewright.rules.batch_rampup import check_batch_samples, check_ramp, deciding_batches
 from moewright.rules.expert_placement import check_placement
@@ -19,19 +19,17 @@ from moewright.rules.limits.divisibility import divisors, nearest_legal, nearest
 from moewright.rules.routing import check_load_histogram
 from moewright.rules.timetable.schedule import check_schedule
 from moewright.rules.timetable.stages import check_stages
+from moewright.spec.choices import MAX_DEGREE, FieldKind, LayoutField
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import DEFAULT_LAYOUT, DispatcherKind, Layout, RankOrder
+from moewright.spec.layout import DEFAULT_LAYOUT, LAYOUT_FIELDS, DispatcherKind, Layout, RankOrder
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
-# Larger numbers are typing errors; refusing them keeps every search for a nearest value short.
+# Larger numbers are typing errors, as beyond the bounds of a layout's own fields.
 _MAX_WORLD = 2**20
 _MAX_SEQ_LEN = 2**27
 _MAX_BATCH = 2**24
-_MAX_DEGREE = 10**15
-_ZERO_LEVELS = (0, 1, 2, 3)
-_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 
 def check_legality(job: Job) -> tuple[Reason, ...]:
@@ -129,17 +127,7 @@ def _check_bounds(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
     """
     reasons = [
         *_check_range("layout.world_size", layout.world_size, 1, _MAX_WORLD),
-        *(
-            reason
-            for name in _DEGREES
-            for reason in _check_range(f"layout.{name}", getattr(layout, name), 1, _MAX_DEGREE)
-        ),
-        *_check_range("layout.mbs", layout.mbs, 1, _MAX_BATCH),
-        *_check_range("layout.vpp_group", layout.vpp_group, 0, _MAX_BATCH),
-        *_check_range("layout.shard", layout.shard, 0, _MAX_DEGREE),
-        *_check_range("layout.spare", layout.spare, 0, _MAX_DEGREE),
-        *_check_range("layout.ep_node", layout.ep_node, 0, _MAX_DEGREE),
-        *_check_zero_and_capacity(layout),
+        *(reason for field in LAYOUT_FIELDS for reason in _check_field(layout, field)),
     ]
     if reasons:
         return tuple(reasons)
@@ -165,21 +153,33 @@ def _check_range(field: str, value: int, low: int, high: int, *, step: int = 1) 
     elif not low <= value <= high:
         near = least
         # Degrees have no highest legal value of their own; 1 is always legal.
-        if value > high and high != _MAX_DEGREE:
+        if value > high and high != MAX_DEGREE:
             near = max(least, high // step * step)
         rule = f"must be {low} to {high}"
         yield Reason(field=field, value=_show(value), rule=rule, nearest=str(near))
 
 
-def _check_zero_and_capacity(layout: Layout) -> Iterator[Reason]:
-    if type(layout.zero) is not int or layout.zero not in _ZERO_LEVELS:
-        rule = "must be 0, 1, 2 or 3"
-        yield Reason(field="layout.zero", value=_show(layout.zero), rule=rule, nearest="1")
-    for name in ("capacity", "rank_capacity"):
-        capacity = getattr(layout, name)
-        if type(capacity) not in (int, float) or not isfinite(capacity) or capacity < 0:
-            rule = "must be a finite number, 0 (dropless) or more"
-            yield Reason(field=f"layout.{name}", value=_show(capacity), rule=rule, nearest="0")
+def _check_field(layout: Layout, field: LayoutField) -> Iterator[Reason]:
+    """Yield why a number of a layout is none, or out of its range."""
+    name = f"layout.{field.name}"
+    value = getattr(layout, field.name)
+    facts = field.facts
+    if field.kind is FieldKind.NUMBER and facts.levels:
+        if type(value) is not int or value not in facts.levels:
+            rule = facts.describe_levels()
+            yield Reason(field=name, value=_show(value), rule=rule, nearest=str(field.default))
+    elif field.kind is FieldKind.NUMBER:
+        # Some have a default, such as 0 for all, that text never spells.
+        yield from _check_range(name, value, min(facts.least, field.default), facts.most)
+    elif field.kind is FieldKind.FACTOR and facts.word is None and not _is_factor(value):
+        rule = "must be a finite number, 0 or more"
+        nearest = field.format(field.default)
+        yield Reason(field=name, value=_show(value), rule=rule, nearest=nearest)
+
+
+def _is_factor(value: object) -> bool:
+    """Whether a value is a finite number from 0."""
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < inf
 
 
 def _show(value: object) -> str:
@@ -368,16 +368,11 @@ def _check_tensor_parallelism(model: ModelSpec, layout: Layout) -> Iterator[Reas
 
 def _check_experts(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     if not has_experts(model):
-        settings = (
-            ("ep", layout.ep, 1),
-            ("etp", layout.etp, 1),
-            ("capacity", layout.capacity, 0),
-            ("rank_capacity", layout.rank_capacity, 0),
-            ("dispatcher", layout.dispatcher, DEFAULT_LAYOUT.dispatcher),
-        )
-        for name, value, only in settings:
-            if value != only:
-                yield _reason(name, value, "the model has no experts", str(only))
+        for field in LAYOUT_FIELDS:
+            value = getattr(layout, field.name)
+            if field.facts.needs_experts and value != field.default:
+                nearest = field.format(field.default)
+                yield _reason(field.name, value, "the model has no experts", nearest)
         return
     assert model.moe is not None  # has_experts
     experts = model.moe.experts

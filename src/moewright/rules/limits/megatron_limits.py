@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_features import Feature, unsupported_features
-from moewright.rules.limits.export_limits import unexported_training
+from moewright.rules.limits.export_limits import missing_choices, unexported_training
 from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
@@ -20,7 +20,6 @@ from moewright.spec.layout import (
     CpComm,
     CudaGraphScope,
     DispatcherKind,
-    ExpertPlacement,
     Layout,
     Offload,
     Overlap,
@@ -274,10 +273,8 @@ def _check_layout(layout: Layout) -> Iterator[Reason]:
         yield _refusal("layout.dispatcher", layout.dispatcher, rule, nearest_kind)
     if layout.shard and layout.zero != 1:
         yield _refusal("layout.shard", layout.shard, "export has no hybrid sharding", "all ranks")
-    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
-        rule = "holds experts in contiguous blocks"
-        placement = layout.expert_placement
-        yield _refusal("layout.expert_placement", placement, rule, ExpertPlacement.CONTIGUOUS)
+    for field, value, rule, default in missing_choices(layout, lambda f: f.megatron_instead):
+        yield _refusal(f"layout.{field}", value, rule, default)
     if Recompute.LOSS in layout.recompute:
         others = "+".join(item for item in layout.recompute if item is not Recompute.LOSS)
         rule = "export has no loss that computes the logits in pieces"

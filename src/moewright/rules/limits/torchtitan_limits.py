@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moewright.rules.job import Job
-from moewright.rules.limits.export_limits import unexported_training
+from moewright.rules.limits.export_limits import missing_choices, unexported_training
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
     DEFAULT_LAYOUT,
     CpComm,
-    ExpertPlacement,
     Layout,
     Overlap,
-    RankOrder,
     Recompute,
     Schedule,
 )
@@ -53,12 +51,7 @@ FLAVOURS = {
     "Qwen/Qwen3-30B-A3B": ("qwen3", "30B-A3B"),
     "Qwen/Qwen3-235B-A22B": ("qwen3", "235B-A22B"),
 }
-SCHEDULES = {
-    Schedule.ONE_F_ONE_B: "1F1B",
-    Schedule.INTERLEAVED: "Interleaved1F1B",
-    Schedule.ZBV: "ZBVZeroBubble",
-    Schedule.DUALPIPEV: "DualPipeV",
-}
+SCHEDULES = tuple(schedule for schedule in Schedule if schedule.facts.torchtitan)
 _MTP_FAMILY = "deepseek_v3"  # the models that predict further tokens
 
 
@@ -86,6 +79,8 @@ def torchtitan_refusals(job: Job, hardware: Hardware) -> Iterator[Reason]:
     if model.mtp_layers and (family != _MTP_FAMILY or layout.pp > 1):
         rule = "has MTP only in deepseek_v3, and without a pipeline"
         yield _refusal("model.mtp_layers", model.mtp_layers, rule, 0)
+    for field, value, rule, nearest in missing_choices(layout, lambda f: f.torchtitan_instead):
+        yield _refusal(f"layout.{field}", value, rule, nearest)
     yield from _check_sharding(layout, model)
     yield from _check_memory(layout)
     yield from _check_overlap(layout)
@@ -96,9 +91,6 @@ def _check_sharding(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
     if layout.zero in (1, 2) and layout.dp * layout.cp > 1:
         rule = "shards weights and gradients with the optimizer, or nothing"
         yield _refusal("layout.zero", layout.zero, rule, 3)
-    if layout.order is not RankOrder.PP_LAST:
-        rule = "puts pipeline stages farthest apart"
-        yield _refusal("layout.order", layout.order, rule, RankOrder.PP_LAST)
     if layout.shard and layout.shard % layout.cp:
         yield _refusal(
             "layout.shard",
@@ -117,8 +109,6 @@ def _check_sharding(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
         yield _refusal(
             "layout.schedule", layout.schedule, f"has {', '.join(SCHEDULES)}", Schedule.ONE_F_ONE_B
         )
-    if layout.vpp_group:
-        yield _refusal("layout.vpp_group", layout.vpp_group, "groups micro-batches by itself", 0)
     if model.moe is not None:
         yield from _check_experts(layout)
 
@@ -131,16 +121,6 @@ def _check_experts(layout: Layout) -> Iterator[Reason]:
             "dispatches all-to-all, by DeepEP or by HybridEP",
             DEFAULT_LAYOUT.dispatcher,
         )
-    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
-        rule = "keeps experts in blocks by number"
-        yield _refusal(
-            "layout.expert_placement", layout.expert_placement, rule, ExpertPlacement.CONTIGUOUS
-        )
-    if layout.capacity:
-        yield _refusal("layout.capacity", layout.capacity, "drops no rows", 0)
-    if layout.rank_capacity:
-        rule = "sends as many rows as there are"
-        yield _refusal("layout.rank_capacity", layout.rank_capacity, rule, 0)
     if layout.ep == 1:
         if layout.etp != layout.tp:
             yield _refusal(
@@ -170,17 +150,6 @@ def _check_memory(layout: Layout) -> Iterator[Reason]:
             value,
             "recomputes each layer in full, operators of its own choice, or nothing",
             "full",
-        )
-    if layout.offload:
-        yield _refusal(
-            "layout.offload",
-            "+".join(layout.offload),
-            "moves weights, gradients and states together",
-            "none",
-        )
-    if layout.graphs:
-        yield _refusal(
-            "layout.graphs", "+".join(layout.graphs), "export captures no graphs", "none"
         )
 
 
