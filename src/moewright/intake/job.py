@@ -199,8 +199,8 @@ def _read_layout_text(table: dict[str, Any], where: str) -> str:
 
 
 def _format_layout_value(key: str, value: Any, where: str) -> str:
-    known = FIELD_OF_KEY.get(key)
-    kind = known.kind if known else None
+    field_of_key = FIELD_OF_KEY.get(key)
+    kind = field_of_key.kind if field_of_key else None
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "+".join(value) or "none"
     if isinstance(value, bool) and kind is FieldKind.SWITCH:

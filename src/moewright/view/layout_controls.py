@@ -205,9 +205,9 @@ def _build_set(job: Job, field: LayoutField) -> LayoutControl:
 def _add_name(chosen: Sequence[StrEnum], name: StrEnum, field: LayoutField) -> list[StrEnum]:
     """Return a set with another name, and without those that it does not go with."""
     whole = field.facts.whole
-    beside = field.facts.beside_whole
+    companions = field.facts.beside_whole
     if name == whole:
-        return [*(other for other in chosen if other in beside), name]
-    if name in beside:
+        return [*(other for other in chosen if other in companions), name]
+    if name in companions:
         return [*chosen, name]
     return [*(other for other in chosen if other != whole), name]

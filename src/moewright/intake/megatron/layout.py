@@ -87,11 +87,11 @@ def _read_plain(arguments: Arguments, field: LayoutField) -> Any:
     if field.kind is FieldKind.FACTOR:
         return arguments.number(name, field.default)
     word = arguments.text(name, field.default)
-    known = next((member for member in field.names if member == word), None)
-    if known is None:
+    member = next((member for member in field.names if member == word), None)
+    if member is None:
         rule = f"is one of {', '.join(field.names)}"
         raise BadInput(Reason(field=name, value=word[:60], rule=rule, nearest=field.default))
-    return known
+    return member
 
 
 def _read_micro_batch(arguments: Arguments) -> int:
