@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: wheel slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts
+.PHONY: trainer-names wheel slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -101,6 +101,10 @@ megatron: $(VENV)/.dev
 accuracy: | $(VENV)/.ready
 	$(BIN)/python -m docs.tools.accuracy
 	$(BIN)/python -m docs.tools.published_runs
+
+# Which options trainers have, from checkouts of them below CHECKOUTS: the tables of the readers; what changed is printed.
+trainer-names: | $(VENV)/.ready
+	$(BIN)/python -m docs.tools.trainer_names $(or $(CHECKOUTS),$(error CHECKOUTS=DIR, with a checkout a repository))
 
 check: lint types
 

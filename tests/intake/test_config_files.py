@@ -52,7 +52,7 @@ python3 -m verl.trainer.main_ppo model_engine=megatron \\
     actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 \\
     actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null \\
     +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \\
-    ++actor_rollout_ref.actor.megatron.override_transformer_config.moe_shiny_new_cache=True \\
+    ++actor_rollout_ref.actor.megatron.override_transformer_config.shiny_new_thing=True \\
     actor_rollout_ref.rollout.tensor_model_parallel_size=8 \\
     trainer.n_gpus_per_node=8 trainer.nnodes=2
 """
@@ -189,7 +189,7 @@ model:
   - [decoder, decoder, decoder, decoder, decoder, decoder, decoder, decoder, decoder, decoder,
      decoder, decoder, loss]
   expert_model_parallel_size: 8
-  brand_new_moe_cache: 7
+  brand_new_thing: 7
 train: {micro_batch_size: 1, global_batch_size: 64, train_iters: 10}
 optimizer:
   optimizer: adam
@@ -208,9 +208,11 @@ mixed_precision: {bf16: true, fp8: hybrid, fp8_recipe: tensorwise}
     assert plan.workload.precision is Dtype.FP8
     assert plan.workload.grad_dtype is Dtype.BF16
     assert plan.workload.optimizer.moment_dtype is Dtype.BF16
-    assert any("may change memory or time: model.brand_new_moe_cache" in n for n in reading.notes)
-    with pytest.raises(BadInput, match=r"model\.brand_new_moe_cache"):
+    assert any(note == "not read: model.brand_new_thing" for note in reading.notes)
+    with pytest.raises(BadInput, match=r"model\.brand_new_thing"):
         read_flags(tmp_path / "run.yaml", on="16xH100", strict=True)
+    with pytest.raises(BadInput, match=r"model\.moe_cache=7: is no setting .* sounds of experts"):
+        read_flags(tmp_path / "run.yaml", on="16xH100", arguments="model.moe_cache=7")
 
 
 def plan_script(path: Path) -> tuple[Plan, tuple[str, ...]]:
@@ -231,7 +233,7 @@ def test_an_actor_of_verl_is_planned_on_packs_of_full_texts(tmp_path):
     assert (plan.workload.seq_len, plan.workload.global_batch) == (8192, 64)
     assert format_layout(plan.layout).endswith("recompute=full")
     assert any(note.startswith("an update of 128 texts is planned as 64 packs") for note in notes)
-    assert any("moe_shiny_new_cache" in note for note in notes)
+    assert any("shiny_new_thing" in note for note in notes)
 
 
 def test_nemo_rl_reads_the_files_it_builds_on(tmp_path):
@@ -292,10 +294,14 @@ def test_layers_that_a_plugin_builds_need_the_name_of_the_model(tmp_path):
         ("- 1\n", "is no configuration: a mapping"),
         ("a: !!python/object:os.system {}\n", "could not determine a constructor"),
         ("a: " + "[" * 5000 + "]" * 5000 + "\n", "nested too deeply"),
-        ("weather: fine\n", "holds no setting of Megatron"),
+        ("weather: fine\n", "bears the marks of none that is read here"),
         ("MODEL_ARGS:\n  --bf16: perhaps\n", "--bf16=perhaps: must be true or false"),
         ("defaults: run.yaml\nmodel: {num_layers: 2}\n", "parents above each other"),
-        ("model: {num_layers: 2, sequence_parallel: '${SP}'}\n", "must be true or false"),
+        ("model: {num_layers: 2}\n", "bears the marks of none that is read here"),
+        (
+            "model: {num_layers: 2, sequence_parallel: '${SP}'}\ntrain: {train_iters: 2}\n",
+            "must be true or false",
+        ),
     ],
 )
 def test_what_is_no_configuration_is_refused_in_one_line(text, message, tmp_path):

@@ -443,12 +443,20 @@ def test_arguments_behind_the_script_and_what_it_sets_of_a_known_model(tmp_path)
         read_launch(script, {})
 
 
-def test_options_of_forks_are_left_out_and_notes_say_what_they_may_change(tmp_path):
-    more = "--no-such-thing 3 4 --my-offload-buffers 2 --wandb-tag=x"
+def test_options_of_forks_are_left_out_or_refuse_where_a_plan_consists_of_them(tmp_path):
+    more = "--no-such-thing 3 4 --wandb-tag=x --patch-tokenizer-type T --use-fused-rmsnorm"
     notes = back(QWEN, tmp_path, MORE=more).notes
-    assert "--no-such-thing is no option of Megatron-LM and is left out; it looks harmless" in notes
-    assert any("--my-offload-buffers" in note and "may change memory" in note for note in notes)
+    assert "--no-such-thing is no option of Megatron-LM and is left out" in notes
     assert any(note.startswith("--wandb-tag is no option") for note in notes)
+    assert any(note.startswith("--use-fused-rmsnorm is of Ascend/MindSpeed") for note in notes)
+    for option, words in (
+        ("--my-offload-buffers 2", "sounds of memory"),
+        ("--moe-fb-overlap", "is of Ascend/MindSpeed, is about parallelism, and cannot be planned"),
+        ("--use-la-module", "linear attention"),
+        ("--sequence-paralel", "nearest legal value: --sequence-parallel"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            back(QWEN, tmp_path, MORE=option)
 
 
 def test_values_of_forks_are_read_as_what_comes_nearest_and_notes_say_so(tmp_path):

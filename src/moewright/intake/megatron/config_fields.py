@@ -12,10 +12,10 @@ from importlib import resources
 from moewright.intake.megatron.options import (
     MegatronOption,
     check_values,
-    may_matter,
     option_table,
 )
 from moewright.intake.megatron.settings import Value, is_unset
+from moewright.intake.megatron.unread import find_topic
 from moewright.spec.errors import BadInput, Reason
 
 _DTYPES = {
@@ -43,10 +43,9 @@ _QUERY_GROUPS = "--num-query-groups"
 
 @dataclass(slots=True)
 class ChosenOptions:
-    """The options of a configuration, and the names in it that nothing here reads."""
+    """The options of a configuration, by name."""
 
     options: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    unread: list[str] = field(default_factory=list)
 
     def words(self) -> list[str]:
         """Return the options as words of a command."""
@@ -66,53 +65,51 @@ class SettingReader:
             self.by_dest.setdefault(option.dest, []).append(option)
         self.fields = _read_fields()
 
-    def take(self, name: str, value: Value, chosen: ChosenOptions) -> None:
-        """Set the option that `name` stands for; what is not set here says nothing.
+    def take(self, name: str, value: Value, chosen: ChosenOptions) -> bool:
+        """Set the option that `name` stands for; False where it stands for none.
 
         Raises:
             BadInput: the value is none that the option takes.
         """
         spelled = name.rpartition(".")[2].replace("-", "_")
         option, rule = self.fields.get(spelled, ("", ""))
-        if rule == "skip" or spelled.startswith("_"):
-            return
+        is_set = not is_unset(value)
         if rule == "activation":
-            self._take_activation(name, value, chosen)
-        elif rule in ("switch", "off"):
-            if not is_unset(value):
+            return self._take_activation(value, chosen)
+        if rule in ("switch", "off"):
+            if is_set:
                 self._set_switch(option, _is_true(name, value) == (rule == "switch"), chosen)
         elif rule == "grads":
-            if not is_unset(value):
+            if is_set:
                 is_fp32 = _is_true(name, value)
                 self._set_switch(_GRADS_IN_FP32, is_fp32, chosen)
                 self._set_switch(_GRADS_IN_BF16, not is_fp32, chosen)
         elif rule == "graphs":
-            if value != "full" and not is_unset(value):
+            if value != "full" and is_set:
                 self.set_values(option, value, chosen)
         elif rule == "value":
-            if not is_unset(value):
+            if is_set:
                 self.set_values(option, value, chosen)
         elif spelled in self.by_dest or f"--{spelled.replace('_', '-')}" in self.table:
-            self._take_argument(name, spelled, value, chosen)
-        elif not _says_nothing(value):
-            chosen.unread.append(name)
+            return self._take_argument(name, spelled, value, chosen)
+        else:
+            return False
+        return True
 
-    def _take_argument(self, name: str, spelled: str, value: Value, chosen: ChosenOptions) -> None:
+    def _take_argument(self, name: str, spelled: str, value: Value, chosen: ChosenOptions) -> bool:
         spelling = f"--{spelled.replace('_', '-')}"
         options = self.by_dest.get(spelled) or [self.table[spelling]]
         options = sorted(options, key=lambda option: option.name != spelling)
         if is_unset(value):
-            return
+            return True
         if options[0].value_count != "0":
             values = self._values(options[0], value)
-            if may_matter(spelled) or not any(check_values(options[0], values)):
-                chosen.options[options[0].name] = values
-            else:
-                chosen.unread.append(name)
-            return
+            if not find_topic(spelled) and any(check_values(options[0], values)):
+                return False
+            chosen.options[options[0].name] = values
+            return True
         if not _is_switch(value):
-            chosen.unread.append(name)
-            return
+            return False
         is_on = _is_true(name, value)
         for option in options:
             is_negative = option.name.startswith(("--no-", "--disable-"))
@@ -122,7 +119,8 @@ class SettingReader:
             is_negative = option.name.startswith(("--no-", "--disable-"))
             if is_on != is_negative:
                 chosen.options[option.name] = ()
-                return
+                break
+        return True
 
     def set_values(self, name: str, value: Value, chosen: ChosenOptions) -> None:
         """Set an option to a text, or to the items of a list."""
@@ -142,13 +140,16 @@ class SettingReader:
         else:
             chosen.options.pop(name, None)
 
-    def _take_activation(self, name: str, value: Value, chosen: ChosenOptions) -> None:
+    def _take_activation(self, value: Value, chosen: ChosenOptions) -> bool:
         spelled = value.rpartition(".")[2] if isinstance(value, str) else ""
+        if is_unset(value):
+            return True
         if spelled not in _ACTIVATIONS:
-            chosen.unread.append(name)
-        elif option := _ACTIVATIONS[spelled]:
+            return False
+        if option := _ACTIVATIONS[spelled]:
             chosen.options.pop("--swiglu", None)
             chosen.options[option] = ()
+        return True
 
 
 def _read_fields() -> Mapping[str, tuple[str, str]]:
@@ -169,11 +170,6 @@ def _is_true(name: str, value: Value) -> bool:
         shown = str(value)[:60].replace("\0", "$")
         raise BadInput(Reason(field=name, value=shown, rule="must be true or false"))
     return text in ("true", "1", "yes")
-
-
-def _says_nothing(value: Value) -> bool:
-    """Whether a value is what a whole dump holds for things that are off."""
-    return is_unset(value) or (isinstance(value, str) and value.lower() in ("false", "0", "0.0"))
 
 
 def _split_list(option: MegatronOption, text: str) -> tuple[str, ...]:

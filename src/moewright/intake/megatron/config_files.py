@@ -6,15 +6,12 @@ Read are Megatron-LM's MODEL_ARGS, its own YAML, Megatron Bridge, NeMo, NeMo-RL,
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-from moewright.codec import from_data, read_text
-from moewright.codec.yaml_text import parse_yaml
+from moewright.codec import closest_match
 from moewright.intake import catalogue
 from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.intake.megatron.config_fields import (
@@ -22,23 +19,23 @@ from moewright.intake.megatron.config_fields import (
     SettingReader,
     options_with_dashes,
 )
+from moewright.intake.megatron.dialects import ConfigDialect, find_dialect, list_dialects
+from moewright.intake.megatron.parent_files import MISSING_PARENTS, SUFFIXES, read_settings
 from moewright.intake.megatron.post_training import verl_batches
+from moewright.intake.megatron.setting_tree import SettingTree
 from moewright.intake.megatron.settings import (
     Value,
-    flatten,
     is_unset,
     read_override,
     read_overrides,
     resolve_references,
 )
+from moewright.intake.megatron.unread import sort_settings
 from moewright.spec.errors import BadInput, Reason
 
-SUFFIXES = (".yaml", ".yml")
 _OPTION_SECTIONS = ("MODEL_ARGS", "model_args", "")
 _ENVIRONMENT_SECTION = "ENV_VARS"
 _CONFIG_OPTIONS = ("--config-file", "--config_file", "--config", "--yaml-cfg", "--exp")
-_PARENTS = ("defaults", "extends")
-_MOST_PARENTS = 8
 _CHECKPOINTING = "policy.megatron_cfg.activation_checkpointing"
 _PRECISIONS = {
     "bf16_with_fp8_delayed_scaling_mixed": ("hybrid", "delayed"),
@@ -47,23 +44,11 @@ _PRECISIONS = {
     "bf16_with_mxfp8_mixed": ("e4m3", "mxfp8"),
     "nanov2_bf16_with_fp8_current_scaling_mixed": ("hybrid", "tensorwise"),
 }
+_PRECISION_SETTINGS = ("mixed_precision", "trainer.precision", "model.precision")
+_TURBO_SWITCHES = ("enable_primus_turbo", "use_turbo_deepep")
+_FP8_SWITCHES = ("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid")
+_FP8_DETAILS = ("--fp8-recipe", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin")
 _RECIPE_TAIL = re.compile(r"_(pretrain|finetune|sft|peft|lora|config|mcore|\d+gpu|h100|b200).*$")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConfigDialect:
-    """How a framework spells a training; data/config_dialects.toml says what the fields mean."""
-
-    name: str
-    source: str
-    marker: str
-    sections: tuple[str, ...]
-    model: tuple[str, ...]
-    nodes: str
-    ranks_per_node: str
-    defaults: str
-    settings: Mapping[str, str]
-    quiet: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,10 +68,10 @@ class ConfiguredCommand:
 
 def is_configured(words: Sequence[str]) -> bool:
     """Whether the words of a command hold settings of a framework that is read here."""
-    names = {override[0] for override in map(read_override, words) if override is not None}
-    markers = tuple(dialect.marker for dialect in _list_dialects() if dialect.marker)
-    parallel = "model_parallel_size"
-    return any(name.startswith(markers) and parallel in name for name in names)
+    names = [override[0] for override in map(read_override, words) if override is not None]
+    return any("model_parallel_size" in name for name in names) and any(
+        dialect.is_spoken_by(names) for dialect in list_dialects() if dialect.is_commanded
+    )
 
 
 def configure_words(
@@ -129,71 +114,61 @@ def configure_file(
     )
 
 
-def read_settings(path: Path, depth: int = 0) -> dict[str, Value]:
-    """Return the settings of a YAML file, on top of the files that it names as its parents.
-
-    Raises:
-        BadInput: a file cannot be read, or names its parents in a circle.
-    """
-    data = parse_yaml(read_text(path), where=str(path))
-    if not isinstance(data, Mapping):
-        raise BadInput(Reason(field=str(path), rule="is no configuration: a mapping"))
-    if depth > _MOST_PARENTS:
-        rule = f"has more than {_MOST_PARENTS} parents above each other"
-        raise BadInput(Reason(field=str(path), rule=rule))
-    settings: dict[str, Value] = {}
-    for parent in _parents(data):
-        if (path.parent / parent).is_file():
-            settings |= read_settings(path.parent / parent, depth + 1)
-    own = {key: value for key, value in data.items() if key not in _PARENTS}
-    return settings | flatten(own)
-
-
-def _parents(data: Mapping[str, Any]) -> Iterator[str]:
-    for key in _PARENTS:
-        names = data.get(key, [])
-        for name in [names] if isinstance(names, str) else names:
-            if isinstance(name, str) and name.endswith(SUFFIXES):
-                yield name
-
-
 def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
     """Return the command of settings whose references are replaced.
 
     Raises:
-        BadInput: they are of no framework that is known here.
+        BadInput: they are of no framework that is known here, or one of them sets something that a
+            plan consists of and is not read.
     """
     for section in _OPTION_SECTIONS:
         if any(options_with_dashes(settings, section)):
             return _configure_options(settings, section)
-    dialect = next(filter(lambda entry: _speaks(entry, settings), _list_dialects()))
+    tree = SettingTree(settings)
+    dialect = find_dialect(tree.names)
     reader = SettingReader()
     defaults = _default_options(reader, dialect)
     chosen = ChosenOptions(options=dict(defaults))
-    read = _read_sections(reader, dialect, settings, chosen)
+    unknown = _read_sections(reader, dialect, tree, chosen)
     if chosen.options == defaults:
-        rule = "holds no setting of Megatron: MODEL_ARGS, or sections such as model and train"
-        raise BadInput(Reason(field="configuration", rule=rule, nearest="MODEL_ARGS:"))
-    notes = [f"a configuration of {dialect.name}: {len(read)} settings are read"]
-    _settle(settings, chosen.options)
-    notes += _take_precision(reader, settings, chosen)
-    notes += verl_batches(settings, chosen.options)
-    model = _name_model(dialect, settings)
-    if settings.get("recipe") and "--num-layers" not in chosen.options:
+        rule = f"holds no setting of {dialect.name} that says a layout, a batch or a model"
+        raise BadInput(Reason(field="configuration", rule=rule))
+    notes = [f"a configuration of {dialect.name}: {tree.taken_count} settings are read"]
+    if missing := tree.take_text(MISSING_PARENTS):
+        notes.append(f"it builds on {missing}, not beside it: what that sets is not read")
+    notes += _take_precision(reader, tree, chosen)
+    notes += _take_turbo(reader, tree, chosen)
+    _settle(tree, chosen.options)
+    notes += verl_batches(tree, chosen.options)
+    model = _name_model(dialect, tree)
+    recipe = tree.take_text("recipe")
+    if recipe and "--num-layers" not in chosen.options:
         notes.append(
-            f"recipe {settings['recipe']} itself is not read: what is not set beside it is taken "
+            f"recipe {recipe} itself is not read: what is not set beside it is taken "
             "at its default; give the run_config.yaml of its checkpoint for all of it"
         )
     launcher = [
-        f"{name}={settings[key]}"
+        f"{name}={tree.take_text(key)}"
         for name, key in (("--nnodes", dialect.nodes), ("--nproc_per_node", dialect.ranks_per_node))
-        if key and not is_unset(settings.get(key, ""))
+        if key and not is_unset(tree.take(key))
     ]
+    exported = tree.take_below(dialect.environment) if dialect.environment else {}
+    if exported:
+        notes.append(f"exported: {' '.join(exported)}")
+    notes += _note_sections(dialect, tree)
+    unread, noted = sort_settings(
+        {**unknown, **tree.left()},
+        dialect.tables,
+        sections=dialect.known_sections,
+        trainer=dialect.name,
+        known_names=[*reader.by_dest, *reader.fields, *dialect.settings, *dialect.values],
+    )
     return ConfiguredCommand(
         words=(*launcher, *chosen.words()),
+        exported=exported,
         model=model if "--num-layers" not in chosen.options else "",
-        unread=tuple(chosen.unread),
-        notes=tuple(notes),
+        unread=unread,
+        notes=(*notes, *noted),
     )
 
 
@@ -224,7 +199,16 @@ def _configure_options(settings: Mapping[str, Value], section: str) -> Configure
         for name, value in settings.items()
         if name.startswith(prefix)
     }
-    return ConfiguredCommand(words=(*chosen.words(), *words), exported=exported)
+    left = {
+        name: value
+        for name, value in settings.items()
+        if name.rpartition(".")[0] != section and name.removeprefix(prefix) not in exported
+    }
+    unread, _ = sort_settings(left, (), sections=(), trainer="Megatron-LM's tests")
+    notes = [f"exported: {' '.join(exported)}"] if exported else []
+    return ConfiguredCommand(
+        words=(*chosen.words(), *words), exported=exported, unread=unread, notes=tuple(notes)
+    )
 
 
 def _refuse_unknown(name: str, value: str) -> None:
@@ -235,16 +219,6 @@ def _refuse_unknown(name: str, value: str) -> None:
         nearest = f"{variable[1]}=true before this command"
         raise BadInput(Reason(field=name, rule=rule, nearest=nearest))
     raise BadInput(Reason(field=name, value=value[:60], rule="must be true or false"))
-
-
-def _list_dialects() -> tuple[ConfigDialect, ...]:
-    file = resources.files("moewright.intake.megatron").joinpath("data/config_dialects.toml")
-    entries = tomllib.loads(file.read_text(encoding="utf-8"))["dialect"]
-    return tuple(from_data(ConfigDialect, entry, where="config_dialects.toml") for entry in entries)
-
-
-def _speaks(dialect: ConfigDialect, settings: Mapping[str, Value]) -> bool:
-    return any(name.startswith(dialect.marker) for name in settings)
 
 
 def _default_options(reader: SettingReader, dialect: ConfigDialect) -> dict[str, tuple[str, ...]]:
@@ -261,37 +235,92 @@ def _default_options(reader: SettingReader, dialect: ConfigDialect) -> dict[str,
 
 
 def _read_sections(
-    reader: SettingReader,
-    dialect: ConfigDialect,
-    settings: Mapping[str, Value],
-    chosen: ChosenOptions,
-) -> set[str]:
-    """Read the sections of a dialect in its order; return the names of all settings in them."""
-    read: set[str] = set()
+    reader: SettingReader, dialect: ConfigDialect, tree: SettingTree, chosen: ChosenOptions
+) -> dict[str, Value]:
+    """Read the sections of a dialect in its order; return what no option stands for."""
+    unknown: dict[str, Value] = {}
+    places = (dialect.nodes, dialect.ranks_per_node)
+    own = (*dialect.settings, *dialect.values, *dialect.apart, *dialect.model, *places)
     for section in dialect.sections:
-        pattern = re.compile(re.escape(section).replace(r"\*", "[^.]+"))
-        outside = ChosenOptions(options=chosen.options)
-        is_quiet = section in dialect.quiet
-        for name, value in settings.items():
-            if pattern.fullmatch(name.rpartition(".")[0]) and name not in dialect.settings:
-                reader.take(name, value, outside if is_quiet else chosen)
-                read.add(name)
+        for name, value in tree.take_section(section, own):
+            if not reader.take(name, value, chosen):
+                unknown[name] = value
     for name, option in dialect.settings.items():
-        if option and not is_unset(settings.get(name, "")):
-            reader.set_values(option, settings[name], chosen)
-            read.add(name)
-    return read
+        if not is_unset(tree.take(name)):
+            reader.set_values(option, tree.take(name), chosen)
+    for pattern, meanings in dialect.values.items():
+        for name in tree.names:
+            if fnmatchcase(name, pattern):
+                _take_meaning(reader, name, meanings, tree, chosen)
+    return unknown
 
 
-def _settle(settings: Mapping[str, Value], options: dict[str, tuple[str, ...]]) -> None:
+def _note_sections(dialect: ConfigDialect, tree: SettingTree) -> Iterator[str]:
+    """Yield a note on sections that the framework reads whatever their names are."""
+    if not any("*" in section for section in dialect.sections):
+        return
+    places = sorted({name.rpartition(".")[0] for name in tree.names})
+    known = dialect.known_sections
+    unknown = [
+        place
+        for place in places
+        if any(fnmatchcase(place, section) for section in dialect.sections)
+        and not any(place == section for section in known)
+    ]
+    if unknown:
+        yield f"sections that none of {dialect.name}'s examples has: {' '.join(unknown)}"
+
+
+def _take_meaning(
+    reader: SettingReader,
+    name: str,
+    meanings: Mapping[str, str],
+    tree: SettingTree,
+    chosen: ChosenOptions,
+) -> None:
+    """Set the options that a value of a setting stands for; "-" before one leaves it out.
+
+    Raises:
+        BadInput: the value stands for nothing that is known here.
+    """
+    value = tree.take_text(name).strip().lower()
+    if is_unset(value):
+        return
+    meaning = meanings.get(value, meanings.get("*"))
+    if meaning is None:
+        rule = f"is one of {', '.join(meanings)}, as far as it is read here"
+        nearest = closest_match(value, meanings) or next(iter(meanings))
+        raise BadInput(Reason(field=name, value=value[:60], rule=rule, nearest=nearest))
+    for option, *values in _split_options(reader, meaning):
+        if option.startswith("!"):
+            chosen.options.pop(option.removeprefix("!"), None)
+        else:
+            reader.set_values(option, tuple(values), chosen)
+
+
+def _split_options(reader: SettingReader, text: str) -> Iterator[list[str]]:
+    """Yield each option of a text with its values."""
+    words: list[str] = []
+    for word in text.split():
+        if word.removeprefix("!") in reader.table and words:
+            yield words
+            words = []
+        words.append(word)
+    if words:
+        yield words
+
+
+def _settle(tree: SettingTree, options: dict[str, tuple[str, ...]]) -> None:
     """Leave out options that others make void."""
-    is_on = str(settings.get(_CHECKPOINTING, "true")).lower()
-    if is_on != "true":
+    if tree.take_text(_CHECKPOINTING, "true").lower() != "true":
         for name in ("--recompute-granularity", "--recompute-modules"):
             options.pop(name, None)
     if options.get("--recompute-granularity") == ("full",):
         options.setdefault("--recompute-method", ("uniform",))
         options.setdefault("--recompute-num-layers", ("1",))
+    else:  # as all of them do: a method without full recompute says nothing
+        options.pop("--recompute-method", None)
+        options.pop("--recompute-num-layers", None)
     if "--fp16" in options:
         options.pop("--bf16", None)
     if "--pipeline-model-parallel-layout" in options:
@@ -304,39 +333,78 @@ def _settle(settings: Mapping[str, Value], options: dict[str, tuple[str, ...]]) 
 
 
 def _take_precision(
-    reader: SettingReader, settings: Mapping[str, Value], chosen: ChosenOptions
+    reader: SettingReader, tree: SettingTree, chosen: ChosenOptions
 ) -> Iterator[str]:
-    """Read a precision that is a name, as Bridge and NeMo have them; yield a note on another."""
-    name = str(settings.get("mixed_precision", "") or settings.get("trainer.precision", ""))
-    if name.startswith(("fp16", "16")):
-        chosen.options.pop("--bf16", None)
-        chosen.options["--fp16"] = ()
-    elif name.startswith("32"):
-        chosen.options.pop("--bf16", None)
-    elif name in _PRECISIONS:
-        form, recipe = _PRECISIONS[name]
-        reader.set_values("--fp8-format", form, chosen)
-        reader.set_values("--fp8-recipe", recipe, chosen)
-        if recipe == "delayed":  # Bridge's and NeMo's recipe, not Megatron-LM's defaults
-            reader.set_values("--fp8-amax-history-len", "1024", chosen)
-            reader.set_values("--fp8-amax-compute-algo", "max", chosen)
-    elif "nvfp4" in name:
-        reader.set_values("--fp4-format", "e2m1", chosen)
-    elif not is_unset(name) and not name.startswith("bf16"):
-        yield f"precision {name[:60]} is not known here: bf16 is taken"
+    """Read a precision that is a name, as Bridge and NeMo have them; yield a note on what it is.
+
+    Raises:
+        BadInput: no precision of this name is known here.
+    """
+    names = [(key, tree.take_text(key)) for key in _PRECISION_SETTINGS]
+    for key, name in names:
+        if is_unset(name):
+            continue
+        if name.startswith(("fp16", "16")):
+            chosen.options.pop("--bf16", None)
+            chosen.options["--fp16"] = ()
+        elif name.startswith(("32", "fp32")):
+            chosen.options.pop("--bf16", None)
+        elif name in _PRECISIONS:
+            form, recipe = _PRECISIONS[name]
+            reader.set_values("--fp8-format", form, chosen)
+            reader.set_values("--fp8-recipe", recipe, chosen)
+            if recipe == "delayed":  # Bridge's and NeMo's recipe, not Megatron-LM's defaults
+                reader.set_values("--fp8-amax-history-len", "1024", chosen)
+                reader.set_values("--fp8-amax-compute-algo", "max", chosen)
+        elif "nvfp4" in name:
+            reader.set_values("--fp4-format", "e2m1", chosen)
+        elif not name.startswith("bf16"):
+            rule = "is no precision that is known here"
+            nearest = closest_match(name, _PRECISIONS) or "bf16_mixed"
+            raise BadInput(Reason(field=key, value=name[:60], rule=rule, nearest=nearest))
+    scaled = [key for key in _FP8_SWITCHES if not is_unset(tree.take(key))]
+    if scaled:
+        yield from _take_nemo_fp8(reader, tree, chosen)
 
 
-def _name_model(dialect: ConfigDialect, settings: Mapping[str, Value]) -> str:
+def _take_turbo(reader: SettingReader, tree: SettingTree, chosen: ChosenOptions) -> Iterator[str]:
+    """Read the dispatcher of Primus-Turbo, which takes the place of the one that is written."""
+    switches = {
+        key: [tree.take_text(name) for name in tree.names if fnmatchcase(name, f"modules.*.{key}")]
+        for key in _TURBO_SWITCHES
+    }
+    if all(values and values[-1].lower() == "true" for values in switches.values()):
+        reader.set_values("--moe-token-dispatcher-type", "flex", chosen)
+        reader.set_values("--moe-flex-dispatcher-backend", "deepep", chosen)
+        yield "use_turbo_deepep: experts' tokens go by DeepEP, whatever dispatcher is written"
+
+
+def _take_nemo_fp8(
+    reader: SettingReader, tree: SettingTree, chosen: ChosenOptions
+) -> Iterator[str]:
+    """Read NeMo 1's fp8 of true or false, and the form that its scales come in."""
+    if tree.take_text("model.fp8").lower() != "true":
+        for name in ("--fp8-format", *_FP8_DETAILS):
+            chosen.options.pop(name, None)
+        return
+    is_e4m3 = tree.take_text("model.fp8_e4m3").lower() == "true"
+    reader.set_values("--fp8-format", "e4m3" if is_e4m3 else "hybrid", chosen)
+    yield f"fp8: true is --fp8-format {'e4m3' if is_e4m3 else 'hybrid'} with delayed scales"
+
+
+def _name_model(dialect: ConfigDialect, tree: SettingTree) -> str:
     """Return the model's name as the catalogue has it, or else as the configuration has it."""
     for pattern in dialect.model:
-        expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        for name, value in settings.items():
-            if expression.fullmatch(name) and isinstance(value, str) and not is_unset(value):
-                return _find_model(value)
+        for name in tree.names:
+            if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
+                value = tree.take_text(name)
+                if not is_unset(value):
+                    return find_model(value)
     return ""
 
 
-def _find_model(text: str) -> str:
+def find_model(text: str) -> str:
+    """Return the catalogue's name of a model that is named as a path, a preset or a repository."""
     plain = UNKNOWN_VALUE.sub("", text).rstrip("/").rpartition("/")[2].removesuffix(".yaml")
     plain = _RECIPE_TAIL.sub("", plain)
     names = {_squeeze(name.rpartition("/")[2]): name for name in catalogue.model_names()}

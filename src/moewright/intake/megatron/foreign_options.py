@@ -118,6 +118,10 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--moe-expert-model-parallelism": _refused(
             "is megablocks'; in Megatron-LM it is --expert-model-parallel-size with its degree"
         ),
+        "--use-la-module": _refused(
+            "is Linear-MoE's: all attention is replaced by linear attention, which cannot be "
+            "planned here"
+        ),
         "--moe-loss-weight": _ignored(
             "is megablocks' --moe-aux-loss-coeff; no plan depends on it", 1
         ),

@@ -19,11 +19,17 @@ from moewright.intake.megatron.config_files import (
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, FOREIGN_VALUES
 from moewright.intake.megatron.options import (
     check_values,
-    may_matter,
     option_table,
     take_values,
 )
 from moewright.intake.megatron.post_training import is_slime, slime_words
+from moewright.intake.megatron.unread import (
+    TrainerOption,
+    find_fork_option,
+    find_harmless,
+    find_topic,
+    group_names,
+)
 from moewright.spec.errors import BadInput, Reason
 
 _PROGRAMS = ("torchrun", "python", "python3", "deepspeed")
@@ -58,6 +64,7 @@ _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _ELLIPSIS = "..."
 # Nearer to an option than this, a name is a typing error and not an option of a fork.
 _SIMILAR = 0.88
+_ALIKE = 0.75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,13 +140,9 @@ def parse_configured(
         BadInput: one of its options is not legal.
     """
     unread = configured.unread
-    mattering = [name for name in unread if may_matter(name)]
-    harmless = [name for name in unread if not may_matter(name)]
     told = [*notes, *configured.notes]
-    if mattering:
-        told.append(f"not read, and may change memory or time: {', '.join(mattering)}")
-    if harmless:
-        told.append(f"not read, and look harmless: {', '.join(harmless)}")
+    if unread:
+        told.append(f"not read: {', '.join(group_names(unread))}")
     command = _parse_command(list(configured.words), {**environment, **configured.exported}, told)
     unknown = (*command.unknown_options, *unread)
     return replace(command, unknown_options=unknown, model=configured.model)
@@ -276,18 +279,48 @@ class _LaunchParser:
             self._take_unknown_option(name, inline)
 
     def _take_unknown_option(self, name: str, inline: str | None) -> None:
-        """Leave an option of a fork out with a note; refuse one that looks like a typing error."""
+        """Leave an option out that changes no plan; refuse one that may, or is misspelt."""
+        fork = find_fork_option(name)
         if inline is None:
-            self.position += len(self._following_words())
-        names = [*self.table, *FOREIGN_OPTIONS]
-        misspelt = get_close_matches(name.replace("_", "-"), names, n=1, cutoff=_SIMILAR)
-        if misspelt:
-            rule = "is no option of Megatron-LM"
-            self.faults.append(Reason(field=name[:60], rule=rule, nearest=misspelt[0]))
-            return
+            values = self._following_words()
+            has_count = fork is not None and fork.values.isdigit()
+            if fork is not None and has_count:
+                values = values[: int(fork.values)]
+            self.position += len(values)
         self.unknown_options.append(name)
-        effect = "it may change memory or time" if may_matter(name) else "it looks harmless"
-        self.notes.append(f"{name[:60]} is no option of Megatron-LM and is left out; {effect}")
+        if fork is not None:
+            self._take_fork_option(name, fork)
+            return
+        topic = find_topic(name)
+        nearest = self._nearest_option(name, _SIMILAR if not topic else _ALIKE)
+        if topic or nearest:
+            about = f", and sounds of {topic}" if topic else ""
+            rule = f"is no option of Megatron-LM or of a fork that is known here{about}"
+            self.faults.append(Reason(field=name[:60], rule=rule, nearest=nearest))
+        else:
+            self.notes.append(f"{name[:60]} is no option of Megatron-LM and is left out")
+
+    def _take_fork_option(self, name: str, fork: TrainerOption) -> None:
+        harmless = find_harmless(name, (fork.trainer,))
+        topic = find_topic(name)
+        if harmless is not None:
+            self.notes.append(f"{name} is of {fork.owner}: {harmless.reason}")
+        elif topic:
+            rule = f"is of {fork.owner}, is about {topic}, and cannot be planned here"
+            self.faults.append(Reason(field=name, rule=rule))
+        else:
+            self.notes.append(f"{name} is of {fork.owner} and is left out")
+
+    def _nearest_option(self, name: str, cutoff: float) -> str:
+        """Return the option that was meant; none that says the opposite."""
+        spelled = name.replace("_", "-")
+        is_negative = spelled.startswith("--no-")
+        names = [
+            other
+            for other in (*self.table, *FOREIGN_OPTIONS)
+            if other.startswith("--no-") == is_negative
+        ]
+        return next(iter(get_close_matches(spelled, names, n=1, cutoff=cutoff)), "")
 
     def _take_launcher_option(self, name: str, inline: str | None) -> None:
         if inline is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from moewright.intake import catalogue
 from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.hybrid import read_hybrid
+from moewright.intake.megatron.named_model import check_sizes, with_sizes
 from moewright.intake.megatron.vocabulary import padded_vocabulary, read_vocabulary
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import (
@@ -45,6 +46,19 @@ _NOT_PLANNED = {
     "--use-checkpoint-args": "sizes that stand in a checkpoint",
     "--yaml-cfg": "options in a YAML file",
 }
+# What a model's name says too, and what changes neither its weights nor its work.
+_SAID_BY_NAME = (
+    "--normalization",
+    "--norm-epsilon",
+    "--position-embedding-type",
+    "--use-rotary-position-embeddings",
+    "--max-position-embeddings",
+    "--moe-router-score-function",
+    "--moe-router-pre-softmax",
+    "--moe-router-enable-expert-bias",
+    "--vocab-size",
+    "--padded-vocab-size",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,12 +79,12 @@ def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMod
     """
     arguments.refuse_unplanned(_NOT_PLANNED)
     if not arguments.has("--num-layers"):
-        return _use_named_model(named_model)
+        return _use_named_model(arguments, named_model)
     if named_model is None:
         _refuse_own_layers(arguments)
     shaped = _read_shape(arguments)
     if named_model is not None:
-        _check_sizes(arguments, named_model)
+        check_sizes(arguments, named_model)
         return ScriptModel(model=named_model, note=f"model {named_model.name} (given)")
     models = map(catalogue.model, catalogue.model_names())
     matches = [model for model in models if _may_be(shaped, model)]
@@ -101,7 +115,7 @@ def _refuse_own_layers(arguments: Arguments) -> None:
         raise BadInput(Reason(field=name, value=module[:60], rule=rule, nearest=nearest))
 
 
-def _use_named_model(named_model: ModelSpec | None) -> ScriptModel:
+def _use_named_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptModel:
     if named_model is None:
         rule = (
             "is missing: the model is not in the script; "
@@ -109,16 +123,11 @@ def _use_named_model(named_model: ModelSpec | None) -> ScriptModel:
         )
         nearest = "estimate Qwen3-30B-A3B --from-flags ..."
         raise BadInput(Reason(field="--num-layers", rule=rule, nearest=nearest))
-    note = f"model {named_model.name}: the script gives no sizes"
-    return ScriptModel(model=named_model, note=note)
-
-
-def _check_sizes(arguments: Arguments, model: ModelSpec) -> None:
-    for name, size in (("--num-layers", model.layers), ("--hidden-size", model.hidden_size)):
-        if arguments.integer(name) != size:
-            value = arguments.text(name)
-            rule = f"{model.name} has {size}"
-            raise BadInput(Reason(field=name, value=value, rule=rule, nearest=str(size)))
+    model, changes = with_sizes(arguments, named_model)
+    arguments.ignore(*_SAID_BY_NAME)
+    note = f"model {named_model.name} {changes}".rstrip() if changes else ""
+    note = note or f"model {named_model.name}: the script gives no sizes"
+    return ScriptModel(model=model, note=note)
 
 
 def _may_be(shaped: ModelSpec, model: ModelSpec) -> bool:
@@ -256,7 +265,7 @@ def _read_attention(
 ) -> AttentionSpec:
     has_qk_norm = arguments.has("--qk-layernorm")
     window, every = _read_window(arguments)
-    has_qkv_bias = has_biases or arguments.has("--add-qkv-bias")
+    has_qkv_bias = arguments.has("--add-qkv-bias") or has_biases
     has_sinks = arguments.text("--softmax-type", "vanilla") == "learnable"
     if arguments.has("--multi-latent-attention"):
         nope = arguments.integer("--qk-head-dim", 128)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -18,12 +17,6 @@ _VALUE_RULES = {
         "pads no batches: pack documents (--reset-attention-mask --eod-mask-loss)"
     ),
 }
-# Words in the names of options that change what is held or computed.
-_MATTERS = re.compile(
-    r"recomp|offload|fp8|fp4|parallel|moe|expert|attn|attention|hidden|layer|batch|seq|fus|optim"
-    r"|dtype|precision|rotary|norm|head|bias|activation|window|position"
-    r"|checkpoint|memory|cache|overlap|dispatch|rope|vocab|mla|mtp|zero|shard"
-)
 _COUNT_RULES = {"+": "one or more values", "*": "values", "1": "a value", "0": "no value"}
 
 
@@ -31,7 +24,8 @@ _COUNT_RULES = {"+": "one or more values", "*": "values", "1": "a value", "0": "
 class MegatronOption:
     """A long option: how many values it takes (0, 1, another number, + or *), of which type.
 
-    `dest` is the name of the argument that it sets; `choices` are its legal values, () for any.
+    `dest` is the name of the argument that it sets; `choices` are its legal values, () for any;
+    `default` is the argument's as Python prints it.
     """
 
     name: str
@@ -39,6 +33,7 @@ class MegatronOption:
     value_count: str
     type: str
     choices: tuple[str, ...]
+    default: str = ""
 
 
 def option_table() -> Mapping[str, MegatronOption]:
@@ -51,6 +46,7 @@ def option_table() -> Mapping[str, MegatronOption]:
             value_count=row["nargs"] or "1",
             type=row["type"],
             choices=tuple(choice.rpartition(".")[2] for choice in row["choices"].split()),
+            default=row["default"],
         )
         for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines())
     }
@@ -65,11 +61,6 @@ def take_values(option: MegatronOption, following: list[str]) -> list[str]:
         set_words = [word for word in following if UNKNOWN_VALUE.sub("", word)]
         return set_words or following[:1]
     return following[: int(option.value_count)]
-
-
-def may_matter(name: str) -> bool:
-    """Whether the name of an option sounds as if it changed memory or time."""
-    return _MATTERS.search(name) is not None
 
 
 def check_values(option: MegatronOption, values: Sequence[str]) -> Iterator[Reason]:

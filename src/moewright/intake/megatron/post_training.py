@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from moewright.intake.megatron.settings import Value, is_unset
+from moewright.intake.megatron.setting_tree import SettingTree
+from moewright.intake.megatron.settings import is_unset
 from moewright.spec.errors import BadInput, Reason
 
 _ACTOR = "actor_rollout_ref.actor."
@@ -21,44 +22,40 @@ _SLIME_SEQ_LEN = "4096"  # its default
 _SLIME_DEFAULTS = ("--bf16", "--use-distributed-optimizer")
 
 
-def verl_batches(
-    settings: Mapping[str, Value], options: dict[str, tuple[str, ...]]
-) -> tuple[str, ...]:
+def verl_batches(tree: SettingTree, options: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Set lengths and batches of an actor's update; return a note on them, none for others.
 
     Raises:
         BadInput: a size is no whole number above 0.
     """
-    if not any(name.startswith(_ACTOR) for name in settings):
-        return _supervised_batches(settings, options)
-    text = _size(settings, "data.max_prompt_length", 512)
-    text += _size(settings, "data.max_response_length", 512)
-    texts = _size(settings, f"{_ACTOR}ppo_mini_batch_size", 256)
-    texts *= _size(settings, "actor_rollout_ref.rollout.n", 1)
-    if str(settings.get(f"{_ACTOR}use_dynamic_bsz", "")).lower() != "true":
-        micro = _size(settings, f"{_ACTOR}ppo_micro_batch_size_per_gpu", 1)
+    if not tree.matches(f"{_ACTOR}*"):
+        return _supervised_batches(tree, options)
+    text = _size(tree, "data.max_prompt_length", 512)
+    text += _size(tree, "data.max_response_length", 512)
+    texts = _size(tree, f"{_ACTOR}ppo_mini_batch_size", 256)
+    texts *= _size(tree, "actor_rollout_ref.rollout.n", 1)
+    if tree.take_text(f"{_ACTOR}use_dynamic_bsz").lower() != "true":
+        micro = _size(tree, f"{_ACTOR}ppo_micro_batch_size_per_gpu", 1)
         _set_batches(options, text, micro, texts)
         return (f"an update is planned on {texts} texts of {text} tokens, their full length",)
-    pack = _size(settings, f"{_ACTOR}ppo_max_token_len_per_gpu", _PACKED_TOKENS)
-    return _pack(settings, options, texts=texts, text=text, pack=pack)
+    pack = _size(tree, f"{_ACTOR}ppo_max_token_len_per_gpu", _PACKED_TOKENS)
+    return _pack(tree, options, texts=texts, text=text, pack=pack)
 
 
-def _supervised_batches(
-    settings: Mapping[str, Value], options: dict[str, tuple[str, ...]]
-) -> tuple[str, ...]:
-    if not any(name.startswith("engine.") for name in settings):
+def _supervised_batches(tree: SettingTree, options: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    if not tree.matches("engine.*parallel_size"):
         return ()
-    text = _size(settings, "data.max_length", 1024)
-    if str(settings.get("data.use_dynamic_bsz", "true")).lower() != "true":
+    text = _size(tree, "data.max_length", 1024)
+    if tree.take_text("data.use_dynamic_bsz", "true").lower() != "true":
         options["--seq-length"] = (str(text),)
         return ()
-    texts = _size(settings, "data.train_batch_size", 256)
-    pack = _size(settings, "data.max_token_len_per_gpu", 8192)
-    return _pack(settings, options, texts=texts, text=text, pack=pack)
+    texts = _size(tree, "data.train_batch_size", 256)
+    pack = _size(tree, "data.max_token_len_per_gpu", 8192)
+    return _pack(tree, options, texts=texts, text=text, pack=pack)
 
 
 def _pack(
-    settings: Mapping[str, Value],
+    tree: SettingTree,
     options: dict[str, tuple[str, ...]],
     *,
     texts: int,
@@ -66,7 +63,7 @@ def _pack(
     pack: int,
 ) -> tuple[str, ...]:
     """Set packs of at most `pack` tokens a rank for sequences, and return a note on them."""
-    ranks = _size(settings, "trainer.nnodes", 1) * _size(settings, "trainer.n_gpus_per_node", 8)
+    ranks = _size(tree, "trainer.nnodes", 1) * _size(tree, "trainer.n_gpus_per_node", 8)
     degrees = {name: _degree(options, name) for name in ("tensor", "pipeline", "context")}
     tokens = pack * degrees["context"]
     in_pack = max(1, tokens // text)
@@ -122,8 +119,8 @@ def _degree(options: Mapping[str, tuple[str, ...]], axis: str) -> int:
     return int(text) if text.isdigit() and int(text) else 1
 
 
-def _size(settings: Mapping[str, Value], name: str, default: int) -> int:
-    value = settings.get(name, "")
+def _size(tree: SettingTree, name: str, default: int) -> int:
+    value = tree.take(name)
     if is_unset(value):
         return default
     if not isinstance(value, str) or not value.isdigit() or not int(value):

@@ -11,11 +11,13 @@ from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WO
 from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.batch_schedule import SCHEDULE, read_batch_schedule
-from moewright.intake.megatron.config_files import SUFFIXES, configure_file
+from moewright.intake.megatron.config_files import configure_file
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment
 from moewright.intake.megatron.launch import LaunchCommand, find_launch, parse_configured
 from moewright.intake.megatron.layout import read_layout
 from moewright.intake.megatron.model import read_model
+from moewright.intake.megatron.parent_files import SUFFIXES
+from moewright.intake.megatron.unread import account_for_options
 from moewright.intake.megatron.workload import read_workload
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Overlap
@@ -77,7 +79,9 @@ def interpret_launch(
     _check_data_parallel(command, layout)
     batch, batch_notes = _read_global_batch(arguments, command, layout)
     workload, workload_notes = read_workload(arguments, layout, batch, command.exported)
-    unread = " ".join(arguments.unread_names)
+    unread_notes = account_for_options(
+        arguments.unread_names, arguments.options, command.foreign_options
+    )
     notes = (
         script_model.note,
         *command.notes,
@@ -86,7 +90,7 @@ def interpret_launch(
         *queue_notes,
         *batch_notes,
         *workload_notes,
-        f"not part of a plan: {unread}" if unread else "",
+        *unread_notes,
     )
     return ScriptJob(
         model=script_model.model,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from moewright.codec.yaml_text import parse_yaml
@@ -14,6 +15,14 @@ Value = str | tuple[str, ...]
 _OVERRIDE = re.compile(r"(?:\+\+|\+|~)?([A-Za-z_][\w/@-]*(?:\.[\w/@-]+)*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}|\$([A-Za-z_][A-Za-z0-9_]*)")
 _VARIABLE = re.compile(r"(?:oc\.env:)?([A-Za-z_][A-Za-z0-9_]*)(?:(:-|:=|:|,)(.*))?", re.DOTALL)
+# Computations that NeMo and NeMo-RL register with OmegaConf.
+_COMPUTATIONS: Mapping[str, Callable[[float, float], float]] = {
+    "multiply": operator.mul,
+    "mul": operator.mul,
+    "sum": operator.add,
+    "add": operator.add,
+}
+_LAUNCHER = "training."
 _NOTHING = ("", "null", "none", "~", "[]", "{}")
 _STAGE_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _MOST_SETTINGS = 20_000
@@ -108,7 +117,12 @@ def _replace(
 ) -> str:
     def look_up(match: re.Match[str]) -> str:
         inner = match[1] if match[1] is not None else match[2]
+        computed = _compute(inner)
+        if computed:
+            return computed
         other = _absolute_name(inner, name)
+        if other not in settings and other.startswith(_LAUNCHER):
+            other = other.removeprefix(_LAUNCHER)  # a file that stands below training there
         if other in settings and other != name:
             value = settings[other]
             return value if isinstance(value, str) else f"[{','.join(value)}]"
@@ -119,6 +133,22 @@ def _replace(
         return environment.get(variable[1], default)
 
     return _REFERENCE.sub(look_up, text)
+
+
+def _compute(text: str) -> str:
+    """Return the number that NeMo's ${multiply:4, 2} stands for; "" for other references."""
+    name, colon, rest = text.partition(":")
+    parts = [part.strip() for part in rest.split(",")]
+    if not colon or name not in _COMPUTATIONS or not all(map(_is_number, parts)):
+        return ""
+    value = float(parts[0])
+    for part in parts[1:]:
+        value = _COMPUTATIONS[name](value, float(part))
+    return f"{value:.0f}" if value.is_integer() else str(value)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"-?\d+(\.\d+)?", text) is not None
 
 
 def _absolute_name(reference: str, name: str) -> str:

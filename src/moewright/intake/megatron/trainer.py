@@ -59,9 +59,9 @@ def _read_attention_backend(
     the first that its environment does not switch off.
     """
     arguments.ignore("--use-flash-attn")
+    backend = arguments.text("--attention-backend", "auto").rpartition(".")[2]
     if arguments.text("--transformer-impl", "transformer_engine") == "local":
         return AttentionBackend.LOCAL
-    backend = arguments.text("--attention-backend", "auto").rpartition(".")[2]
     if backend != "auto":
         return AttentionBackend(backend)
     for switch, tiled in _TILED_BACKENDS:

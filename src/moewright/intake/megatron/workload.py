@@ -162,6 +162,9 @@ def _read_precision(arguments: Arguments) -> tuple[Dtype, Dtype]:
     main_grads = arguments.text("--main-grads-dtype", "fp32")
     sums_in_bf16 = arguments.has("--grad-reduce-in-bf16") or main_grads == "bf16"
     fp8_recipe = arguments.text("--fp8-recipe", "delayed")
+    if is_fp16 and fp8_format:
+        rule = "is planned with --bf16 alone"
+        raise BadInput(Reason(field="--fp8-format", value=fp8_format, rule=rule, nearest="--bf16"))
     if is_fp16:
         return Dtype.FP16, Dtype.FP32 if sums_in_fp32 else Dtype.FP16
     if not is_bf16:
@@ -278,7 +281,8 @@ def _read_decay(arguments: Arguments, timed: Workload, decay: int) -> tuple[LrDe
 
 def _read_moment_dtype(arguments: Arguments, flag: str) -> Dtype:
     dtype = arguments.text(flag, "fp32")
-    if dtype != "fp32" and not arguments.has("--use-precision-aware-optimizer"):
+    is_aware = arguments.has("--use-precision-aware-optimizer")
+    if dtype != "fp32" and not is_aware:
         rule = "goes with --use-precision-aware-optimizer"
         raise BadInput(Reason(field=flag, value=dtype, rule=rule, nearest="fp32"))
     return Dtype(dtype)

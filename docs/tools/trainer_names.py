@@ -1,0 +1,237 @@
+"""Write which options trainers on Megatron-core have, from checkouts of them, and say what changed.
+
+docs/tools/trainer_names.toml says where each trainer names its options. `make trainer-names
+CHECKOUTS=DIR` reads the commit that each checkout below DIR stands at, and writes a table a trainer
+to src/moewright/intake/megatron/data/trainers: the name, its default, how many values it takes
+where a command has it, and the file. Nothing else of a checkout is kept.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from moewright.codec.yaml_text import parse_yaml
+from moewright.intake.megatron.settings import flatten
+from moewright.spec.errors import BadInput
+
+TABLES = Path(__file__).parents[2] / "src/moewright/intake/megatron/data/trainers"
+SOURCES = Path(__file__).with_suffix(".toml")
+_COLUMNS = ("name", "default", "values", "source")
+_PATCHED_OPTION = re.compile(r"^\+.*add_argument\(\s*['\"](--[\w-]+)['\"](.*)$", re.MULTILINE)
+_SWITCHES = ("store_true", "store_false", "store_const")
+_MOST_OF_A_DEFAULT = 40
+# A test's or another model's own configuration names no option of pre-training.
+_LEFT_OUT = ("*inference*", "*/test*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedOption:
+    """An option of a trainer; `values` is as argparse's nargs, "" where a file alone sets it."""
+
+    name: str
+    default: str
+    values: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkout:
+    """The commit of a repository that is on this machine."""
+
+    folder: Path
+    commit: str
+
+    def list_files(self, patterns: Sequence[str]) -> Iterator[str]:
+        """Yield the files whose names match a pattern, in which * does not cross folders."""
+        names = self._run("ls-tree", "-r", "--name-only", "HEAD").splitlines()
+        for name in names:
+            is_named = any(_matches(name, pattern) for pattern in patterns)
+            if is_named and not any(fnmatchcase(name, pattern) for pattern in _LEFT_OUT):
+                yield name
+
+    def read(self, name: str) -> str:
+        """Return the text of a file."""
+        return self._run("show", f"HEAD:{name}")
+
+    def _run(self, *words: str) -> str:
+        command = ("git", "-C", str(self.folder), *words)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
+
+
+def find_checkout(folder: Path, repository: str) -> Checkout | None:
+    """Return the checkout of owner/name below a folder, under one of the names it may have."""
+    owner, _, name = repository.partition("/")
+    for place in (f"{owner}+{name}/repo", f"{owner}+{name}", f"{owner}/{name}", name):
+        path = folder / place
+        if path.is_dir():
+            words = ("git", "-C", str(path), "rev-parse", "--short=10", "HEAD")
+            found = subprocess.run(words, capture_output=True, text=True, check=False)
+            if not found.returncode:
+                return Checkout(folder=path, commit=found.stdout.strip())
+    return None
+
+
+def list_options(checkout: Checkout, entry: Mapping[str, Any]) -> tuple[NamedOption, ...]:
+    """Return the options of a trainer by name; of two with one name the first with a default."""
+    options: dict[str, NamedOption] = {}
+    for option in _read_all(checkout, entry):
+        known = options.get(option.name)
+        if known is None or (not known.default and option.default):
+            options[option.name] = option
+    return tuple(options[name] for name in sorted(options))
+
+
+def _read_all(checkout: Checkout, entry: Mapping[str, Any]) -> Iterator[NamedOption]:
+    for name in checkout.list_files(entry.get("parsers", ())):
+        text = checkout.read(name)
+        yield from _patched_options(text, name) if name.endswith(".patch") else _parsed(text, name)
+    for name in checkout.list_files(entry.get("records", ())):
+        yield from _record_fields(checkout.read(name), name)
+    for pattern in entry.get("settings", ()):
+        path, _, prefix = pattern.partition(">")
+        for name in checkout.list_files((path,)):
+            for setting, default in _settings(checkout.read(name), prefix):
+                yield NamedOption(name=setting, default=default, values="", source=name)
+    for pattern in entry.get("flat", ()):
+        for name in checkout.list_files((pattern,)):
+            for setting, default in _settings(checkout.read(name), ""):
+                short = setting.rpartition(".")[2]
+                yield NamedOption(name=short, default=default, values="", source=name)
+
+
+def _settings(text: str, prefix: str) -> Iterator[tuple[str, str]]:
+    try:
+        data = parse_yaml(text, where="file")
+    except BadInput:
+        return
+    for name, value in flatten(data, prefix).items():
+        plain = value if isinstance(value, str) else "[" + ",".join(value) + "]"
+        yield name, _shorten(plain)
+
+
+def _parsed(text: str, source: str) -> Iterator[NamedOption]:
+    """Yield the options that a parser is given; one that does not parse names none."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or getattr(call.func, "attr", "") != "add_argument":
+            continue
+        keywords = {word.arg: word.value for word in call.keywords}
+        action = _constant(keywords.get("action"))
+        values = "0" if action in _SWITCHES else _constant(keywords.get("nargs")) or "1"
+        default = _constant(keywords.get("default"))
+        for argument in call.args:
+            name = _constant(argument)
+            if name.startswith("--"):
+                yield NamedOption(name=name, default=default or "", values=values, source=source)
+
+
+def _patched_options(text: str, source: str) -> Iterator[NamedOption]:
+    """Yield the options that a patch adds; its lines are no whole program."""
+    for match in _PATCHED_OPTION.finditer(text):
+        following = text[match.end() : match.end() + 300].partition("add_argument")[0]
+        is_switch = any(action in match[2] + following for action in _SWITCHES)
+        yield NamedOption(
+            name=match[1], default="", values="0" if is_switch else "1", source=source
+        )
+
+
+def _record_fields(text: str, source: str) -> Iterator[NamedOption]:
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return
+    for record in ast.walk(tree):
+        if not isinstance(record, ast.ClassDef):
+            continue
+        for line in record.body:
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                name = line.target.id
+                default = _constant(line.value)
+                yield NamedOption(name=name, default=default, values="", source=source)
+
+
+def _constant(node: ast.expr | None) -> str:
+    """Return a constant as text; "" for none, and for what is computed."""
+    if isinstance(node, ast.Constant) and node.value is not None:
+        return _shorten(str(node.value))
+    return ""
+
+
+def _shorten(text: str) -> str:
+    plain = " ".join(text.split())
+    is_plain = plain.isascii() and plain.isprintable() and "$" not in plain
+    return plain if is_plain and len(plain) <= _MOST_OF_A_DEFAULT else ""
+
+
+def format_table(options: Sequence[NamedOption]) -> str:
+    """Return the table of a trainer as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    writer.writerows([o.name, o.default, o.values, o.source] for o in options)
+    return text.getvalue()
+
+
+def describe_changes(old: str, new: str) -> Iterator[str]:
+    """Yield what is new, gone or has another default in a table."""
+    before = {row["name"]: row["default"] for row in csv.DictReader(old.splitlines())}
+    after = {row["name"]: row["default"] for row in csv.DictReader(new.splitlines())}
+    for name in sorted(before.keys() | after.keys()):
+        if name not in before:
+            yield f"  + {name} {after[name]}".rstrip()
+        elif name not in after:
+            yield f"  - {name}"
+        elif before[name] != after[name]:
+            yield f"  ~ {name}: {before[name] or 'none'} -> {after[name] or 'none'}"
+
+
+def write_tables(folder: Path) -> Iterator[str]:
+    """Write the table of each trainer that is below a folder; yield what changed, line by line."""
+    commits = dict(_read_commits())
+    for entry in tomllib.loads(SOURCES.read_text(encoding="utf-8"))["trainer"]:
+        checkout = find_checkout(folder, entry["repository"])
+        if checkout is None:
+            yield f"{entry['name']}: {entry['repository']} is not below {folder}; its table stays"
+            continue
+        path = TABLES / f"{entry['name']}.csv"
+        old = path.read_text(encoding="utf-8") if path.is_file() else ",".join(_COLUMNS)
+        new = format_table(list_options(checkout, entry))
+        changes = list(describe_changes(old, new))
+        before = commits.get(entry["name"], ("", "none"))[1]
+        yield f"{entry['name']}: {before} -> {checkout.commit}, {len(changes)} changes"
+        yield from changes
+        commits[entry["name"]] = (entry["repository"], checkout.commit)
+        TABLES.mkdir(exist_ok=True)
+        path.write_text(new, encoding="utf-8")
+    lines = [f"{name},{repository},{commit}\n" for name, (repository, commit) in commits.items()]
+    (TABLES / "commits.csv").write_text("trainer,repository,commit\n" + "".join(lines))
+
+
+def _read_commits() -> Iterator[tuple[str, tuple[str, str]]]:
+    path = TABLES / "commits.csv"
+    if path.is_file():
+        for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
+            yield row["trainer"], (row["repository"], row["commit"])
+
+
+if __name__ == "__main__":
+    for printed in write_tables(Path(sys.argv[1])):
+        print(printed)

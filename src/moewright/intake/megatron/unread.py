@@ -1,0 +1,347 @@
+"""The words that no reader takes: known to change no plan, or named, or a reason to refuse.
+
+The tables in data/trainers have the options of each trainer, data/no_plan.toml those that change no
+plan. A word that is in neither is named; one that sounds of what a plan consists of refuses.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import tomllib
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from moewright.intake.megatron.options import option_table
+from moewright.intake.megatron.settings import Value, is_unset
+from moewright.spec.errors import BadInput, Reason
+
+_DATA = "moewright.intake.megatron"
+# What words are about, by what stands in their names between underscores.
+_TOPICS = {
+    "parallelism": r"parallel\w*|pipeline\w*|pipe|shard\w*|zero\d?|fsdp\w*|tp|pp|cp|ep|etp|dp|vpp"
+    r"|stage|stages|world_size|nnodes|num_nodes|nproc\w*|devices|overlap\w*",
+    "precision": r"fp\d+\w*|bf16|mxfp\w*|nvfp\w*|float\d*|half|int8|\w*dtype|precision|amp"
+    r"|quant\w*",
+    "the optimizer": r"optim\w*|adam\w*|muon|moment\w*|ddp|main_params|main_grads|lora\w*|peft",
+    "experts": r"moe\w*|expert\w*|dispatch\w*|deepep|router?|routing|topk|capacity|grouped|gemm",
+    "attention": r"att\w*|heads?|q|k|v|qk|qkv|kv|mla|rope|rotary\w*|window\w*|position\w*|mask",
+    "the batch": r"batch\w*|seq\w*|sequence\w*|length|packing|accum\w*|mbs|gbs|bsz|tokens",
+    "memory": r"recompute\w*|checkpoint(ed)?_(activation|layer)\w*|activations?|offload\w*|swap"
+    r"|graphs?",
+    "the model": r"layers?|hidden|ffn|intermediate|vocab\w*|norm\w*|bias|embed\w*|mtp|gated?|width"
+    r"|swiglu|glu|mamba|hybrid|residual|kernels?|fus\w+|dropout",
+}
+# Last parts of names that say nothing without the part before them.
+_GENERIC = (
+    *("name", "type", "enabled", "enable", "stage", "value", "kind", "impl", "size", "mode"),
+    *("num", "degree", "strategy", "method", "use", "format", "policy", "implementation"),
+)
+_NOTHING = ("false", "0", "0.0", "no", "off", "none")
+# Whose options stand in commands.
+_FORKS = ("pai", "mindspeed", "mindspeed_core", "linear_moe", "slime", "flagscale")
+_NEAR = 0.6
+_MOST_NAMED = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Harmless:
+    """Options that change no plan, and why.
+
+    `names` are patterns of last names with underscores, `settings` of full names; they count for
+    the trainers in `tables`, for all where there are none. What is `noted` changes something that a
+    plan leaves out, and is said each time.
+    """
+
+    reason: str
+    names: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
+    noted: bool = False
+
+    def covers(self, name: str, tables: Sequence[str]) -> bool:
+        """Whether an option of these trainers is among them."""
+        if self.tables and not set(self.tables) & set(tables):
+            return False
+        last = last_name(name)
+        return any(fnmatchcase(last, pattern) for pattern in self.names) or any(
+            fnmatchcase(name, pattern) for pattern in self.settings
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerOption:
+    """An option that a trainer has besides Megatron-LM's; `values` is as argparse's nargs."""
+
+    trainer: str
+    default: str
+    values: str
+
+    @property
+    def owner(self) -> str:
+        """Return the repository that it was read in."""
+        return _repositories()[self.trainer]
+
+
+def last_name(name: str) -> str:
+    """Return the last part of a setting's or an option's name as an argument is named."""
+    return name.rpartition(".")[2].lstrip("-").replace("-", "_")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VoidOptions:
+    """Options of Megatron-LM that say nothing without one of `needs`, or with one of `beside`."""
+
+    names: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
+    def covers(self, name: str, given: Container[str]) -> bool:
+        """Whether an option says nothing among those that are given."""
+        if not any(fnmatchcase(last_name(name), pattern) for pattern in self.names):
+            return False
+        lacks = bool(self.needs) and not any(other in given for other in self.needs)
+        return lacks or any(other in given for other in self.beside)
+
+
+@cache
+def _read_no_plan() -> Mapping[str, Any]:
+    text = resources.files(_DATA).joinpath("data/no_plan.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@cache
+def list_void() -> tuple[VoidOptions, ...]:
+    """Return the options that say nothing without another one, or beside it."""
+    return tuple(
+        VoidOptions(
+            names=tuple(entry["names"]),
+            needs=tuple(entry.get("needs", ())),
+            beside=tuple(entry.get("beside", ())),
+        )
+        for entry in _read_no_plan()["void"]
+    )
+
+
+@cache
+def list_harmless() -> tuple[Harmless, ...]:
+    """Return the closed list of options that change no plan."""
+    return tuple(
+        Harmless(
+            reason=entry["reason"],
+            names=tuple(entry.get("names", ())),
+            settings=tuple(entry.get("settings", ())),
+            tables=tuple(entry.get("tables", ())),
+            noted=entry.get("noted", False),
+        )
+        for entry in _read_no_plan()["option"]
+    )
+
+
+@cache
+def read_table(trainer: str) -> Mapping[str, TrainerOption]:
+    """Return the options of a trainer by name, as its repository has them."""
+    file = resources.files(_DATA).joinpath(f"data/trainers/{trainer}.csv")
+    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+    return {
+        row["name"]: TrainerOption(trainer=trainer, default=row["default"], values=row["values"])
+        for row in rows
+    }
+
+
+@cache
+def _repositories() -> Mapping[str, str]:
+    file = resources.files(_DATA).joinpath("data/trainers/commits.csv")
+    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+    return {row["trainer"]: row["repository"] for row in rows}
+
+
+def find_fork_option(name: str) -> TrainerOption | None:
+    """Return the option of a fork of Megatron-LM; None where no fork here has it."""
+    spellings = (name, f"--{last_name(name).replace('_', '-')}", f"--{last_name(name)}")
+    for trainer in _FORKS:
+        for spelled in spellings:
+            if option := read_table(trainer).get(spelled):
+                return option
+    return None
+
+
+@cache
+def _last_names(trainer: str) -> frozenset[str]:
+    return frozenset(map(last_name, read_table(trainer)))
+
+
+@cache
+def _megatron_names() -> frozenset[str]:
+    own = {option.dest for option in option_table().values()}
+    return frozenset(own | set(map(last_name, option_table())))
+
+
+def find_harmless(name: str, tables: Sequence[str]) -> Harmless | None:
+    """Return the entry of an option that changes no plan; None for another."""
+    return next((entry for entry in list_harmless() if entry.covers(name, tables)), None)
+
+
+def is_known(name: str, tables: Sequence[str], sections: Sequence[str] = ()) -> bool:
+    """Whether one of the trainers has this option: by its last name in one of `sections`."""
+    if re.fullmatch(r"_\w+_", last_name(name)):
+        return True  # what a dump has to be read again: _target_
+    if sections:
+        if not any(_is_inside(name, section) for section in sections):
+            return False
+        last = last_name(name)
+        return last in _megatron_names() or any(last in _last_names(table) for table in tables)
+    return any(name in read_table(table) for table in tables)
+
+
+def _is_inside(name: str, section: str) -> bool:
+    """Whether a name stands right in a section, in whose name * is one part."""
+    pattern = re.escape(section).replace(r"\*", "[^.]+")
+    return re.fullmatch(pattern, name.rpartition(".")[0]) is not None
+
+
+def find_topic(name: str) -> str:
+    """Return what a name is about that a plan consists of; "" where it sounds of nothing such."""
+    parts = [part for part in name.lstrip("-").replace("-", "_").split(".") if part]
+    last = parts[-1] if parts else ""
+    if last.casefold() in _GENERIC and len(parts) > 1:
+        last = f"{parts[-2]}_{last}"
+    spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", last).casefold()
+    for topic, words in _TOPICS.items():
+        if re.search(rf"(?<![a-z0-9])(?:{words})(?![a-z0-9])", spelled):
+            return topic
+    return ""
+
+
+def says_nothing(value: Value) -> bool:
+    """Whether a value is what a whole dump holds for things that are off."""
+    return is_unset(value) or (isinstance(value, str) and value.strip().lower() in _NOTHING)
+
+
+def sort_settings(
+    left: Mapping[str, Value],
+    tables: Sequence[str],
+    *,
+    sections: Sequence[str],
+    trainer: str,
+    known_names: Iterable[str] = (),
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (the names that are unread, notes) of leaves that no reader took.
+
+    `sections` are those in which the trainer's names stand by their last part; where there are
+    none, its tables have full names.
+
+    Raises:
+        BadInput: one of them sets something that a plan consists of.
+    """
+    unread: list[str] = []
+    refused: list[Reason] = []
+    noted: list[str] = []
+    for name, value in left.items():
+        known = is_known(name, tables, sections)
+        harmless = find_harmless(name, tables)
+        if known and harmless is not None:
+            if harmless.noted and not says_nothing(value):
+                noted.append(f"{name}: {harmless.reason}")
+            continue
+        if known and (says_nothing(value) or _is_default(name, value, tables)):
+            continue
+        topic = find_topic(name)
+        if topic and not says_nothing(value):
+            refused.append(_refuse(name, value, topic, trainer, known, known_names))
+        else:
+            unread.append(name)
+    if refused:
+        raise BadInput(*refused)
+    return tuple(unread), tuple(noted)
+
+
+def account_for_options(
+    names: Iterable[str], options: Mapping[str, tuple[str, ...]], foreign: Iterable[str]
+) -> tuple[str, ...]:
+    """Return notes on Megatron-LM's own options that no reader of a plan looked at.
+
+    `foreign` are the options beside them that are not Megatron-LM's.
+
+    Raises:
+        BadInput: one of them sets something that a plan consists of.
+    """
+    table = option_table()
+    left: list[str] = []
+    void: list[str] = []
+    noted: list[str] = []
+    refused: list[Reason] = []
+    for name in names:
+        if name not in table or " ".join(options[name]) == table[name].default:
+            continue
+        given = (*options, *foreign)
+        if any(entry.covers(name, given) for entry in list_void()):
+            void.append(name)
+            continue
+        harmless = find_harmless(name, ("megatron",))
+        topic = find_topic(name)
+        if harmless is not None and harmless.noted:
+            noted.append(f"{name}: {harmless.reason}")
+        elif harmless is None and topic and not says_nothing(" ".join(options[name]) or "on"):
+            rule = f"is about {topic} and cannot be planned here; left out, the rest is"
+            refused.append(Reason(field=name, value=" ".join(options[name])[:60], rule=rule))
+        else:
+            left.append(name)
+    if refused:
+        raise BadInput(*refused)
+    return (
+        *noted,
+        f"of no effect beside the others: {' '.join(void)}" if void else "",
+        f"not part of a plan: {' '.join(left)}" if left else "",
+    )
+
+
+def _is_default(name: str, value: Value, tables: Sequence[str]) -> bool:
+    plain = value if isinstance(value, str) else "[" + ",".join(value) + "]"
+    return any(
+        option.default.casefold() == plain.casefold()
+        for table in tables
+        for option in (read_table(table).get(name) or read_table(table).get(last_name(name)),)
+        if option is not None and option.default
+    )
+
+
+def _refuse(
+    name: str, value: Value, topic: str, trainer: str, known: bool, known_names: Iterable[str]
+) -> Reason:
+    shown = (value if isinstance(value, str) else ",".join(value))[:60].replace("\0", "$")
+    if known:
+        rule = f"is about {topic} and cannot be planned here; set to null it is left out"
+        return Reason(field=name, value=shown, rule=rule)
+    rule = f"is no setting of {trainer} that is known here, and sounds of {topic}"
+    return Reason(field=name, value=shown, rule=rule, nearest=nearest_name(name, known_names))
+
+
+def nearest_name(name: str, known_names: Iterable[str]) -> str:
+    """Return the known name that is most like another, its last part first; "" for none."""
+    names = list(known_names)
+    whole = get_close_matches(name, names, n=1, cutoff=0.85)
+    if whole:
+        return whole[0]
+    last = name.rpartition(".")[2]
+    by_last = {other.rpartition(".")[2]: other for other in names}
+    near = get_close_matches(last, by_last, n=1, cutoff=_NEAR)
+    return by_last[near[0]] if near else ""
+
+
+def group_names(names: Iterable[str]) -> Iterator[str]:
+    """Yield names, or a section with the number of its settings where they are many."""
+    by_section: dict[str, list[str]] = {}
+    for name in names:
+        by_section.setdefault(name.rpartition(".")[0], []).append(name)
+    for section, inside in by_section.items():
+        if not section or len(inside) <= _MOST_NAMED:
+            yield from inside
+        else:
+            first = ", ".join(name.rpartition(".")[2] for name in inside)
+            yield f"{section}: {first}"
