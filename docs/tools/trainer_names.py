@@ -90,8 +90,8 @@ def list_options(checkout: Checkout, entry: Mapping[str, Any]) -> tuple[NamedOpt
     """Return the options of a trainer by name; of two with one name the first with a default."""
     options: dict[str, NamedOption] = {}
     for option in _read_all(checkout, entry):
-        known = options.get(option.name)
-        if known is None or (not known.default and option.default):
+        first = options.get(option.name)
+        if first is None or (not first.default and option.default):
             options[option.name] = option
     return tuple(options[name] for name in sorted(options))
 

@@ -260,12 +260,11 @@ def _note_sections(dialect: ConfigDialect, tree: SettingTree) -> Iterator[str]:
     if not any("*" in section for section in dialect.sections):
         return
     places = sorted({name.rpartition(".")[0] for name in tree.names})
-    known = dialect.known_sections
     unknown = [
         place
         for place in places
         if any(fnmatchcase(place, section) for section in dialect.sections)
-        and not any(place == section for section in known)
+        and not any(place == section for section in dialect.known_sections)
     ]
     if unknown:
         yield f"sections that none of {dialect.name}'s examples has: {' '.join(unknown)}"

@@ -62,13 +62,14 @@ def read_hybrid(arguments: Arguments) -> HybridLayers | None:
     if any(depth != _MTP_PATTERN for depth in depths):
         rule = f"MTP depths other than {_MTP_PATTERN} cannot be planned here"
         raise BadInput(Reason(field=name, value=text[:60], rule=rule))
+    depth_count = arguments.integer("--mtp-num-layers")
     kinds = [_SYMBOLS[symbol] for symbol in pattern]
     return HybridLayers(
         mixers=tuple(mixer for mixer, _, _ in kinds),
         mlp_layers=tuple(has_mlp for _, has_mlp, _ in kinds),
         moe_layers=tuple(is_moe for _, _, is_moe in kinds),
         recurrent=_read_mamba(arguments) if "M" in pattern else None,
-        mtp_layers=len(depths) or arguments.integer("--mtp-num-layers"),
+        mtp_layers=len(depths) or depth_count,
     )
 
 

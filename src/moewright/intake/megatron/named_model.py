@@ -72,9 +72,9 @@ def check_sizes(arguments: Arguments, model: ModelSpec) -> None:
     Raises:
         BadInput: one is another.
     """
-    for name, own, given in _differences(arguments, model):
+    for name, own, text in _differences(arguments, model):
         rule = f"{model.name} has {own}"
-        raise BadInput(Reason(field=name, value=given, rule=rule, nearest=str(own)))
+        raise BadInput(Reason(field=name, value=text, rule=rule, nearest=str(own)))
 
 
 def with_sizes(arguments: Arguments, model: ModelSpec) -> tuple[ModelSpec, str]:
@@ -84,13 +84,13 @@ def with_sizes(arguments: Arguments, model: ModelSpec) -> tuple[ModelSpec, str]:
         BadInput: it is another model then, or a part of one that this one lacks.
     """
     changes: list[str] = []
-    for name, own, given in list(_differences(arguments, model)):
+    for name, own, text in list(_differences(arguments, model)):
         if name in _FIXED or own is None:
             has = f"has {own}" if own is not None else "has none"
             rule = f"{model.name} {has}; a model of other sizes needs all of them, --num-layers too"
-            raise BadInput(Reason(field=name, value=given, rule=rule, nearest=str(own or "")))
-        model = _replace(model, _SIZES[name], int(given))
-        changes.append(f"{name} {given}, not {own}")
+            raise BadInput(Reason(field=name, value=text, rule=rule, nearest=str(own or "")))
+        model = _replace(model, _SIZES[name], int(text))
+        changes.append(f"{name} {text}, not {own}")
     for name, holds in _SWITCHES.items():
         if arguments.has(name) and not holds(model):
             rule = f"does not hold of {model.name}"
@@ -106,11 +106,11 @@ def _differences(arguments: Arguments, model: ModelSpec) -> Iterator[tuple[str, 
         if name == _QUERY_GROUPS and model.attention.kind is AttentionKind.MLA:
             continue
         own = _get(model, place)
-        given = arguments.text(name)
+        text = arguments.text(name)
         if own is not None and not own and place.field == "dense_ffn_size":
             continue  # no layer is dense
-        if str(own) != given and not (not own and given == "0"):
-            yield name, own, given
+        if str(own) != text and not (not own and text == "0"):
+            yield name, own, text
 
 
 def _get(model: ModelSpec, place: SizeOption) -> Any:

@@ -95,18 +95,18 @@ def last_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VoidOptions:
-    """Options of Megatron-LM that say nothing without one of `needs`, or with one of `beside`."""
+    """Options that say nothing without one of `needs`, or with one of `excluded_by`."""
 
     names: tuple[str, ...]
     needs: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    excluded_by: tuple[str, ...] = ()
 
-    def covers(self, name: str, given: Container[str]) -> bool:
-        """Whether an option says nothing among those that are given."""
+    def covers(self, name: str, others: Container[str]) -> bool:
+        """Whether an option says nothing among others."""
         if not any(fnmatchcase(last_name(name), pattern) for pattern in self.names):
             return False
-        lacks = bool(self.needs) and not any(other in given for other in self.needs)
-        return lacks or any(other in given for other in self.beside)
+        lacks = bool(self.needs) and not any(other in others for other in self.needs)
+        return lacks or any(other in others for other in self.excluded_by)
 
 
 @cache
@@ -122,7 +122,7 @@ def list_void() -> tuple[VoidOptions, ...]:
         VoidOptions(
             names=tuple(entry["names"]),
             needs=tuple(entry.get("needs", ())),
-            beside=tuple(entry.get("beside", ())),
+            excluded_by=tuple(entry.get("excluded_by", ())),
         )
         for entry in _read_no_plan()["void"]
     )
@@ -243,17 +243,17 @@ def sort_settings(
     refused: list[Reason] = []
     noted: list[str] = []
     for name, value in left.items():
-        known = is_known(name, tables, sections)
+        has_name = is_known(name, tables, sections)
         harmless = find_harmless(name, tables)
-        if known and harmless is not None:
+        if has_name and harmless is not None:
             if harmless.noted and not says_nothing(value):
                 noted.append(f"{name}: {harmless.reason}")
             continue
-        if known and (says_nothing(value) or _is_default(name, value, tables)):
+        if has_name and (says_nothing(value) or _is_default(name, value, tables)):
             continue
         topic = find_topic(name)
         if topic and not says_nothing(value):
-            refused.append(_refuse(name, value, topic, trainer, known, known_names))
+            refused.append(_refuse(name, value, topic, trainer, has_name, known_names))
         else:
             unread.append(name)
     if refused:
@@ -279,8 +279,8 @@ def account_for_options(
     for name in names:
         if name not in table or " ".join(options[name]) == table[name].default:
             continue
-        given = (*options, *foreign)
-        if any(entry.covers(name, given) for entry in list_void()):
+        others = (*options, *foreign)
+        if any(entry.covers(name, others) for entry in list_void()):
             void.append(name)
             continue
         harmless = find_harmless(name, ("megatron",))
@@ -312,10 +312,10 @@ def _is_default(name: str, value: Value, tables: Sequence[str]) -> bool:
 
 
 def _refuse(
-    name: str, value: Value, topic: str, trainer: str, known: bool, known_names: Iterable[str]
+    name: str, value: Value, topic: str, trainer: str, has_name: bool, known_names: Iterable[str]
 ) -> Reason:
     shown = (value if isinstance(value, str) else ",".join(value))[:60].replace("\0", "$")
-    if known:
+    if has_name:
         rule = f"is about {topic} and cannot be planned here; set to null it is left out"
         return Reason(field=name, value=shown, rule=rule)
     rule = f"is no setting of {trainer} that is known here, and sounds of {topic}"
