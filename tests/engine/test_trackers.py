@@ -14,6 +14,7 @@ import pytest
 import tiny_jobs
 from moewright.engine.observe.trackers import open_trackers
 from moewright.rules.limits.engine_limits import unsupported_model
+from moewright.spec.extensions import list_extensions
 from moewright.spec.run import EvalRecord, StepRecord
 from moewright.spec.workload import DataSpec, Tracker
 
@@ -36,7 +37,7 @@ STEP = StepRecord(
 EVALUATION = EvalRecord(step=3, heldout_loss=2.4, unigram_entropy=4.0, tokens=64)
 
 
-def write_records(run_dir: Path, *trackers: Tracker) -> None:
+def write_records(run_dir: Path, *trackers: str) -> None:
     run_dir.mkdir(exist_ok=True)
     workload = replace(tiny_jobs.build_workload(DataSpec()), trackers=trackers)
     plan = tiny_jobs.build_plan(workload, "", world_size=1)
@@ -184,3 +185,38 @@ def test_wandb_itself_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.Mo
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     assert list(folder.glob("*.wandb"))
     assert (tmp_path / "run" / "tracker_wandb.txt").read_text().strip() in folder.name
+
+
+def test_a_tracker_of_an_installed_package_follows_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    info = site / "acme-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[moewright.trackers]\nacme = acme_lines:open_lines\nbroken = acme_nowhere:nothing\n"
+    )
+    (site / "acme_lines.py").write_text(
+        "class Lines:\n"
+        "    def __init__(self, path):\n"
+        "        self.path = path\n"
+        "    def log(self, scalars, step):\n"
+        "        self.path.write_text(f\"{step} {scalars.get('train/loss')}\")\n"
+        "    def close(self):\n"
+        "        pass\n"
+        "def open_lines(run_dir, config):\n"
+        "    assert config['layout']['tp'] == 1\n"
+        "    return Lines(run_dir / 'acme.txt')\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+    list_extensions.cache_clear()
+    monkeypatch.setattr("sys.path", list(sys.path))
+    try:
+        workload = replace(tiny_jobs.build_workload(DataSpec()), trackers=("acme", "acne"))
+        (refusal,) = unsupported_model(tiny_jobs.MODEL, workload)
+        assert (refusal.value, refusal.nearest) == ("acne", "acme")
+        write_records(tmp_path / "run", "acme", "broken")
+        assert (tmp_path / "run" / "acme.txt").read_text().startswith("3 ")
+    finally:
+        list_extensions.cache_clear()

@@ -83,8 +83,8 @@ class HardwareTable(Record):
                     "devices_per_domain": fabric.domain_size,
                     "domain_GBps": fabric.domain_Bps.value / 1e9,
                     "network_GBps": fabric.network_Bps.value / 1e9,
-                    "domain": fabric.domain.value,
-                    "network": fabric.network.value,
+                    "domain": str(fabric.domain),
+                    "network": str(fabric.network),
                     "source": device.memory_Bps.source,
                 }
             )
@@ -152,7 +152,7 @@ def hardware(on: str = "", *, network: str = "") -> Hardware | HardwareTable:
         >>> import moewright as mw
         >>> mw.hardware("8xH100").count
         8
-        >>> mw.hardware("64xH100", network="efa").fabric.network.value
+        >>> mw.hardware("64xH100", network="efa").fabric.network
         'efa'
         >>> "H800 SXM" in [row["device"] for row in mw.hardware().to_rows()]
         True

@@ -11,6 +11,7 @@ from moewright.codec.data import (
 from moewright.codec.files import (
     append_line,
     parse_json,
+    parse_toml,
     read_bytes,
     read_complete_lines,
     read_json,
@@ -60,6 +61,7 @@ __all__ = [
     "parse_count",
     "parse_json",
     "parse_layout",
+    "parse_toml",
     "read_bytes",
     "read_complete_lines",
     "read_incidents",

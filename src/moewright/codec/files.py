@@ -173,7 +173,11 @@ def parse_json(text: str, *, where: str, floats: FloatPolicy = FloatPolicy.FINIT
 
 def read_toml_data(path: Path) -> dict[str, Any]:
     """Return the plain data of a TOML file."""
-    text = read_text(path)
+    return parse_toml(read_text(path), where=str(path))
+
+
+def parse_toml(text: str, *, where: str) -> dict[str, Any]:
+    """Return the plain data of TOML text; `where` names it in the reasons of BadInput."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -182,7 +186,7 @@ def read_toml_data(path: Path) -> dict[str, Any]:
         rule = "holds a number with too many digits"
     except RecursionError:
         rule = "is nested too deeply"
-    raise BadInput(Reason(field=str(path), rule=rule))
+    raise BadInput(Reason(field=where, rule=rule))
 
 
 def write_text(path: Path, text: str) -> None:

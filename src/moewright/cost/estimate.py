@@ -406,7 +406,7 @@ def _facts(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[tup
         unused |= frozenset(LORA_CONSTANTS)
     if sym.dtype is not Dtype.NVFP4:
         unused |= frozenset(NVFP4_CONSTANTS)
-    if fabric.network is not NetworkKind.EFA:
+    if fabric.network != NetworkKind.EFA:
         unused |= frozenset(EFA_CONSTANTS)
     unused |= frozenset(name for name in EAGER_CONSTANTS if not rates.constants[name])
     for constant in rates.constants.list_all():

@@ -150,7 +150,7 @@ def job_choices(model: ModelSpec, workload: Workload, hardware: Hardware) -> Ite
     yield f"devices~{4 ** round(log(hardware.count, 4))}"
     yield f"precision={workload.precision.value}"
     if hardware.fabric.domain_size < hardware.count:
-        yield f"network={hardware.fabric.network.value}"
+        yield f"network={hardware.fabric.network}"
     if workload.trainer.attention_backend.keeps_scores:
         yield "attention=unfused"
     if model.moe_layer_count:

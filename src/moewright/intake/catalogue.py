@@ -11,8 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moewright.codec import closest_match, parse_json, read_toml
+from moewright.codec import closest_match, from_data, parse_json, read_toml, to_data
 from moewright.intake import hf
+from moewright.intake.added_catalogues import check_new_names, read_added_files
 from moewright.intake.devices import (
     MAX_DEVICES,
     DeviceEntry,
@@ -121,6 +122,22 @@ class ModelEntry:
     source: str
     verified: bool
     note: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _AddedModel:
+    """A model in the models.json of a package, by its name; `config` is its config.json."""
+
+    source: str
+    config: Mapping[str, Any]
+    verified: bool = False
+    note: str = ""
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _AddedModels:
+    models: Mapping[str, _AddedModel]
 
 
 def model(name: str) -> ModelSpec:
@@ -334,5 +351,9 @@ def _without_organisation(name: str) -> str:
 @cache
 def _read_models() -> Mapping[str, Any]:
     file = resources.files("moewright.intake").joinpath("data/models.json")
-    table: Mapping[str, Any] = parse_json(file.read_text(encoding="utf-8"), where="models.json")
-    return table
+    table: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"), where="models.json")
+    for where, text in read_added_files("models.json"):
+        added = from_data(_AddedModels, {"models": parse_json(text, where=where)}, where=where)
+        check_new_names(added.models, table, where=where)
+        table |= {name: to_data(entry) for name, entry in added.models.items()}
+    return MappingProxyType(table)

@@ -10,7 +10,8 @@ from importlib import resources
 from typing import TypeVar
 
 from moewright.codec import from_data, parse_json
-from moewright.intake.networks import complete_fabric
+from moewright.intake.added_catalogues import check_new_names, read_added_files
+from moewright.intake.networks import check_networks, complete_fabric
 from moewright.spec.hardware import (
     Constant,
     Curve,
@@ -117,8 +118,8 @@ class DeviceEntry:
     network_Bps: float
     network_kind: SourceKind
     constants: tuple[ConstantEntry, ...]
-    domain: NetworkKind = NetworkKind.NVLINK
-    network: NetworkKind = NetworkKind.IB
+    domain: str = NetworkKind.NVLINK
+    network: str = NetworkKind.IB
     kind: DeviceKind = DeviceKind.CUDA
     words: tuple[str, ...] = ()  # words of its name that set it apart from others of its chip
 
@@ -164,9 +165,30 @@ class _DeviceTable:
     parts: tuple[DeviceEntry, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _AddedDevices:
+    """The hardware.json of a package: what the devices share is the catalogue's."""
+
+    parts: tuple[DeviceEntry, ...]
+
+
+@cache
 def read_devices() -> tuple[DeviceEntry, ...]:
-    """Return every known device, in the order of the file."""
-    return _read_device_table().parts
+    """Return every known device, in the order of the file, and then those of installed packages.
+
+    Raises:
+        BadInput: the file of a package is at fault.
+    """
+    devices = _read_device_table().parts
+    for where, text in read_added_files("hardware.json"):
+        added = from_data(_AddedDevices, parse_json(text, where=where), where=where).parts
+        known = [name for device in devices for name in (device.name, *device.aliases)]
+        names = [name for device in added for name in (device.name, *device.aliases)]
+        check_new_names(names, known, where=where)
+        for device in added:
+            check_networks((device.domain, device.network), where=f"{where}: {device.name}")
+        devices = (*devices, *added)
+    return devices
 
 
 def device_names() -> tuple[str, ...]:

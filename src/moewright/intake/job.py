@@ -34,6 +34,7 @@ from moewright.codec.layout_text import FIELD_OF_KEY
 from moewright.intake import catalogue, hf, hub
 from moewright.intake.devices import MAX_DEVICES, device_names, find_device
 from moewright.intake.job_workload import count_keys, read_workload, resolve_beside
+from moewright.intake.networks import read_networks
 from moewright.spec.choices import FieldKind
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import NetworkKind
@@ -260,7 +261,7 @@ def _read_network(value: Any, where: str) -> str:
     """Return the names of the kinds of network, joined by "+"; "" leaves the hardware's own."""
     if value == "":
         return ""
-    kinds = [kind.value for kind in NetworkKind]
+    kinds = tuple(read_networks())
     names = value.split("+") if isinstance(value, str) else [""]
     unknown = next((name for name in names if name not in kinds), None)
     if unknown is None:

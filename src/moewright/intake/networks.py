@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-from moewright.codec import closest_match, from_data, read_toml_data
+from moewright.codec import closest_match, from_data, parse_toml, read_toml_data
+from moewright.intake.added_catalogues import check_new_names, read_added_files
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Constant,
@@ -38,7 +40,7 @@ class NetworkEntry:
     library has kernels for.
     """
 
-    kind: NetworkKind
+    kind: str
     joins: NetworkLevel
     title: str
     source: str
@@ -90,10 +92,33 @@ class _NetworkTable:
 
 
 @cache
-def read_networks() -> dict[NetworkKind, NetworkEntry]:
-    """Return the kinds of network, in the order of the file."""
+def read_networks() -> dict[str, NetworkEntry]:
+    """Return the kinds of network, in the order of the file, and then those of installed packages.
+
+    Raises:
+        BadInput: the file of a package is at fault.
+    """
     table = from_data(_NetworkTable, read_toml_data(_NETWORKS), where=_NETWORKS.name)
-    return {entry.kind: entry for entry in table.network}
+    networks = {entry.kind: entry for entry in table.network}
+    for where, text in read_added_files("networks.toml"):
+        added = from_data(_NetworkTable, parse_toml(text, where=where), where=where)
+        check_new_names([entry.kind for entry in added.network], networks, where=where)
+        networks |= {entry.kind: entry for entry in added.network}
+    return networks
+
+
+def check_networks(names: Iterable[str], *, where: str) -> None:
+    """Refuse kinds of network that nobody has described.
+
+    Raises:
+        BadInput: a kind is not known, with the nearest.
+    """
+    kinds = tuple(read_networks())
+    for name in names:
+        if name not in kinds:
+            rule = f"must be one of {', '.join(kinds)}"
+            nearest = closest_match(name[:60], kinds) or NetworkKind.IB.value
+            raise BadInput(Reason(field=where, value=name[:60], rule=rule, nearest=nearest))
 
 
 def apply_network(hardware: Hardware, text: str) -> Hardware:
@@ -106,9 +131,9 @@ def apply_network(hardware: Hardware, text: str) -> Hardware:
     """
     for name in text.split("+") if text.strip() else ():
         entry = _find_entry(name.strip().casefold(), hardware)
-        if entry.joins is NetworkLevel.DOMAIN and entry.kind is not hardware.fabric.domain:
+        if entry.joins is NetworkLevel.DOMAIN and entry.kind != hardware.fabric.domain:
             hardware = _change_domain(hardware, entry)
-        elif entry.joins is NetworkLevel.NETWORK and entry.kind is not hardware.fabric.network:
+        elif entry.joins is NetworkLevel.NETWORK and entry.kind != hardware.fabric.network:
             hardware = _change_network(hardware, entry)
     return hardware
 
@@ -117,8 +142,12 @@ def complete_fabric(hardware: Hardware) -> Hardware:
     """Return the hardware with what its kinds of network imply: paths of libraries, constants.
 
     Constants that the hardware has already win.
+
+    Raises:
+        BadInput: a kind of its fabric is not known.
     """
     fabric = hardware.fabric
+    check_networks((fabric.domain, fabric.network), where="fabric")
     entries = (read_networks()[fabric.domain], read_networks()[fabric.network])
     own_names = {constant.name for constant in hardware.constants}
     implied = [
@@ -139,17 +168,17 @@ def _find_entry(name: str, hardware: Hardware) -> NetworkEntry:
     networks = read_networks()
     own = (hardware.fabric.domain, hardware.fabric.network)
     possible = [
-        entry.kind.value
+        entry.kind
         for entry in networks.values()
         if entry.kind in own or entry.is_possible_for(hardware)
     ]
-    entry = networks[NetworkKind(name)] if name in tuple(NetworkKind) else None
-    if entry is not None and entry.kind.value in possible:
+    entry = networks.get(name)
+    if entry is not None and entry.kind in possible:
         return entry
     rule = f"must be one of {', '.join(possible)}"
     if entry is not None:
         rule = f"{hardware.device.name} cannot have it; {rule}"
-    nearest = closest_match(name, possible) or hardware.fabric.network.value
+    nearest = closest_match(name, possible) or str(hardware.fabric.network)
     raise BadInput(Reason(field="network", value=name[:60], rule=rule, nearest=nearest))
 
 

@@ -119,7 +119,7 @@ class Device:
 
 
 class NetworkKind(StrEnum):
-    """The kinds of network: those that join a domain's devices, and those between domains."""
+    """The known kinds of network: those that join a domain's devices, and those between domains."""
 
     NVLINK = "nvlink"  # NVLink switches of one node
     NVL36 = "nvl36"
@@ -167,8 +167,8 @@ class Fabric:
     network_latency_s: Sourced
     times: tuple[CollectiveTime, ...] = ()  # measured curves, preferred to the formula
     links: tuple[Link, ...] = ()  # measured; not used by estimates, they show which link is slow
-    domain: NetworkKind = NetworkKind.NVLINK
-    network: NetworkKind = NetworkKind.IB
+    domain: str = NetworkKind.NVLINK  # a NetworkKind, or the name of one that a package adds
+    network: str = NetworkKind.IB
     library_paths: tuple[LibraryPath, ...] = ()
 
 

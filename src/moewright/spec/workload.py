@@ -304,7 +304,7 @@ class TrainerSpec:
 
 
 class Tracker(StrEnum):
-    """The services that follow a run besides TensorBoard."""
+    """The known services that follow a run besides TensorBoard."""
 
     WANDB = "wandb"  # Weights & Biases
     MLFLOW = "mlflow"
@@ -496,7 +496,7 @@ class Workload(Record):
     # steps between checks that no bit of the state has changed but by updates; 0: none
     check_every: int = 0
     # where scalars of a run go besides TensorBoard
-    trackers: tuple[Tracker, ...] = ()
+    trackers: tuple[str, ...] = ()  # of Tracker, or names of those that packages add
     profile: ProfileSpec = ProfileSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     muon: MuonSpec = MuonSpec()  # where it updates the matrices of layers

@@ -156,7 +156,7 @@ class CollectiveModel:
         local = span.ranks_per_domain
         inside_s = domain_bytes * (local - 1) / local / self._domain_Bps
         network_Bps = self._network_Bps
-        if self._fabric.network is NetworkKind.EFA:
+        if self._fabric.network == NetworkKind.EFA:
             network_Bps *= c["efa_alltoall_share"]
         between_s = payload_bytes * (1 - 1 / span.domains) / network_Bps
         moving_s = c["alltoall_inside_time_scale"] * inside_s

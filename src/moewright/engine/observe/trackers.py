@@ -9,12 +9,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from moewright.codec import read_text, to_data, write_text
+from moewright.spec.extensions import ExtensionPoint, load_extension
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, LayerLoad, PairRewards, Session, StepRecord
 from moewright.spec.workload import Tracker
@@ -103,12 +104,22 @@ def open_trackers(plan: Plan, run_dir: Path, *, first_step: int) -> ScalarWriter
         "hardware": plan.hardware.device.name,
     }
     for kind in plan.workload.trackers:
-        maker = WandbTracker if kind is Tracker.WANDB else MlflowTracker
         try:
-            trackers[kind] = maker(run_dir, config)
+            trackers[kind] = _find_tracker(kind)(run_dir, config)
         except Exception as error:  # no network, no login: whatever it is, the run goes on
             print(f"{kind} does not follow this run: {error}", file=sys.stderr)
     return ScalarWriter(trackers)
+
+
+def _find_tracker(name: str) -> Callable[[Path, Mapping[str, Any]], ScalarTracker]:
+    """Return what opens a tracker for a run folder and its configuration."""
+    if name == Tracker.WANDB:
+        return WandbTracker
+    if name == Tracker.MLFLOW:
+        return MlflowTracker
+    opener: Callable[[Path, Mapping[str, Any]], ScalarTracker]
+    opener = load_extension(ExtensionPoint.TRACKERS, name)
+    return opener
 
 
 class TensorBoardTracker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import islice
 
@@ -19,6 +20,7 @@ from moewright.rules.shapes.fsdp import is_fsdp_sharded
 from moewright.rules.shapes.parameters import parameters
 from moewright.rules.shared_choices import parted_choices
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.extensions import ExtensionPoint, list_extensions
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
     CapacityFill,
@@ -38,6 +40,7 @@ from moewright.spec.workload import (
     ExpertKernels,
     MatrixUpdate,
     Objective,
+    Tracker,
     Workload,
 )
 
@@ -344,16 +347,8 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         ("cross_entropy", trainer.cross_entropy, CrossEntropyKernel.FP32),
         ("unfused", "+".join(trainer.unfused), ""),
     )
-    missing_trackers = [kind for kind in workload.trackers if find_spec(kind) is None]
     return (
-        *(
-            Reason(
-                field="train.trackers",
-                value=kind,
-                rule=f"needs the package {kind}, which is not installed: pip install {kind}",
-            )
-            for kind in missing_trackers
-        ),
+        *_check_trackers(workload),
         *(
             Reason(field=f"train.{field}", value=str(value), rule=_NOT_YET, nearest=str(own))
             for field, value, own in choices
@@ -380,6 +375,21 @@ def _check_objective(model: ModelSpec, workload: Workload) -> Iterator[Reason]:
         rule = "MTP depths learn next tokens, of which objective=dpo has none"
         value = f"{workload.loss.mtp_coeff:g}"
         yield Reason(field="train.mtp_coeff", value=value, rule=rule, nearest="0")
+
+
+def _check_trackers(workload: Workload) -> Iterator[Reason]:
+    added = list_extensions(ExtensionPoint.TRACKERS)
+    for name in workload.trackers:
+        if name in added:
+            continue
+        if name not in tuple(Tracker):
+            known = (*Tracker, *added)
+            rule = f"must be one of {', '.join(known)}"
+            near = next(iter(get_close_matches(name, known, n=1)), Tracker.WANDB.value)
+            yield Reason(field="train.trackers", value=name[:60], rule=rule, nearest=near)
+        elif find_spec(name) is None:
+            rule = f"needs the package {name}, which is not installed: pip install {name}"
+            yield Reason(field="train.trackers", value=name, rule=rule)
 
 
 def _check_muon_moments(workload: Workload) -> Iterator[Reason]:

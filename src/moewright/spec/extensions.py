@@ -1,0 +1,52 @@
+"""What installed packages add to moewright, by entry points: docs/how_to/extend.md.
+
+A package names what it adds in its pyproject.toml; nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import Any
+
+from moewright.spec.errors import BadInput, Reason
+
+
+class ExtensionPoint(StrEnum):
+    """The groups of entry points that are read."""
+
+    CATALOGUE = "moewright.catalogue"  # a package with files of devices, networks and models
+    TRACKERS = "moewright.trackers"  # a class that takes the scalars of a run
+
+
+@cache
+def list_extensions(point: ExtensionPoint) -> Mapping[str, EntryPoint]:
+    """Return the entry points of a group by name, sorted.
+
+    Raises:
+        BadInput: two packages add the same name; which of them is meant is not known.
+    """
+    found: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=point.value), key=lambda entry: entry.name):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            rule = f"two installed packages add it: {other.value} and {entry.value}"
+            raise BadInput(Reason(field=point.value, value=entry.name, rule=rule))
+    return MappingProxyType(found)
+
+
+def load_extension(point: ExtensionPoint, name: str) -> Any:
+    """Import what an entry point names.
+
+    Raises:
+        BadInput: it cannot be imported.
+    """
+    entry = list_extensions(point)[name]
+    try:
+        return entry.load()
+    except Exception as error:  # whatever the code of another package raises
+        rule = f"{entry.value} cannot be imported ({type(error).__name__}: {error})"
+        raise BadInput(Reason(field=point.value, value=name, rule=rule)) from None
