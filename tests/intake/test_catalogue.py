@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moewright.api.catalogues import models as list_models
 from moewright.codec import write_toml
 from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
@@ -206,3 +207,33 @@ def test_spoilt_hardware_files(tmp_path: Path, what: str) -> None:
     with pytest.raises(BadInput) as caught:
         catalogue.hardware(str(path))
     assert f"machine.toml: {what}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("16h100", 16),
+        ("2 nodes H100", 16),
+        ("2 nodes of 8xH100", 16),
+        ("3 nodes x 4 GB200", 12),
+        ("2Nodes h100", 16),
+        ("910C", 1),
+        ("1 node RTX4090", 8),
+    ],
+)
+def test_devices_are_counted_as_people_write_them(text: str, count: int) -> None:
+    assert catalogue.hardware(text).count == count
+
+
+@pytest.mark.parametrize("text", ["2 nodes 3 nodes H100", "0 nodes H100", "2 nodes X9"])
+def test_nodes_that_say_nothing_are_refused(text: str) -> None:
+    with pytest.raises(BadInput):
+        catalogue.hardware(text)
+
+
+def test_models_are_listed_by_parts_of_their_names() -> None:
+    names = [row["model"] for row in list_models("qwen3 a3b").to_rows()]
+    assert "Qwen/Qwen3-30B-A3B" in names
+    assert all("qwen3" in name.casefold() and "a3b" in name.casefold() for name in names)
+    with pytest.raises(BadInput, match="Qwen"):
+        list_models("qwem")

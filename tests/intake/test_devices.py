@@ -104,7 +104,7 @@ def test_figures_hang_together(name: str) -> None:
         if narrow in peaks:
             assert peaks[narrow] == pytest.approx(2 * peaks[Dtype.BF16], rel=0.02)
     assert (Dtype.FP8 in peaks) == (not name.startswith(WITHOUT_FP8))
-    margin = 1 if fabric.domain is NetworkKind.PCIE else 4
+    margin = 1 if fabric.domain == NetworkKind.PCIE else 4
     assert margin * fabric.network_Bps.value <= fabric.domain_Bps.value < device.memory_Bps.value
     assert fabric.domain_size % fabric.devices_per_node == 0
     assert 0 < fabric.domain_latency_s.value <= fabric.network_latency_s.value < 1e-3

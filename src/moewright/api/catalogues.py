@@ -10,6 +10,7 @@ from moewright.intake import catalogue, hub
 from moewright.intake.catalogue import ModelEntry
 from moewright.intake.devices import device_names
 from moewright.rules.shapes.parameters import count_parameters
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.record import Record, Row
@@ -91,15 +92,28 @@ class HardwareTable(Record):
         return rows
 
 
-def models() -> ModelTable:
-    """List the models that are known by name.
+def models(words: str = "") -> ModelTable:
+    """List the models that are known by name, or those whose names have all of some words.
+
+    Raises:
+        BadInput: no name has them, with the nearest.
 
     Example:
         >>> import moewright as mw
         >>> "Qwen/Qwen3-30B-A3B" in [row["model"] for row in mw.models().to_rows()]
         True
     """
-    return ModelTable(models=tuple(_summarize_model(entry) for entry in catalogue.models()))
+    folded = words.casefold().split()
+    entries = [
+        entry
+        for entry in catalogue.models()
+        if all(word in entry.name.casefold() for word in folded)
+    ]
+    if not entries:
+        rule = "is in no name of a model of the catalogue"
+        near = catalogue.nearest_model(words)
+        raise BadInput(Reason(field="models", value=words[:80], rule=rule, nearest=near))
+    return ModelTable(models=tuple(_summarize_model(entry) for entry in entries))
 
 
 def _summarize_model(entry: ModelEntry) -> ModelSummary:

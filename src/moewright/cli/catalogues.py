@@ -12,17 +12,19 @@ if TYPE_CHECKING:
     from moewright.spec.record import Row
 
 
-def models(*, json: JsonOption = None) -> int:
+def models(*words: str, json: JsonOption = None) -> int:
     """List the models that are known by name, with the sources of their figures.
 
     Parameters
     ----------
+    words
+        Parts of a name, in either case, such as "qwen3 moe"; all models when not given.
     json
         Write the table to this file; "-": to standard output, and the text to standard error.
     """
     from moewright.api.catalogues import models as list_models
 
-    table = list_models()
+    table = list_models(" ".join(words))
     with write_answer(table, json) as console:
         for line in _format_lines(table.to_rows()):
             console.print(line, soft_wrap=True)

@@ -5,6 +5,7 @@ A record is one parameter of a verb; its fields are options of the command line.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +49,18 @@ def _read_count(_: type, tokens: Sequence[Token]) -> int:
         return parse_count(token.value, token.keyword or "")
 
 
+def _read_length(_: type, tokens: Sequence[Token]) -> int:
+    """Return a length in tokens; say so where 4k is 4,000 and 4,096 may be meant."""
+    (token,) = tokens
+    length = _read_count(int, tokens)
+    text = token.value.strip()
+    thousands = text[:-1]
+    if text[-1:] in ("k", "K") and thousands.isdecimal() and int(thousands).bit_count() == 1:
+        binary = f"{thousands}Ki is {int(thousands) * 1024:,}"
+        print(f"moewright: {token.keyword} {text} is {length:,} tokens; {binary}", file=sys.stderr)
+    return length
+
+
 def _read_counts(_: type, tokens: Sequence[Token]) -> tuple[int, ...]:
     """Return as many counts as there are tokens."""
     return tuple(_read_count(int, (token,)) for token in tokens)
@@ -62,6 +75,7 @@ Verbose = Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")]
 Count = Annotated[int, Parameter(converter=_read_count)]
 # Words that begin with hyphens are the value here, not options.
 ShellWords = Annotated[str, Parameter(allow_leading_hyphen=True)]
+OptionalLength = Annotated[int | None, Parameter(converter=_read_length)]
 OptionalCount = Annotated[int | None, Parameter(converter=_read_count)]
 
 
@@ -94,7 +108,7 @@ class BatchOptions:
         e4m3 in blocks of 128, none for the precision.
     """
 
-    seq_len: OptionalCount = None
+    seq_len: OptionalLength = None
     global_batch: OptionalCount = None
     precision: Dtype | None = None
     network: str = ""
@@ -192,7 +206,7 @@ class FineTuningOptions:
 
     nproc: OptionalCount = None
     epochs: float | None = None
-    seq_len: OptionalCount = None
+    seq_len: OptionalLength = None
     global_batch: OptionalCount = None
     lr: float | None = None
     lora: str = ""

@@ -11,6 +11,12 @@ from moewright.spec.errors import BadInput, Reason
 
 # 8xH100, 8 x H100, 8*H100, 8 H100. Any number is read here, so that a wrong count can be named.
 _COUNT_FIRST = re.compile(r"([+-]?[\d.,_]*\d(?:e[+-]?\d+)?)(?:\s*[xX×*]\s*|\s+)(.*\S)")
+# 16h100: what follows the digits has to be a device, for some names begin with digits.
+_COUNT_JOINED = re.compile(r"(\d{1,9})([a-zA-Z].*\S)")
+# 2 nodes H100, 2 nodes of 8xH100, 4 nodes x 8 H100
+_NODES = re.compile(
+    r"(\d{1,9})\s*nodes?(?:\s*[x×*,]\s*|\s+(?:of|with)\s+|\s+)(.*\S)", re.IGNORECASE
+)
 # H100x8, H100 x 8, H100*8, H100:8
 _COUNT_LAST = re.compile(r"(.*\S)\s*[xX×*:]\s*([\d_]+)")
 
@@ -36,12 +42,20 @@ class HardwareText:
 def parse_hardware_text(text: str) -> HardwareText:
     """Split "8xH100", "H100x8", "2xpath/machine.toml" or "NVIDIA H20" into a count and a name.
 
+    "2 nodes of 8xH100" is 16; without a count "2 nodes H100" takes the device's nodes.
+
     Raises:
         BadInput: the count is not a whole number in 1..MAX_DEVICES.
     """
     plain = text.strip()
     if find_device(plain) is not None:
         return HardwareText(name=plain, count=None)
+    nodes = _NODES.fullmatch(plain)
+    if nodes is not None:
+        return _read_nodes(nodes[1], nodes[2], text)
+    joined = _COUNT_JOINED.fullmatch(plain)
+    if joined is not None and find_device(joined[2]) is not None:
+        return HardwareText(name=joined[2], count=_parse_device_count(joined[1], joined[2], text))
     first = _COUNT_FIRST.fullmatch(plain)
     if first is not None:
         return HardwareText(name=first[2], count=_parse_device_count(first[1], first[2], text))
@@ -50,6 +64,26 @@ def parse_hardware_text(text: str) -> HardwareText:
     if last is not None and _resembles_hardware(last[1]):
         return HardwareText(name=last[1], count=_parse_device_count(last[2], last[1], text))
     return HardwareText(name=plain, count=None)
+
+
+def _read_nodes(nodes: str, node: str, text: str) -> HardwareText:
+    """Return so many times what a node has, by the text or by the catalogue.
+
+    The size of a node that a file describes is the file's to say, so it needs a count here.
+    """
+    if _NODES.fullmatch(node) is not None:
+        raise _refusal(text, "says twice how many nodes there are", f"{nodes} nodes of 8xH100")
+    each = parse_hardware_text(node)
+    device = find_device(each.name)
+    if each.count is not None:
+        devices = each.count
+    elif device is not None:
+        devices = device.devices_per_node
+    else:
+        rule = "how many devices a node has is not known; say it"
+        raise _refusal(text, rule, f"{nodes} nodes of 8x{each.name[:60]}")
+    count = _parse_device_count(str(int(nodes) * devices), each.name, text)
+    return HardwareText(name=each.name, count=count)
 
 
 def _is_file(name: str) -> bool:
