@@ -232,7 +232,7 @@ def test_nodes_that_say_nothing_are_refused(text: str) -> None:
 
 
 def test_models_are_listed_by_parts_of_their_names() -> None:
-    names = [row["model"] for row in list_models("qwen3 a3b").to_rows()]
+    names = [summary.model for summary in list_models("qwen3 a3b").models]
     assert "Qwen/Qwen3-30B-A3B" in names
     assert all("qwen3" in name.casefold() and "a3b" in name.casefold() for name in names)
     with pytest.raises(BadInput, match="Qwen"):
