@@ -22,13 +22,13 @@ def read_added_files(file_name: str) -> Iterator[tuple[str, str]]:
             yield f"{entry.value}/{file_name}", file.read_text(encoding="utf-8")
 
 
-def check_new_names(names: Iterable[str], known: Iterable[str], *, where: str) -> None:
+def check_new_names(names: Iterable[str], own_names: Iterable[str], *, where: str) -> None:
     """Refuse names that the catalogue has already: an estimate would not say which it used.
 
     Raises:
         BadInput: a name is known, whatever the case of its letters.
     """
-    folded = {name.casefold() for name in known}
+    folded = {name.casefold() for name in own_names}
     for name in names:
         if name.casefold() in folded:
             rule = "is in the catalogue already; an added entry needs a name of its own"

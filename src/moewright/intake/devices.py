@@ -182,9 +182,9 @@ def read_devices() -> tuple[DeviceEntry, ...]:
     devices = _read_device_table().parts
     for where, text in read_added_files("hardware.json"):
         added = from_data(_AddedDevices, parse_json(text, where=where), where=where).parts
-        known = [name for device in devices for name in (device.name, *device.aliases)]
+        own_names = [name for device in devices for name in (device.name, *device.aliases)]
         names = [name for device in added for name in (device.name, *device.aliases)]
-        check_new_names(names, known, where=where)
+        check_new_names(names, own_names, where=where)
         for device in added:
             check_networks((device.domain, device.network), where=f"{where}: {device.name}")
         devices = (*devices, *added)

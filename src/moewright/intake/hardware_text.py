@@ -73,17 +73,17 @@ def _read_nodes(nodes: str, node: str, text: str) -> HardwareText:
     """
     if _NODES.fullmatch(node) is not None:
         raise _refusal(text, "says twice how many nodes there are", f"{nodes} nodes of 8xH100")
-    each = parse_hardware_text(node)
-    device = find_device(each.name)
-    if each.count is not None:
-        devices = each.count
+    one_node = parse_hardware_text(node)
+    device = find_device(one_node.name)
+    if one_node.count is not None:
+        devices = one_node.count
     elif device is not None:
         devices = device.devices_per_node
     else:
         rule = "how many devices a node has is not known; say it"
-        raise _refusal(text, rule, f"{nodes} nodes of 8x{each.name[:60]}")
-    count = _parse_device_count(str(int(nodes) * devices), each.name, text)
-    return HardwareText(name=each.name, count=count)
+        raise _refusal(text, rule, f"{nodes} nodes of 8x{one_node.name[:60]}")
+    count = _parse_device_count(str(int(nodes) * devices), one_node.name, text)
+    return HardwareText(name=one_node.name, count=count)
 
 
 def _is_file(name: str) -> bool:

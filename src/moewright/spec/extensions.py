@@ -29,13 +29,13 @@ def list_extensions(point: ExtensionPoint) -> Mapping[str, EntryPoint]:
     Raises:
         BadInput: two packages add the same name; which of them is meant is not known.
     """
-    found: dict[str, EntryPoint] = {}
+    by_name: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=point.value), key=lambda entry: entry.name):
-        other = found.setdefault(entry.name, entry)
+        other = by_name.setdefault(entry.name, entry)
         if other.value != entry.value:
             rule = f"two installed packages add it: {other.value} and {entry.value}"
             raise BadInput(Reason(field=point.value, value=entry.name, rule=rule))
-    return MappingProxyType(found)
+    return MappingProxyType(by_name)
 
 
 def load_extension(point: ExtensionPoint, name: str) -> Any:

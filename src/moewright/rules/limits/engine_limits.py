@@ -383,9 +383,9 @@ def _check_trackers(workload: Workload) -> Iterator[Reason]:
         if name in added:
             continue
         if name not in tuple(Tracker):
-            known = (*Tracker, *added)
-            rule = f"must be one of {', '.join(known)}"
-            near = next(iter(get_close_matches(name, known, n=1)), Tracker.WANDB.value)
+            names = (*Tracker, *added)
+            rule = f"must be one of {', '.join(names)}"
+            near = next(iter(get_close_matches(name, names, n=1)), Tracker.WANDB.value)
             yield Reason(field="train.trackers", value=name[:60], rule=rule, nearest=near)
         elif find_spec(name) is None:
             rule = f"needs the package {name}, which is not installed: pip install {name}"
