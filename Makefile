@@ -1,5 +1,5 @@
 # `make train` runs the quickstart from data to report, `make test` checks the whole house, `make bench` measures speed,
-# `make verify-layouts` proves every layout of the sweep equal to one process, `make docs` builds the site of docs/.
+# `make verify-layouts` proves every corner of the layouts equal to one process, `make docs` builds the site of docs/.
 
 PYTHON ?= python3
 JOB    := recipes/quickstart_2cpu_bf16.toml
@@ -90,7 +90,7 @@ slurm: $(VENV)/.dev
 	{ command -v slurmctld && command -v munged; } || apt-get install -y -qq slurm-wlm munge
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/run.py
 
-# Every layout of the sweep, and a run that moves between every pair of some (minutes each); `make test` has some.
+# Every corner of the layouts, and a run that moves between every pair of some (minutes each); `make test` has some.
 verify-layouts: $(VENV)/.dev
 	$(BIN)/pytest tests/spawn/test_layout_sweep.py tests/spawn/test_checkpoint_layouts.py -m "thorough or not thorough"
 

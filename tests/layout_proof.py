@@ -46,7 +46,7 @@ from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.verify import FixedBatches, _compute_outputs
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
-from moewright.rules.job import Job
+from moewright.rules.job import Job, plan_job
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.plan import Plan
@@ -56,6 +56,7 @@ from moewright.spec.workload import (
     FusedKernels,
     LossSpec,
     OptimizerSpec,
+    RouterForce,
     Workload,
 )
 
@@ -346,6 +347,59 @@ def _run_rank(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
     )
     with (folder / f"observed{context.rank}").open("wb") as file:
         pickle.dump(observed, file)
+    collectives.leave_world()
+    return RankOutcome.DONE
+
+
+def prove_job(plan: Plan, folder: Path) -> None:
+    """Assert that a plan's ledger is exact, and its computation where one process has the same."""
+    if is_layout_free(plan):
+        prove_layout(plan, folder)
+    else:
+        count_layout(plan, folder)
+
+
+def is_layout_free(plan: Plan) -> bool:
+    """Return whether a job computes the same in every layout, but for the rounding of fp32.
+
+    It does not where numbers are rounded to fewer bits, or where a rank or a source of rows decides
+    by itself: which rows a capacity drops, and what skewed benchmark routing draws. Nor do ranks
+    that share a batch know of each other's rows what a global balance loss counts so far.
+    """
+    workload = plan.workload
+    if workload.loss.global_aux_coeff and plan.layout.dp > 1:
+        return False
+    dtypes = (workload.precision, workload.grad_dtype, *workload.optimizer.moment_dtypes)
+    is_wide = all(dtype is Dtype.FP32 for dtype in dtypes)
+    is_skewed = workload.router.force is RouterForce.SKEWED
+    return is_wide and not plan.layout.capacity and not is_skewed
+
+
+def count_layout(plan: Plan, folder: Path) -> None:
+    """Assert that every rank of a plan counts in its second step what is predicted for it."""
+    code = launch(
+        partial(_count_rank, plan, folder), nproc=plan.layout.world_size, run_dir=folder / "run"
+    )
+    assert code is ExitCode.DONE
+    assert_ledgers(plan, folder / "ledger")
+
+
+def _count_rank(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
+    state = build_train_state(
+        plan_job(plan),
+        build_batches(plan.workload, plan.model),
+        rank=context.rank,
+        device=init_distributed(context),
+        initial_value=draw_test_weight,
+    )
+    for step in (1, _COUNTED_STEP):
+        context.beat(step)
+        is_counted = step == _COUNTED_STEP
+        result = train_step(
+            state, step=step, lr=_ADAMW_LR, stop_requested=False, count_ledger=is_counted
+        )
+    record_ledger(state, folder, _COUNTED_STEP, result, context)
+    state.optimizer.finish_pending()
     collectives.leave_world()
     return RankOutcome.DONE
 

@@ -1,35 +1,22 @@
-"""The space of legal layouts over small model shapes, its corners, and samples of both.
+"""Small model shapes, and the corners of the space of legal layouts over them.
 
-The corners are those in which bugs of other engines were found. A layout belongs to the space when
-the rules call it legal and the engine does not refuse it, so the space grows with the engine. The
-sweep is drawn from it by a fixed seed, a layout at a time: the next is the layout with the most
-pairs of choices not seen before for its ranks (a pair is an axis and its value together with
-another axis and its value; the model shape is an axis).
+The corners are those in which bugs of other engines were found. Layouts at random, beside all other
+choices of a job, are drawn by job_draws.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import combinations
 from types import MappingProxyType
 
 from layout_proof import WORKLOAD
 from moewright.codec import format_layout, parse_layout
-from moewright.rules.job import Job, micro_batches
+from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.layout import (
-    CpComm,
-    CudaGraphScope,
-    DispatcherKind,
     Layout,
-    Offload,
-    Overlap,
-    Recompute,
-    Schedule,
 )
 from moewright.spec.model import (
     Activation,
@@ -50,20 +37,6 @@ from moewright.spec.model import (
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, DocumentMasking, Workload
 from tiny_jobs import DENSE, MODEL, build_plan
-
-SWEEP_SIZE = 56
-_DRAWS = 40_000
-_POOL_SIZE = 1000
-# GIS has corners of its own: one more choice would draw another sweep.
-_DRAWN_SCHEDULES = [schedule for schedule in Schedule if schedule is not Schedule.GIS]
-# What the layouts of the sweep capture by turns: no choice that is drawn, which would change the
-# others.
-_PARTS = (
-    (CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER),
-    (CudaGraphScope.ATTN,),
-    (CudaGraphScope.MOE_ROUTER,),
-)
-_MICRO_BATCHES = 4  # the most without a pipeline: more of them would show nothing new
 
 
 def _gqa(heads: int, kv_heads: int, norm: QkNorm) -> AttentionSpec:
@@ -298,14 +271,6 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             moe=replace(_moe(8, 2, shared_ffn_size=24, latent_size=16), router=_GROUPED),
         ),
     }
-)
-
-# These shapes are like the others apart from their corners, and are not drawn.
-DRAWN_SHAPES = tuple(
-    name
-    for name in SHAPES
-    if name
-    not in ("latent", "biased", "delta", "hybrid", "sparse", "compressed", "compressed_ahead")
 )
 
 
@@ -719,166 +684,9 @@ CORNERS = (
 )
 
 
-@cache
-def draw_sweep() -> tuple[Case, ...]:
-    """Choose SWEEP_SIZE layouts of the space.
-
-    Each choice is the layout with the most pairs of choices not seen before.
-    """
-    pool = list(_draw_cases())
-    bits: dict[tuple[str, str], int] = {}
-    masks = []
-    for case in pool:
-        pairs = combinations(sorted(_list_choices(case)), 2)
-        mask = 0
-        for pair in pairs:
-            mask |= 1 << bits.setdefault(pair, len(bits))
-        masks.append(mask)
-    seen = 0
-    chosen = []
-    while len(chosen) < min(SWEEP_SIZE, len(pool)):
-        # Small worlds come first: another rank costs time and shows little that is new.
-        best = max(
-            range(len(pool)),
-            key=lambda i: (masks[i] & ~seen).bit_count() / (4 + pool[i].layout.world_size),
-        )
-        chosen.append(pool.pop(best))
-        seen |= masks.pop(best)
-    return tuple(_capture_parts(case, _PARTS[place % 3]) for place, case in enumerate(chosen))
-
-
-def _capture_parts(case: Case, parts: tuple[CudaGraphScope, ...]) -> Case:
-    """Return the case with graphs of these parts of its layers, where the engine captures them."""
-    captured = replace(case, layout=replace(case.layout, graphs=parts))
-    return case if captured.refusals else captured
-
-
 def plan_case(case: Case) -> Plan:
     """Build the plan of a case."""
     base = build_plan(
         case.workload, "", world_size=case.layout.world_size, model=SHAPES[case.shape]
     )
     return replace(base, layout=case.layout)
-
-
-def _draw_cases() -> Iterator[Case]:
-    """Draw different random layouts of the space, without those of CORNERS."""
-    rng = random.Random(20251121)
-    drawn = {(case.shape, case.layout, case.documents) for case in CORNERS}
-    start = len(drawn)
-    for _ in range(_DRAWS):
-        shape = rng.choice(DRAWN_SHAPES)
-        layout = _draw_layout(rng, SHAPES[shape])
-        documents = rng.choice([DocumentMasking.JOINED, *DocumentMasking])
-        case = Case(name="", shape=shape, layout=layout, documents=documents)
-        if not _divides_world(layout) or (shape, layout, documents) in drawn or case.refusals:
-            continue
-        if layout.pp == 1 and micro_batches(WORKLOAD, layout) > _MICRO_BATCHES:
-            continue
-        drawn.add((shape, layout, documents))
-        yield case
-        if len(drawn) - start == _POOL_SIZE:
-            return
-
-
-def _divides_world(layout: Layout) -> bool:
-    """Return whether the degrees divide the world: the cheap part of legality."""
-    return not any(
-        layout.world_size % degree
-        for degree in (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
-    )
-
-
-def _draw_layout(rng: random.Random, model: ModelSpec) -> Layout:
-    """Draw any layout; most of them are not legal."""
-    tp = rng.choice((1, 1, 2, 2, 4))
-    pp = rng.choice((1, 1, 1, 2, 2, 4))
-    schedule = rng.choice(_DRAWN_SCHEDULES) if pp > 1 else Schedule.ONE_F_ONE_B
-    vpp = 2 if schedule.is_v_shaped else 1
-    interleaved_vpp = rng.choice((2, 2, 4))  # drawn in any case, so that later draws stay the same
-    if schedule is Schedule.INTERLEAVED:
-        vpp = interleaved_vpp
-    cp = rng.choice((1, 1, 2, 2, 4))
-    layout = Layout(
-        world_size=rng.choice((1, 2, 2, 4, 4, 4, 8, 8)),
-        tp=tp,
-        sp=tp > 1 and rng.random() < (0.9 if model.moe else 0.5),
-        cp=cp,
-        pp=pp,
-        vpp=vpp,
-        ep=rng.choice((1, 2, 2, 4, 8)) if model.moe else 1,
-        etp=rng.choice((1, 1, 2, 2, 4)) if model.moe else 1,
-        mbs=rng.choice((1, 2, 2, 4)),
-        zero=rng.choice((0, 1, 1, 3)),
-        schedule=schedule,
-        vpp_group=rng.choice((0, 0, 3, 4)) if schedule is Schedule.INTERLEAVED else 0,
-        cp_comm=rng.choice(list(CpComm)) if cp > 1 else CpComm.P2P,
-        recompute=_draw_options(rng, list(Recompute), 0.5),
-        offload=_draw_options(rng, list(Offload), 0.2),
-        dispatcher=rng.choice([DispatcherKind.ALL_TO_ALL, *DispatcherKind])
-        if model.moe
-        else DispatcherKind.ALL_TO_ALL,
-        overlap=_draw_options(rng, list(Overlap), 0.3),
-    )
-    if layout.dispatcher is DispatcherKind.DEDUP and layout.ep > 2 and rng.random() < 0.6:
-        layout = replace(layout, ep_node=rng.choice((2, 4)))
-    if layout.zero == 3 and rng.random() < 0.4:
-        layout = replace(layout, shard=rng.choice((2, 4)))
-    if Recompute.FULL in layout.recompute:
-        block, span = rng.choice(((0, 1), (0, 1), (1, 1), (2, 1), (0, 2)))
-        layout = replace(layout, recompute_block=block, recompute_span=span)
-    if pp > 1 and rng.random() < 0.4:
-        layout = replace(layout, stages=_draw_stages(rng, model, pp * vpp))
-    return layout
-
-
-def _draw_options(rng: random.Random, choices: list, chance: float) -> tuple:
-    """Draw none, or one to three of the choices, in their order."""
-    if rng.random() > chance:
-        return ()
-    return tuple(sorted(rng.sample(choices, rng.choice((1, 1, 2, 3)))))
-
-
-def _draw_stages(rng: random.Random, model: ModelSpec, count: int) -> str:
-    """Spread the layers over stages at random; some stages are empty."""
-    cuts = sorted(rng.choices(range(model.layers + 1), k=count - 1))
-    parts = [
-        "t" * (high - low) for low, high in zip((0, *cuts), (*cuts, model.layers), strict=True)
-    ]
-    if model.mtp_layers and rng.random() < 0.5:
-        # The depths go to the stage before the loss, which then stands alone.
-        parts[-2:] = [parts[-2] + parts[-1] + "m" * model.mtp_layers, ""]
-    else:
-        parts[-1] += "m" * model.mtp_layers
-    return "|".join(("E" + parts[0], *parts[1:-1], parts[-1] + "L"))
-
-
-def _list_choices(case: Case) -> Iterator[tuple[str, str]]:
-    """List the axes and values of a case, for pairs of them."""
-    layout = case.layout
-    yield "shape", case.shape
-    for axis in (
-        "tp",
-        "sp",
-        "cp",
-        "pp",
-        "vpp",
-        "ep",
-        "etp",
-        "mbs",
-        "zero",
-        "shard",
-        "ep_node",
-        "dp",
-        "edp",
-    ):
-        yield axis, str(getattr(layout, axis))
-    yield "documents", case.documents
-    for axis in ("schedule", "cp_comm", "dispatcher"):
-        yield axis, getattr(layout, axis)
-    yield "vpp_group", str(layout.vpp_group)
-    yield "stages", str(bool(layout.stages))
-    yield "checkpoints", f"block {layout.recompute_block}, span {layout.recompute_span}"
-    for axis in ("recompute", "offload", "overlap"):
-        options = getattr(layout, axis)
-        yield from ((axis, option) for option in options or ("none",))

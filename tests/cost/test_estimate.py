@@ -172,6 +172,19 @@ def test_hot_experts_cost_time() -> None:
     assert seconds(hot, TimePart.ATTENTION) == pytest.approx(seconds(even, TimePart.ATTENTION))
 
 
+def test_steps_over_a_rank_capacity_cost_a_second_pass() -> None:
+    """The rows are as many at any load, so repeats alone make a step longer."""
+    text = "ep8,rank_capacity=1.1"
+    once = estimate_layout(text)
+    twice = estimate_layout(text, routing=Routing.LEARNED, load_factor=1.1)
+    assert not any(assumption.name == "repeated_steps" for assumption in once.assumptions)
+    repeats = next(a.value for a in twice.assumptions if a.name == "repeated_steps")
+    assert repeats == "100.00% of steps run twice"
+    for part in (TimePart.EXPERTS, TimePart.ATTENTION, TimePart.HEAD):
+        assert seconds(twice, part) == pytest.approx(2 * seconds(once, part))
+    assert seconds(twice, TimePart.OPTIMIZER) == seconds(once, TimePart.OPTIMIZER)
+
+
 def test_overlap_hides_and_graphs_spare_the_host() -> None:
     text = "ep16,dispatcher=hybridep"
     plain = estimate_layout(text)

@@ -49,37 +49,68 @@ def test_rows_of_an_expert_are_dealt_to_its_slots(rank: int) -> None:
 @pytest.mark.parametrize("tokens", [32, 31, 2])
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_forced_sizes_are_those_of_experts_in_turn(rank: int, tokens: int, capacity: int) -> None:
+    """Each source has tokens of its own places in their sequences."""
+    generator = torch.Generator().manual_seed(tokens)
+    sources = [
+        [torch.randint(64, (tokens,), generator=generator) for _ in range(4)] for _ in range(2)
+    ]
+    sent = tuple(
+        tuple(
+            round_robin_counts(tuple(positions.tolist()), 2, 8, max_rows=capacity, ranks=4, nodes=2)
+            for positions in group
+        )
+        for group in sources
+    )
+    taken = [[_take_in_turn(positions, capacity) for positions in group] for group in sources]
+
+    def count(experts: torch.Tensor, size: int) -> list[int]:
+        """Count the tokens of each block of `size` experts."""
+        places = 8 // size
+        return torch.bincount(
+            mask_repeats(experts // size, places).flatten(), minlength=places + 1
+        )[:places].tolist()
+
+    def rows(experts: torch.Tensor, to: int) -> int:
+        return int((experts // 2 == to).sum())
+
     ep_group = build_group("ep", (0, 1, 2, 3), rank)
-    etp_group = build_group("etp", (0, 1), 0)
-    experts = (torch.arange(tokens * 2) % 8).view(tokens, 2)
-    for expert in range(8):
-        dropped = (experts.flatten() == expert).nonzero().flatten()[capacity:]
-        experts.view(-1)[dropped] = 8
-    counts = torch.bincount(experts.flatten(), minlength=9)[:8].view(4, 2).sum(1).tolist()
-    copies = torch.bincount(mask_repeats(experts // 2, 4).flatten(), minlength=5)[:4].tolist()
-    nodes = torch.bincount(mask_repeats(experts // 4, 2).flatten(), minlength=3)[:2].tolist()
-    sent = round_robin_counts(tokens, 2, 8, max_rows=capacity, ranks=4, nodes=2)
+    etp_group = build_group("etp", (0, 1), 1)
+    own = taken[1]
+    received = [sum(rows(experts, rank) for experts in group) for group in taken]
     alltoall = AllToAllDispatcher(
         ep_group, etp_group, 8, torch_kernels(), forced_counts=None, may_drop=True
     )
-    send, receive, etp_rows = alltoall._forced_sizes(sent.rows)
-    assert list(send) == counts
-    assert receive == (counts[rank],) * 4
-    assert etp_rows == (4 * counts[rank],) * 2
+    send, receive, etp_rows = alltoall._forced_sizes(sent)
+    assert list(send) == [rows(own[rank], to) for to in range(4)]
+    assert list(receive) == [rows(experts, rank) for experts in own]
+    assert list(etp_rows) == received
     dedup = DedupDispatcher([ep_group], etp_group, 8, torch_kernels(), forced_counts=None)
     sizes = dedup._forced_sizes(sent)
-    assert sizes.hops == ((tuple(copies), (copies[rank],) * 4),)
-    assert sizes.received_copies == (4 * copies[rank],) * 2
-    assert sizes.local_rows == 8 * counts[rank]
+    copies = [[count(experts, 2) for experts in group] for group in taken]
+    assert sizes.hops == ((tuple(copies[1][rank]), tuple(c[rank] for c in copies[1])),)
+    assert list(sizes.received_copies) == [sum(c[rank] for c in group) for group in copies]
+    assert sizes.local_rows == sum(received)
     node, place = divmod(rank, 2)
     far = build_group("ep_far", (place, 2 + place), node)
     near = build_group("ep_near", (2 * node, 2 * node + 1), place)
     two_hops = DedupDispatcher([far, near], etp_group, 8, torch_kernels(), forced_counts=None)
     node_sizes = two_hops._forced_sizes(sent)
-    near_send = tuple(2 * copies[2 * node + other] for other in range(2))
-    assert node_sizes.hops == (
-        (tuple(nodes), (nodes[node],) * 2),
-        (near_send, (2 * copies[rank],) * 2),
-    )
+    to_nodes = tuple(count(own[rank], 4))
+    from_nodes = tuple(count(own[peer], 4)[node] for peer in (place, 2 + place))
+    forwarded = [
+        [copies[1][other][2 * node + to] + copies[1][2 + other][2 * node + to] for to in range(2)]
+        for other in range(2)
+    ]
+    came = tuple(forwarded[other][place] for other in range(2))
+    assert node_sizes.hops == ((to_nodes, from_nodes), (tuple(forwarded[place]), came))
     assert node_sizes.received_copies == sizes.received_copies
     assert node_sizes.local_rows == sizes.local_rows
+
+
+def _take_in_turn(positions: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Return two of eight experts in turn for each position; 8 where one is over its capacity."""
+    experts = (2 * positions[:, None] + torch.arange(2)) % 8
+    for expert in range(8):
+        dropped = (experts.flatten() == expert).nonzero().flatten()[capacity:]
+        experts.view(-1)[dropped] = 8
+    return experts

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import log, sqrt
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +36,22 @@ def test_expected_load_is_what_the_workload_says() -> None:
     hot = (2,) * 16 + (1,) * 112  # the first of eight ranks gets twice what the others do
     measured = load(routing=Routing.MEASURED, load_histogram=(even, hot))
     assert measured == pytest.approx((1.0 + 2 * 128 / 144) / 2)
+
+
+def test_expected_repeats_are_those_of_drawn_rows() -> None:
+    """Rows of every rank drawn one by one, in each layer and micro-batch of a step."""
+    layout = Layout(world_size=4, ep=4, rank_capacity=1.09)
+    workload = Workload(
+        seq_len=512, global_batch=8, routing=Routing.MEASURED, load_histogram=((1,) * 128,) * 94
+    )
+    job = Job(model=QWEN, workload=workload, layout=layout)
+    rows = np.random.default_rng(5).binomial(512 * 8, 1 / 4, size=(2000, 94 * 8))
+    repeats = float((rows > 1117).any(axis=1).mean())
+    assert 0.1 < repeats < 0.9
+    assert routing.expected_repeats(job) == pytest.approx(repeats, abs=0.05)
+    assert routing.expected_repeats(replace(job, layout=replace(layout, rank_capacity=4.0))) == 0
+    even = replace(workload, routing=Routing.BALANCED)
+    assert routing.expected_repeats(replace(job, workload=even)) == 0
 
 
 @pytest.mark.parametrize("ep", [2, 8, 32, 128])

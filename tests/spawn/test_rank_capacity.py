@@ -82,9 +82,14 @@ def test_a_step_over_its_budget_is_run_again_with_the_same_bits(
     layout: str, dtype: Dtype, data: DataSpec, tmp_path: Path
 ) -> None:
     workload = tiny_jobs.build_workload(data, steps=3, precision=dtype)
-    _, (whole, repeated) = train_both(layout, "1", workload, tmp_path)
+    plan, (whole, repeated) = train_both(layout, "1", workload, tmp_path)
     assert all(step["is_repeated"] for step in tiny_jobs.read_steps(repeated))
-    assert not (repeated / "ledger").exists()
+    selection = read_json(Selection, repeated / "ledger" / "selection.json")
+    assert selection.is_repeated
+    for rank in range(plan.layout.world_size):  # the second run alone is counted
+        counted = read_json(Ledger, repeated / "ledger" / f"rank{rank:05d}.json")
+        assert_equal_lines(predict_ledger(plan, rank=rank, selection=selection), counted)
+        assert "run again" in counted.notes[0]
     expected, actual = (tiny_jobs.read_state(folder, 3) for folder in (whole, repeated))
     for name, value in expected.items():
         assert torch.equal(value, actual[name]), name

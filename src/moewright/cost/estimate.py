@@ -350,6 +350,14 @@ def _workload_assumptions(sym: Symbols) -> Iterator[Assumption]:
         kind=SourceKind.MEASURED if is_measured else SourceKind.ASSUMED,
         source=f"workload.routing={workload.routing}",
     )
+    repeats = routing.expected_repeats(sym.job)
+    if repeats:
+        yield Assumption(
+            name="repeated_steps",
+            value=f"{repeats:.2%} of steps run twice",
+            kind=SourceKind.ASSUMED,
+            source="rows of the hottest rank over layout.rank_capacity, drawn independently",
+        )
     if workload.load_histogram and sym.model.moe and layout.ep > 1:
         yield Assumption(
             name="expert_placement",

@@ -43,13 +43,16 @@ def predict_ledger(plan: Plan, *, rank: int, selection: Selection | None) -> Led
         BadInput: the rank is outside the world, or the selection is one of another job.
     """
     workload = plan.workload
+    layout = plan.layout
+    if selection and selection.is_repeated:  # run again without the budget
+        layout = replace(layout, rank_capacity=0.0)
     if selection:
         workload = workload_at_step(workload, selection.step - 1)  # the batch may still grow
         if workload.batch_samples:  # as many sequences as the step's chats filled
             sequences = len(selection.counts) * plan.layout.mbs * plan.layout.dp
             workload = replace(workload, global_batch=sequences)
     ledger = predict_rank_ledger(
-        Job(model=plan.model, workload=workload, layout=plan.layout), rank=rank, selection=selection
+        Job(model=plan.model, workload=workload, layout=layout), rank=rank, selection=selection
     )
     for estimated in plan.estimate.ledgers:
         if estimated.pp_rank == ledger.pp_rank:

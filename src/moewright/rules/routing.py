@@ -8,7 +8,10 @@ from functools import lru_cache
 from math import ceil, comb, exp, log, sqrt
 from statistics import NormalDist, fmean
 
+import numpy as np
+
 from moewright.rules import expert_placement, grid
+from moewright.rules.context_parallel import rank_positions
 from moewright.rules.job import Job, capacity_rows, micro_batch_tokens, rows_for_peer
 from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
@@ -79,6 +82,9 @@ def largest_of(draws: int) -> float:
 def largest_of_centred(draws: int) -> float:
     """Return the expected largest of at least 2 normal draws whose sum is 0, in their deviation."""
     return largest_of(draws) * sqrt(draws / (draws - 1))
+
+
+_Sent = tuple[tuple[int, ...], ...]  # what each source rank sends to each of some places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,9 +168,23 @@ def expected_dispatch(job: Job) -> DispatchCounts:
     )
 
 
+# Experts that a benchmark dictates in turn: those of a token follow from its place in its sequence.
+
+
+@lru_cache(maxsize=1024)
+def _routed_positions(parts: tuple[range, ...], mbs: int, routed: range) -> tuple[int, ...]:
+    """Return the positions in their sequences of the tokens that a rank routes.
+
+    They are those numbered `routed` of a micro-batch of sequences, of each of which its TP group
+    has these `parts`.
+    """
+    positions = [position for part in parts for position in part] * mbs
+    return tuple(positions[routed.start : routed.stop])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundRobinCounts:
-    """The counts of what every rank sends where tokens take experts in turn.
+    """The counts of what a rank sends where tokens take experts in turn.
 
     They are the rows to each expert, and the copies of tokens to each rank and to each node.
     """
@@ -174,32 +194,59 @@ class RoundRobinCounts:
     nodes: tuple[int, ...]
 
 
-@lru_cache(maxsize=8)  # the micro-batches of one job are alike
+@lru_cache(maxsize=1024)  # ranks at one place of their TP and CP groups are alike
 def round_robin_counts(
-    tokens: int, top_k: int, experts: int, *, max_rows: int, ranks: int, nodes: int = 0
+    positions: tuple[int, ...],
+    top_k: int,
+    experts: int,
+    *,
+    max_rows: int,
+    ranks: int,
+    nodes: int = 0,
 ) -> RoundRobinCounts:
     """Count what a rank sends whose tokens take experts in turn.
 
-    Each token chooses `top_k` experts; the s-th choice of all tokens together is expert s %
-    `experts`. An expert keeps its first `max_rows` rows.
+    Choice j of the token at position p of its sequence is expert (p `top_k` + j) mod `experts`, in
+    any layout. An expert keeps the first `max_rows` rows of a rank.
     """
-    rows = [0] * experts
-    copies = [0] * ranks
-    node_copies = [0] * nodes
-    local_experts = experts // ranks
-    for token in range(tokens):
-        reached_ranks = set()
-        for slot in range(token * top_k, (token + 1) * top_k):
-            expert = slot % experts
-            if rows[expert] < max_rows:
-                rows[expert] += 1
-                reached_ranks.add(expert // local_experts)
-        for rank in reached_ranks:
-            copies[rank] += 1
-        if nodes:
-            for node in {rank * nodes // ranks for rank in reached_ranks}:
-                node_copies[node] += 1
-    return RoundRobinCounts(rows=tuple(rows), copies=tuple(copies), nodes=tuple(node_copies))
+    slots_Tk = np.array(positions)[:, None] * top_k + np.arange(top_k)
+    experts_Tk = slots_Tk % experts
+    flat = experts_Tk.ravel()
+    order = flat.argsort(kind="stable")
+    counts = np.bincount(flat, minlength=experts)
+    starts = counts.cumsum() - counts
+    is_kept = np.empty(len(flat), dtype=bool)
+    is_kept[order] = np.arange(len(flat)) - starts[flat[order]] < max_rows
+    tokens, _ = np.nonzero(is_kept.reshape(experts_Tk.shape))
+    reached_TR = np.zeros((len(positions), ranks), dtype=bool)
+    reached_TR[tokens, flat[is_kept] // (experts // ranks)] = True
+    reached_TN = (
+        reached_TR.reshape(len(positions), nodes, -1).any(2) if nodes else reached_TR[:, :0]
+    )
+    return RoundRobinCounts(
+        rows=tuple(np.minimum(counts, max_rows).tolist()),
+        copies=tuple(reached_TR.sum(0).tolist()),
+        nodes=tuple(reached_TN.sum(0).tolist()),
+    )
+
+
+def count_in_turn(job: Job, rank: int) -> RoundRobinCounts:
+    """Count what a rank of a job sends in a layer and micro-batch whose tokens take turns."""
+    assert job.model.moe is not None
+    layout = job.layout
+    top_k = job.model.moe.router.top_k
+    experts = job.model.moe.experts
+    tokens = job.micro_batch_tokens
+    parts = rank_positions(job.workload.seq_len, layout.cp, grid.coordinate(layout, rank, "cp"))
+    start = grid.coordinate(layout, rank, "tp") * tokens if layout.sp else 0
+    return round_robin_counts(
+        _routed_positions(parts, layout.mbs, range(start, start + tokens)),
+        top_k,
+        experts,
+        max_rows=capacity_rows(tokens, top_k, experts, layout.capacity),
+        ranks=layout.ep,
+        nodes=dispatch_nodes(layout),
+    )
 
 
 def drops_by_probability(layout: Layout, training: RouterTraining) -> bool:
@@ -214,28 +261,22 @@ def round_robin_selection(job: Job) -> Selection | None:
     layout = job.layout
     if model.moe is None:
         return None
-    tokens = job.micro_batch_tokens
-    top_k = model.moe.router.top_k
-    experts = model.moe.experts
-    sent = round_robin_counts(
-        tokens,
-        top_k,
-        experts,
-        max_rows=capacity_rows(tokens, top_k, experts, layout.capacity),
-        ranks=layout.ep,
-        nodes=dispatch_nodes(layout),
-    )
-    source_ranks = layout.world_size // layout.pp
+    first_stage = [
+        rank for rank in range(layout.world_size) if grid.coordinate(layout, rank, "pp") == 0
+    ]
+    sources = [
+        count_in_turn(job, rank)
+        for rank in sorted(first_stage, key=lambda rank: grid.stage_index(layout, rank))
+    ]
 
-    def repeat(counts: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
-        one_layer = (counts,) * source_ranks
-        return ((one_layer,) * len(model.routed_layers),) * job.micro_batches
+    def repeat(counts: _Sent) -> tuple[tuple[_Sent, ...], ...]:
+        return ((counts,) * len(model.routed_layers),) * job.micro_batches
 
     return Selection(
         step=1,
-        counts=repeat(sent.rows),
-        copies=repeat(sent.copies) if counts_copies(layout) else (),
-        nodes=repeat(sent.nodes) if sent.nodes else (),
+        counts=repeat(tuple(sent.rows for sent in sources)),
+        copies=repeat(tuple(sent.copies for sent in sources)) if counts_copies(layout) else (),
+        nodes=repeat(tuple(sent.nodes for sent in sources)) if dispatch_nodes(layout) else (),
     )
 
 
@@ -258,6 +299,36 @@ def expected_load_factor(job: Job) -> float:
             capacity=job.layout.capacity,
         )
     return fmean(layer_load_factors(job.workload, job.layout))
+
+
+def expected_repeats(job: Job) -> float:
+    """Return the share of steps that are expected to be over their rank_capacity, and run twice.
+
+    The rows of a rank for the hottest rank of its group, which has `load` times the mean n, are
+    taken as normal with the variance of drawn ones, load n (1 - load / ep). A step is over where
+    one rank is in one layer and micro-batch (docs/formulas.md 3). Balanced loads never are.
+    """
+    workload = job.workload
+    layout = job.layout
+    moe = job.model.moe
+    if moe is None or not layout.rank_capacity or workload.routing is Routing.BALANCED:
+        return 0.0
+    tokens = micro_batch_tokens(workload, layout)
+    top_k = moe.router.top_k
+    budget = rows_for_peer(tokens, top_k, layout)
+    if budget >= tokens * min(top_k, moe.experts // layout.ep):
+        return 0.0
+    loads = (expected_load_factor(job),) * len(job.model.routed_layers)
+    if workload.routing is Routing.MEASURED:
+        loads = layer_load_factors(workload, layout)
+    even = tokens * top_k / layout.ep
+    sources = workload.global_batch / layout.mbs * layout.cp * (layout.tp if layout.sp else 1)
+    log_fits = 0.0
+    for load in loads:
+        deviation = sqrt(max(load * even * (1 - load / layout.ep), 1e-9))
+        fits = NormalDist().cdf((budget + 0.5 - load * even) / deviation)
+        log_fits += sources * log(max(fits, 1e-300))
+    return 1 - exp(log_fits)
 
 
 def layer_load_factors(workload: Workload, layout: Layout) -> tuple[float, ...]:

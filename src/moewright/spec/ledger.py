@@ -160,6 +160,9 @@ class Selection:
     of the step, over all heads: for the queries of the rank's tokens, or of the tokens of all ranks
     that exchange heads with it; () otherwise. near[rank] is the same number for layers with a
     sliding window, if there are any.
+
+    A repeated step was over a rank_capacity and was run again with all rows; the counts are of
+    that second run.
     """
 
     step: int
@@ -168,3 +171,4 @@ class Selection:
     nodes: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
     attended: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
+    is_repeated: bool = False

@@ -55,6 +55,7 @@ from moewright.cost.time.ops import expert_ops, layer_ops
 from moewright.cost.time.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
 from moewright.cost.time.step_tail import StepTail
 from moewright.rules.job import routed_rows
+from moewright.rules.routing import expected_repeats
 from moewright.rules.timetable.simulate import StageSeconds
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.plan import TimePart
@@ -186,10 +187,19 @@ class Pricer:
     """Prices of parts for layouts that differ in pipeline, recompute, offload, overlap or graphs.
 
     Rows are priced once for all of these layouts, collectives and policies once for each set of
-    overlaps.
+    overlaps. Where steps are expected to run twice, each micro-batch is as much longer on average.
     """
 
-    __slots__ = ("_collectives", "_device", "_exchanges", "_priced", "_replays", "_shared", "sym")
+    __slots__ = (
+        "_collectives",
+        "_device",
+        "_exchanges",
+        "_passes",
+        "_priced",
+        "_replays",
+        "_shared",
+        "sym",
+    )
 
     def __init__(
         self,
@@ -200,6 +210,7 @@ class Pricer:
     ) -> None:
         self.sym, self._collectives, self._priced = sym, collectives, priced
         self._shared = shared  # prices the layers without experts, which are the same
+        self._passes = 1.0 + expected_repeats(sym.job)  # through each micro-batch
         self._exchanges: dict[tuple[object, ...], tuple[LayerCollectives, float]] = {}
         self._device: dict[tuple[object, ...], tuple[LayerCollectives, DeviceTime]] = {}
         self._replays: dict[tuple[object, ...], ReplayCost] = {}
@@ -241,9 +252,10 @@ class Pricer:
             for part in parts.layers
         ]
         nothing = add_times([])  # what keeps an MTP depth's input takes no time
+        times += [priced.embedding, priced.head, nothing]
         return PartTimes(
-            parts=(*times, priced.embedding, priced.head, nothing),
-            transfer_s=stage_transfer_s(self._collectives, self.sym, layout),
+            parts=tuple(add_times([(time, self._passes)]) for time in times),
+            transfer_s=self._passes * stage_transfer_s(self._collectives, self.sym, layout),
         )
 
     def layer_totals_s(
@@ -304,7 +316,8 @@ class Pricer:
     ) -> FloatOrArray:
         _, device = self._device_time(layout, kind)
         cost = LayerCost(device=device, replay=replay, offloaded=offloaded, is_moe=kind.is_moe)
-        return pass_times(self._collectives, self.sym, layout, cost, synced=synced).total_s
+        total_s = pass_times(self._collectives, self.sym, layout, cost, synced=synced).total_s
+        return self._passes * total_s
 
     def part_seconds(
         self,
@@ -317,11 +330,14 @@ class Pricer:
         `staying` are those of layers that do not offload where others do.
         """
         priced = self._priced
+        mtp_s, embedding_s, head_s = (
+            self._passes * time.total_s for time in (priced.mtp, priced.embedding, priced.head)
+        )
         times = [
-            (layers if part.offloads else staying)[part.kind] + part.is_mtp * priced.mtp.total_s
+            (layers if part.offloads else staying)[part.kind] + part.is_mtp * mtp_s
             for part in parts.layers
         ]
-        return [*times, priced.embedding.total_s, priced.head.total_s, 0.0]
+        return [*times, embedding_s, head_s, 0.0]
 
     def _device_time(self, layout: Layout, kind: LayerKind) -> tuple[LayerCollectives, DeviceTime]:
         if self._shared and not kind.is_moe:

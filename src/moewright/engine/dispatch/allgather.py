@@ -76,8 +76,8 @@ class AllGatherDispatcher:
         ids = ids.masked_fill((ids < 0) | (ids >= local), local)
         counts = count_ids(ids, local + 1)[:-1]
         if self._forced_counts:
-            sent_rows = self._forced_counts(*experts_Tk.shape).rows
-            rows = self._group.size * sum(sent_rows[expert] for expert in self._local_experts)
+            block = slice(self._local_experts.start, self._local_experts.stop)
+            rows = sum(sum(source.rows[block]) for group in self._forced_counts for source in group)
         else:
             ((rows,),) = copy_to_host(counts.sum()[None])
         route = AllGatherRoute(

@@ -144,7 +144,7 @@ class AllToAllDispatcher:
             mapped_rows[:3] if mapped_rows else self._exchange_counts(experts_Tk)
         )
         if self._forced_counts:
-            sizes = self._forced_sizes(self._forced_counts(*experts_Tk.shape).rows)
+            sizes = self._forced_sizes(self._forced_counts)
         else:
             sizes = copy_to_host(
                 counts.view(ep, local).sum(1), received.sum(1), gathered.sum((1, 2))
@@ -184,16 +184,20 @@ class AllToAllDispatcher:
             )
         return RoutedRows(rows=rows, weights=weights), route
 
-    def _forced_sizes(self, rows: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the row counts under forced routing, of which `rows` [E] go to each expert.
+    def _forced_sizes(self, sent: ForcedCounts) -> tuple[tuple[int, ...], ...]:
+        """Return the row counts under forced routing.
 
         They are the rows sent to each EP rank, received from each, and received by each ETP rank.
         """
-        ep = self._ep_group.size
+        ep_rank = self._ep_group.index
         local = self._local_experts
-        send = tuple(sum(rows[rank * local : (rank + 1) * local]) for rank in range(ep))
-        from_each = send[self._ep_group.index]
-        return send, (from_each,) * ep, (from_each * ep,) * self._etp_group.size
+        own = sent[self._etp_group.index]
+        send = tuple(
+            sum(own[ep_rank].rows[rank * local : (rank + 1) * local]) for rank in range(len(own))
+        )
+        block = slice(ep_rank * local, (ep_rank + 1) * local)
+        received = [tuple(sum(source.rows[block]) for source in sources) for sources in sent]
+        return send, received[self._etp_group.index], tuple(map(sum, received))
 
     def dispatch(
         self, routed: RoutedRows, route: AllToAllRoute, exchange: RowExchange

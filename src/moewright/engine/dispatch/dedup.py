@@ -34,7 +34,6 @@ from moewright.engine.dispatch.interface import (
 )
 from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.rules.routing import RoundRobinCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +175,7 @@ class DedupDispatcher:
         gathered = all_gather_rows(received, self._etp_group).view(-1, len(received), local + 1)
         per_expert = gathered[:, :, :local].sum((0, 1))
         if self._forced_counts:
-            sizes = self._forced_sizes(self._forced_counts(*experts_Tk.shape))
+            sizes = self._forced_sizes(self._forced_counts)
         else:
             sizes_on_device += [
                 table[:, local],
@@ -192,23 +191,29 @@ class DedupDispatcher:
             )
         return sizes, per_expert.cumsum(0).to(torch.int32), torch.cat(sent_counts)
 
-    def _forced_sizes(self, sent: RoundRobinCounts) -> _DedupSizes:
+    def _forced_sizes(self, sent: ForcedCounts) -> _DedupSizes:
         near = self._groups[-1]
-        etp = self._etp_group.size
         node = self._groups[0].index if len(self._groups) > 1 else 0
         nodes = self._ranks // near.size
         rank = node * near.size + near.index
-        node_copies = sent.copies[node * near.size : (node + 1) * near.size]
-        near_send = tuple(nodes * copies for copies in node_copies)
-        near_receive = (near_send[near.index],) * near.size
+        sources = sent[self._etp_group.index]
+        of_node = slice(node * near.size, (node + 1) * near.size)
+        # What came to each rank of this node goes on to its ranks.
+        forwarded = [
+            [source.copies[of_node] for source in sources[place :: near.size]]
+            for place in range(near.size)
+        ]
+        near_send = tuple(map(sum, zip(*forwarded[near.index], strict=True)))
+        near_receive = tuple(sum(copies[near.index] for copies in came) for came in forwarded)
         hops = [(near_send, near_receive)]
         if nodes > 1:
-            hops.insert(0, (sent.nodes, (sent.nodes[node],) * nodes))
-        rank_rows = sent.rows[rank * self._local_experts : (rank + 1) * self._local_experts]
+            same_place = sources[near.index :: near.size]
+            hops.insert(0, (sources[rank].nodes, tuple(peer.nodes[node] for peer in same_place)))
+        block = slice(rank * self._local_experts, (rank + 1) * self._local_experts)
         return _DedupSizes(
             hops=tuple(hops),
-            received_copies=(sum(near_receive),) * etp,
-            local_rows=etp * self._ranks * sum(rank_rows),
+            received_copies=tuple(sum(source.copies[rank] for source in group) for group in sent),
+            local_rows=sum(sum(source.rows[block]) for group in sent for source in group),
         )
 
     def dispatch(self, routed: RoutedRows, route: DedupRoute, exchange: RowExchange) -> RoutedRows:

@@ -10,7 +10,7 @@ E experts in all, E_local of them on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -147,9 +147,9 @@ def pad_rows(x: torch.Tensor, rows: int, fill_value: int = 0) -> torch.Tensor:
     return torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), fill_value)))
 
 
-# Maps (tokens, top_k) to what every rank sends. Under forced routing the host knows that without
-# reading counts from the device.
-ForcedCounts = Callable[[int, int], RoundRobinCounts]
+# What every source of rows sends [ETP ranks][EP ranks], as coordinates order them. Under forced
+# routing the host knows that without reading counts from the device.
+ForcedCounts = tuple[tuple[RoundRobinCounts, ...], ...]
 
 
 class TokenDispatcher(Protocol):

@@ -47,11 +47,11 @@ class RowBudget:
         self._excess += rows
 
     def flag(self) -> torch.Tensor:
-        """Return 2 if a row was over the enforced budget, else 0: fp64 on the device.
+        """Return 2 if a row was over the budget, else 0: fp64 on the device.
 
         It is added up over ranks. A dry run reads 1 for every number, which no sum of these is.
         """
-        return 2.0 * (self._excess > 0) * self.is_enforced
+        return 2.0 * (self._excess > 0)
 
 
 class Permute(torch.autograd.Function):

@@ -41,13 +41,9 @@ from moewright.engine.model.parallel_linear import ReplicatedLinear
 from moewright.engine.model.router import ExpertChoice, Router
 from moewright.engine.runtime import Runtime
 from moewright.rules.expert_placement import rank_slots, slot_experts
+from moewright.rules.grid import group_ranks
 from moewright.rules.job import Job, capacity_rows, micro_batch_tokens, rows_for_peer
-from moewright.rules.routing import (
-    RoundRobinCounts,
-    dispatch_nodes,
-    drops_by_probability,
-    round_robin_counts,
-)
+from moewright.rules.routing import count_in_turn, drops_by_probability
 from moewright.spec.choices import Payload
 from moewright.spec.layout import CapacityFill, ExpertPlacement, Overlap, Recompute
 from moewright.spec.ledger import Module
@@ -378,7 +374,7 @@ def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispa
     mesh = runtime.mesh
     layout = mesh.layout
     kernels = runtime.kernels
-    forced_counts = _forced_counts(runtime, spec)
+    forced_counts = _forced_counts(runtime)
     facts = layout.dispatcher.facts
     if facts.payload is Payload.TOKENS:
         local_experts = range(slots)[rank_slots(range(slots), layout.ep, mesh.coordinate("ep"))]
@@ -422,11 +418,11 @@ def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispa
     )
 
 
-def _forced_counts(runtime: Runtime, spec: MoeSpec) -> ForcedCounts | None:
-    """Return a function that counts the sent rows where forced routing fixes their number.
+def _forced_counts(runtime: Runtime) -> ForcedCounts | None:
+    """Return what every rank sends where forced routing fixes it, None where it does not.
 
-    It does where experts are taken round-robin and placed contiguously. Return None elsewhere, and
-    where the counts depend on which rows a capacity drops.
+    It does where experts are taken round-robin and placed contiguously, unless the counts
+    depend on which rows a capacity drops.
     """
     layout = runtime.mesh.layout
     training = runtime.workload.router
@@ -437,15 +433,8 @@ def _forced_counts(runtime: Runtime, spec: MoeSpec) -> ForcedCounts | None:
     if drops_by_probability(layout, training):
         return None
 
-    def count(tokens: int, top_k: int) -> RoundRobinCounts:
-        max_rows = capacity_rows(tokens, top_k, spec.experts, layout.capacity)
-        return round_robin_counts(
-            tokens,
-            top_k,
-            spec.experts,
-            max_rows=max_rows,
-            ranks=layout.ep,
-            nodes=dispatch_nodes(layout),
-        )
-
-    return count
+    job = Job(model=runtime.model, workload=runtime.workload, layout=layout)
+    return tuple(
+        tuple(count_in_turn(job, source) for source in group_ranks(layout, "ep", peer))
+        for peer in group_ranks(layout, "etp", runtime.mesh.rank)
+    )

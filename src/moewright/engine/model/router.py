@@ -28,6 +28,7 @@ from moewright.engine.model.parallel_linear import RouterLinear
 from moewright.engine.model.router_losses import count_counted, loss_terms
 from moewright.engine.model.routes import LayerRoutes
 from moewright.engine.runtime import Runtime, router_dtype
+from moewright.rules.context_parallel import rank_positions
 from moewright.rules.shapes.parameters import expert_table_name, selection_bias_name
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec, RouterSpec
@@ -277,6 +278,17 @@ class Router(Weight):
         numbers = sequences[:, None] * runtime.workload.seq_len + positions
         return numbers.flatten()[start : start + tokens]
 
+    def _token_positions(self, tokens: int) -> torch.Tensor:
+        """Return the positions [tokens] of this rank's tokens in their sequences, on the device."""
+        runtime = self._runtime
+        layout = runtime.mesh.layout
+        parts = rank_positions(runtime.workload.seq_len, layout.cp, runtime.mesh.coordinate("cp"))
+        device = runtime.device
+        positions = torch.cat([torch.arange(p.start, p.stop, device=device) for p in parts])
+        start = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
+        sequences = -(-(start + tokens) // len(positions))
+        return positions.repeat(sequences)[start : start + tokens]
+
     @torch.no_grad()
     def _assign_by_sinkhorn(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the experts [t,k] that Sinkhorn gives this rank's tokens.
@@ -388,7 +400,7 @@ class Router(Weight):
     def _force_experts(self, tokens: int, experts: int) -> torch.Tensor | None:
         """Return the forced experts [T,k] of a benchmark, None where routing is not forced.
 
-        They are taken round-robin, or by a fixed preference with noise.
+        They are taken in turn along each sequence, or by a fixed preference with noise.
         """
         training = self._training
         top_k = self._spec.top_k
@@ -397,8 +409,8 @@ class Router(Weight):
             return None
         if training.force is RouterForce.BALANCED:
             # ForcedCounts relies on this order: the host then knows the counts by itself.
-            slots = torch.arange(tokens * top_k, device=device)
-            return (slots % experts).view(tokens, top_k)
+            first_slots = self._token_positions(tokens)[:, None] * top_k
+            return (first_slots + torch.arange(top_k, device=device)) % experts
         generator = torch.Generator().manual_seed(self._runtime.workload.seed + self.layer_number)
         preference = training.force_std * torch.randn(experts, generator=generator)
         noise = -torch.empty(tokens, experts).exponential_(generator=generator).log()

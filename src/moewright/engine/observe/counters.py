@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -87,6 +88,15 @@ class NoteActivity(Protocol):
 
 def ignore_activity(activity: str, *, is_waiting: bool = False) -> None:
     """Note nothing: nobody watches this process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CounterMark:
+    """What was counted up to a moment of a step; fields as in Counters."""
+
+    collectives: Mapping[tuple[Collective, str], list[int]]
+    dispatched: Mapping[Collective, list[int]]
+    flops: Mapping[tuple[FlopOp, Module], int]
 
 
 # The group of rows that say what ran beyond what was announced.
@@ -221,6 +231,33 @@ class Counters:
         finally:
             self._is_counting = False
 
+    def mark(self) -> CounterMark:
+        """Remember what was counted so far, for `return_to`."""
+        return CounterMark(
+            collectives=_copy_sums(self.collectives),
+            dispatched=_copy_sums(self._dispatched),
+            flops=dict(self.flops),
+        )
+
+    def return_to(self, mark: CounterMark) -> None:
+        """Forget what ran since a mark: it came to nothing, and is run again.
+
+        No forward may be in flight. What was held meanwhile is forgotten too.
+        """
+        if not self._is_counting:
+            return
+        for sums, marked in (
+            (self.collectives, mark.collectives),
+            (self._dispatched, mark.dispatched),
+        ):
+            sums.clear()
+            sums.update(_copy_sums(marked))
+        self.flops.clear()
+        self.flops.update(mark.flops)
+        self._peak_saved = {}
+        self._peak_in_flight = 0
+        self.census.begin()
+
     @contextmanager
     def count_saved(
         self, key: ForwardKey, is_weight: Callable[[torch.Tensor], bool]
@@ -332,6 +369,10 @@ def _add_host_bytes(memory: Sequence[MemoryRow], nbytes: int) -> list[MemoryRow]
     others = [row for row in memory if (row.component, row.module) != place]
     nbytes += sum(row.bytes for row in memory if (row.component, row.module) == place)
     return [*others, MemoryRow(component=place[0], module=place[1], bytes=nbytes)]
+
+
+def _copy_sums(sums: Mapping[Any, list[int]]) -> dict[Any, list[int]]:
+    return {key: list(numbers) for key, numbers in sums.items()}
 
 
 def _sum_by_module(counts: Iterable[Mapping[Module, int]]) -> dict[Module, int]:

@@ -36,7 +36,7 @@ def record_ledger(
         pp_rank=runtime.mesh.coordinate("pp"),
         state=state.memory_rows(),
         time=result.phases,
-        notes=_describe_differences(runtime),
+        notes=(*_describe_repeat(result), *_describe_differences(runtime)),
     )
     write_ledger(run_dir, ledger, selection if context.rank == 0 else None)
 
@@ -76,6 +76,16 @@ def _gather_selection(
         nodes=nodes,
         attended=attended,
         near=near,
+        is_repeated=result.is_repeated,
+    )
+
+
+def _describe_repeat(result: StepResult) -> tuple[str, ...]:
+    if not result.is_repeated:
+        return ()
+    return (
+        "some rank had more rows than its rank_capacity: the step was run again with all rows, and "
+        "what is counted is the second run",
     )
 
 

@@ -207,11 +207,13 @@ def forward_backward(
         sums=zero_sums(runtime, count),
     )
     if runtime.row_budget is not None:
+        mark = runtime.counters.mark()
         with runtime.row_budget.enforce():
             result = _run_passes(passes, stop_requested)
         if result is not None:
             return result
         runtime.counters.note("the step again, with all rows")
+        runtime.counters.return_to(mark)
         passes = replace(passes, sums=zero_sums(runtime, count), is_repeated=True)
     result = _run_passes(passes, stop_requested)
     assert result is not None  # nothing was over a budget
@@ -245,7 +247,7 @@ def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResul
         stop_flag = torch.full_like(squared_norm, float(stop_requested))
         world_sums = [squared_norm, stop_flag, sums.nll * adds_up, sums.mtp_loss * adds_up]
         world_sums += sums.rewards * adds_up
-        if runtime.row_budget is not None:
+        if runtime.row_budget is not None and not passes.is_repeated:
             world_sums.append(runtime.row_budget.flag())
         local = torch.cat((torch.stack(world_sums), sums.router_losses.flatten()))
         # The last is this rank's own, and comes to the host with the others.

@@ -365,9 +365,7 @@ def _train_rank(
             )
         else:
             consecutive_skips = 0
-        if is_counted and result.is_repeated:
-            counted_step += 1  # of a step that ran twice, the counts are of both
-        elif is_counted:
+        if is_counted:
             record_ledger(state, run_dir, step, result, context)
         stopped = result.stop_agreed and step < last_step
         is_last = stopped or step == last_step

@@ -71,6 +71,11 @@ def _check_recompute(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     if Recompute.FULL in chosen and modules:
         rule = "full recomputes every module and cannot be combined with others"
         yield _without("recompute", chosen, modules, rule)
+    for name, usual in (("recompute_block", 0), ("recompute_span", 1)):
+        value = getattr(layout, name)
+        if value != usual and Recompute.FULL not in chosen:
+            rule = "chooses layers of full recompute, which recompute does not ask for"
+            yield Reason(field=f"layout.{name}", value=str(value), rule=rule, nearest=str(usual))
     if Recompute.FULL in chosen and layout.recompute_block and layout.recompute_span > 1:
         yield Reason(
             field="layout.recompute",

@@ -395,7 +395,10 @@ def _check_trackers(workload: Workload) -> Iterator[Reason]:
 def _check_muon_moments(workload: Workload) -> Iterator[Reason]:
     """Yield 8-bit moments beside Muon, whose momenta lie where their blocks would begin."""
     optimizer = workload.optimizer
-    is_muon = optimizer.matrix_update is MatrixUpdate.MUON
-    if is_muon and any(map(is_scaled, optimizer.moment_dtypes)):
-        rule = "blocks of 8-bit moments begin where shards do, which Muon's momenta share"
-        yield Reason(field="train.moment_dtype", value=Dtype.FP8, rule=rule, nearest=Dtype.BF16)
+    if optimizer.matrix_update is not MatrixUpdate.MUON:
+        return
+    for field in ("moment_dtype", "second_moment_dtype"):
+        dtype = getattr(optimizer, field)
+        if dtype is not None and is_scaled(dtype):
+            rule = "blocks of 8-bit moments begin where shards do, which Muon's momenta share"
+            yield Reason(field=f"train.{field}", value=dtype, rule=rule, nearest=Dtype.BF16)

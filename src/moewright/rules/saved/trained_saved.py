@@ -43,6 +43,8 @@ _LATER_LINEARS = frozenset(("attention.o", "attention.o_down", "attention.q_up",
 _MOE_INPUT = (Module.ROUTER, "post_norm_out")
 _MLP_INPUT = (Module.DENSE_MLP, "post_norm_out")
 _OUTPUT = (Module.ATTENTION, "attention_out")
+_ATTENTION_INPUT = (Module.ATTENTION, "input_norm_out")
+_LATENTS = frozenset(((Module.ATTENTION, "q_latent"), (Module.ATTENTION, "kv_latent")))
 _RECOMPUTED_BY: Mapping[Module, tuple[Recompute, ...]] = MappingProxyType(
     {
         Module.ATTENTION: (),
@@ -91,9 +93,20 @@ def drop_unread(
             kept += _moe_inputs(row, model, readers)
         elif _is_read(row, readers):
             kept.append(row)
-        elif (row.owner, row.name) == _MLP_INPUT:
-            kept.append(replace(row, kept_by=(Recompute.MLP,)))
+        elif policy := _replayed_by(row, model):
+            kept.append(replace(row, kept_by=(policy,)))
     return kept
+
+
+def _replayed_by(row: SavedTensor, model: ModelSpec) -> Recompute | None:
+    """Return the policy that computes again from an input which no product keeps, if any."""
+    key = row.owner, row.name
+    if key == _MLP_INPUT:
+        return Recompute.MLP
+    has_query_latent = model.attention.q_lora_rank > 0
+    if key in _LATENTS or (key == _ATTENTION_INPUT and not has_query_latent):
+        return Recompute.MLA_UP_PROJ
+    return None
 
 
 def _moe_inputs(
@@ -121,7 +134,7 @@ def _moe_inputs(
 def _is_read(row: SavedTensor, readers: frozenset[str]) -> bool:
     """Return whether a product keeps a tensor, or something else than a product does."""
     key = row.owner, row.name
-    if key == (Module.ATTENTION, "input_norm_out"):
+    if key == _ATTENTION_INPUT:
         return any(name.startswith("attention.") and name not in _LATER_LINEARS for name in readers)
     return key not in _READERS or any(name in readers for name in _READERS[key])
 
