@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -24,8 +26,11 @@ from moewright.engine.checkpoint import (
     save_checkpoint,
     single_process,
 )
+from moewright.engine.checkpoint import copier as copier_module
+from moewright.engine.checkpoint import remote as remote_module
+from moewright.engine.checkpoint.copier import RemoteCopier
 from moewright.engine.checkpoint.index import CheckpointIndex
-from moewright.engine.checkpoint.remote import RemoteCopier, RemoteFolder
+from moewright.engine.checkpoint.remote import RemoteFolder, probe_copies
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import CheckpointSpec
 
@@ -178,19 +183,17 @@ def test_an_upload_that_comes_out_otherwise_is_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first upload loses a bit on its way; the next checkpoint is copied all the same."""
-    from fsspec.implementations.local import LocalFileSystem
-
-    put_file = LocalFileSystem.put_file
+    put = RemoteFolder._put
     uploads = iter(range(100))
 
-    def lose_a_bit(self: Any, source: str, target: str, **options: Any) -> None:
-        put_file(self, source, target, **options)
+    def lose_a_bit(self: Any, source: Path, target: str, note: Any) -> None:
+        put(self, source, target, note)
         if next(uploads) == 0:
             content = bytearray(Path(target).read_bytes())
             content[-1] ^= 1
             Path(target).write_bytes(content)
 
-    monkeypatch.setattr(LocalFileSystem, "put_file", lose_a_bit)
+    monkeypatch.setattr(RemoteFolder, "_put", lose_a_bit)
     spec = CheckpointSpec(copy_to=str(tmp_path / "remote"))
     copier = RemoteCopier(tmp_path / "here", spec, ignore)
     copier.submit(save(tmp_path / "here", 2))
@@ -202,6 +205,79 @@ def test_an_upload_that_comes_out_otherwise_is_no_copy(
     copier.close()
     assert RemoteFolder(spec.copy_to).list_steps() == [4]
     assert not list((tmp_path / "here").glob(".copying*"))
+
+
+def test_a_silent_server_delays_nothing_for_long_and_the_next_copy_goes_past_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first upload never answers, as behind a firewall that drops what it gets."""
+    monkeypatch.setattr(copier_module, "PATIENCE_S", 0.5)
+    upload = RemoteFolder.upload
+    answers = Event()
+    uploads = iter(range(100))
+
+    def hang(self: RemoteFolder, *args: Any, **options: Any) -> int:
+        if next(uploads) in (0, 2):
+            answers.wait(60)
+        return upload(self, *args, **options)
+
+    monkeypatch.setattr(RemoteFolder, "upload", hang)
+    spec = CheckpointSpec(copy_to=str(tmp_path / "remote"))
+    copier = RemoteCopier(tmp_path / "here", spec, ignore)
+    copier.submit(save(tmp_path / "here", 2))
+    failures: list[str] = []
+    deadline_s = time.monotonic() + 20
+    while not failures and time.monotonic() < deadline_s:
+        failures = copier.take_failures()
+    assert failures == [f"{spec.copy_to} shows no sign of life"]
+    assert copier.take_failures() == []  # it is one outage
+    copier.submit(save(tmp_path / "here", 4))
+    while copier.copied_step != 4 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert RemoteFolder(spec.copy_to).list_steps() == [4]
+    copier.submit(save(tmp_path / "here", 6))
+    begin_s = time.monotonic()
+    copier.close()
+    assert time.monotonic() - begin_s < 5
+    assert copier.take_failures() == [f"{spec.copy_to} does not answer: the last copy is left out"]
+    answers.set()  # what was left behind ends, and makes no copy any more
+    time.sleep(0.3)
+    assert RemoteFolder(spec.copy_to).list_steps() == [4]
+
+
+def test_the_records_of_a_run_go_with_its_copies_and_come_back(url: str, tmp_path: Path) -> None:
+    spec = CheckpointSpec(copy_to=url)
+    here = tmp_path / "run" / "checkpoints"
+    copier = RemoteCopier(here, spec, ignore)
+    checkpoint = save(here, 2)
+    records = "".join(f'{{"kind": "step", "step": {step}}}\n' for step in (1, 2))
+    (tmp_path / "run" / "steps.jsonl").write_text(records)
+    (tmp_path / "run" / "incidents.jsonl").write_text("")
+    copier.submit(checkpoint)
+    copier.close()
+    for earlier in (None, records.splitlines(keepends=True)[0], records + records):
+        there = tmp_path / f"there-{len(earlier or '')}"
+        there.mkdir()
+        if earlier is not None:
+            (there / "steps.jsonl").write_text(earlier)
+        fetch_newer(url, there / "checkpoints", accept_any)
+        expected = earlier if earlier and len(earlier) > len(records) else records
+        assert (there / "steps.jsonl").read_text() == expected  # newer ones here stay
+        assert (there / "incidents.jsonl").read_text() == ""
+
+
+def test_a_destination_is_tried_before_it_is_needed(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert probe_copies(url) == ""
+    assert RemoteFolder(url).list_steps() == []
+    (tmp_path / "file").touch()
+    assert "cannot be written" in probe_copies(str(tmp_path / "file" / "copies"))
+    monkeypatch.setattr(remote_module, "_PROBE_S", 0.3)
+    monkeypatch.setattr(RemoteFolder, "probe", lambda self, note: time.sleep(5))
+    begin_s = time.monotonic()
+    assert "no sign of life" in probe_copies(url)
+    assert time.monotonic() - begin_s < 2
 
 
 def test_what_is_purged_here_is_copied_all_the_same(tmp_path: Path) -> None:

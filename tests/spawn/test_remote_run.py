@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 import tiny_jobs
+from moewright.codec import read_incidents, read_run
 from moewright.engine.checkpoint.remote import RemoteFolder
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
+from moewright.report.run_sections import build_verdict
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
+from moewright.spec.run import IncidentKind
+from moewright.spec.units import plural
 from moewright.spec.workload import CheckpointSpec, DataSpec, SaveMode
 
 pytestmark = pytest.mark.spawn
@@ -52,7 +56,17 @@ def test_a_run_goes_on_elsewhere_from_a_copy(
     assert train(plan, tmp_path / "second") is ExitCode.DONE
     assert f"step-{last:08d} came from" in capfd.readouterr().err
     whole = read_losses(tmp_path / "first")
-    assert read_losses(tmp_path / "second") == {step: whole[step] for step in range(last + 1, 9)}
+    assert read_losses(tmp_path / "second") == whole  # the records came with the checkpoint
+    ages = [step.copy_age for step in read_run(tmp_path / "first").steps]
+    assert ages[0] == 1  # a loss of the machine would cost all of it
+    assert ages[-1] <= 8
+    assert read_run(tmp_path / "second").steps[-1].copied_step >= last
+    (tile,) = (
+        tile
+        for tile in build_verdict(read_run(tmp_path / "first"), ()).tiles
+        if tile.label == "Newest copy elsewhere"
+    )
+    assert tile.note == f"at the last step; at worst {plural(max(ages), 'step')} old"
     other = make_plan(data, copies, seed=5)
     with pytest.raises(BadInput, match="seed"):
         train(other, tmp_path / "third")
@@ -65,10 +79,35 @@ def test_copies_that_fail_do_not_end_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(self: RemoteFolder, *_: object) -> None:
+    def fail(self: RemoteFolder, *_: object, **options: object) -> None:
         raise ConnectionError("the bucket is gone")
 
     monkeypatch.setattr(RemoteFolder, "upload", fail)
     assert train(make_plan(data, tmp_path / "copies"), tmp_path / "run") is ExitCode.DONE
-    assert "step-00000008 was not copied" in capfd.readouterr().err
+    told = capfd.readouterr()
+    assert "step-00000008 was not copied" in told.err
+    assert "copy 8 steps old" in told.out
     assert not list((tmp_path / "run/checkpoints").glob(".copying*"))
+    (incident,) = read_incidents(tmp_path / "run")  # of one outage
+    assert incident.kind is IncidentKind.COPY
+    assert "the bucket is gone" in incident.message
+    assert not incident.kind.ends_ranks
+
+
+def test_a_destination_that_cannot_be_written_is_refused_before_the_first_step(
+    data: DataSpec, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    plan = make_plan(data, tmp_path / "file" / "copies")
+    with pytest.raises(BadInput, match=r"checkpoint\.copy_to=.*cannot be (written|listed)"):
+        train(plan, tmp_path / "run")
+    assert not (tmp_path / "run" / "plan.json").exists()
+    # A run that stands somewhere goes on: its machine may have little time left.
+    without = replace(plan.workload.checkpoint, copy_to="")
+    begun = replace(plan, workload=replace(plan.workload, checkpoint=without))
+    assert train(begun, tmp_path / "run") is ExitCode.DONE
+    assert train(plan, tmp_path / "run", extend=True) is ExitCode.DONE
+    assert "going on without" in capfd.readouterr().err
+    incidents = read_incidents(tmp_path / "run")
+    assert [incident.kind for incident in incidents] == [IncidentKind.COPY] * len(incidents)
+    assert incidents[0].step == 8

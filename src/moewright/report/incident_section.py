@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from moewright.spec.run import Incident, IncidentKind
+from moewright.spec.run import Incident
 from moewright.spec.units import format_seconds, plural
 
 
@@ -59,11 +59,11 @@ def _build_row(incident: Incident) -> IncidentRow:
 
 def _has_gone_on(incident: Incident) -> bool:
     """Tell whether the ranks were ended, and the run has gone on since."""
-    return bool(incident.resumed_step) and incident.kind is not IncidentKind.SLOW
+    return bool(incident.resumed_step) and incident.kind.ends_ranks
 
 
 def _describe_way_on(incident: Incident) -> str:
-    if incident.kind is IncidentKind.SLOW:
+    if not incident.kind.ends_ranks:
         return "has gone on meanwhile"
     if not incident.resumed_step:
         return incident.gave_up or "has not gone on"

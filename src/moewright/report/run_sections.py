@@ -142,7 +142,7 @@ def build_verdict(record: RunRecord, comparisons: Sequence[LedgerComparison]) ->
     steps = steady_steps(record)
     rate = median([step.tokens_per_s_per_rank for step in steps] or [0.0])
     mfu = median([step.mfu for step in steps] or [0.0])
-    tiles = (
+    tiles: tuple[Tile, ...] = (
         learning.tile,
         Tile(
             label="Step time",
@@ -158,8 +158,22 @@ def build_verdict(record: RunRecord, comparisons: Sequence[LedgerComparison]) ->
         ),
         Tile(label="Ledger", value=ledger.value, note=ledger.label, tone=ledger.tone),
     )
+    if record.steps and record.steps[-1].copied_step >= 0:
+        tiles += (_describe_copies(record),)
     tone = Tone.BAD if ledger.tone is Tone.BAD else learning.tone
     return RunVerdict(sentence=f"{'; '.join(clauses)}.", tone=tone, tiles=tiles)
+
+
+def _describe_copies(record: RunRecord) -> Tile:
+    """Say what a loss of this machine would have cost at the last step, and at the worst one."""
+    last = record.steps[-1]
+    worst = max(step.copy_age for step in record.steps)
+    return Tile(
+        label="Newest copy elsewhere",
+        value=f"{plural(last.copy_age, 'step')} old" if last.copied_step else "none",
+        note=f"at the last step; at worst {plural(worst, 'step')} old",
+        tone=Tone.PLAIN if last.copied_step else Tone.BAD,
+    )
 
 
 def _judge_learning(record: RunRecord) -> _Learning:

@@ -141,6 +141,12 @@ class StepRecord:
     device: DeviceSample | None = None
     is_repeated: bool = False  # run twice: some rank had more rows than its rank_capacity
     rewards: PairRewards = PairRewards()
+    copied_step: int = -1  # of the newest copy elsewhere, 0 before the first; -1: none are made
+
+    @property
+    def copy_age(self) -> int:
+        """The steps that the newest copy elsewhere is behind this one; 0 where none are made."""
+        return max(0, self.step - self.copied_step) if self.copied_step >= 0 else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +179,7 @@ class Session:
 
 
 class IncidentKind(StrEnum):
-    """The kinds of incident: what ended the ranks of a run before their time, or slows it down."""
+    """The kinds of incident: what ended the ranks of a run, slows it down, or puts it at risk."""
 
     CRASH = "crash"
     HANG = "hang"
@@ -181,6 +187,12 @@ class IncidentKind(StrEnum):
     CORRUPTION = "corruption"  # of bits of the state
     RETURN = "return"  # of ranks that were gone: the others were stopped for them
     SLOW = "slow rank"  # whose compute takes longer than that of its peers: the run goes on
+    COPY = "no copy"  # of a checkpoint elsewhere could be made: the run goes on
+
+    @property
+    def ends_ranks(self) -> bool:
+        """Whether the ranks have ended, and somebody has to start them again."""
+        return self not in (IncidentKind.SLOW, IncidentKind.COPY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

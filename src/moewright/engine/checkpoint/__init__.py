@@ -50,7 +50,7 @@ from moewright.engine.checkpoint.local_shard import (
     flat_range_shards,
     whole_shard,
 )
-from moewright.engine.checkpoint.remote import fetch_newer
+from moewright.engine.checkpoint.remote import fetch_newer, probe_copies
 from moewright.engine.checkpoint.saver import CheckpointSaver, save_checkpoint
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "load_checkpoint",
     "offer_older",
     "payload_file_name",
+    "probe_copies",
     "put_damaged_aside",
     "read_index",
     "read_index_on_all_ranks",

@@ -1,7 +1,7 @@
 """Copies of checkpoints in a folder elsewhere: another disk, or a bucket of S3 or GCS, by fsspec.
 
 The index of a copy is written last, so that a copy without one is none. Every file is read back and
-compared with the checksum of the index.
+compared with the checksum of the index. The records of the run lie beside it, as they were then.
 """
 
 from __future__ import annotations
@@ -10,34 +10,42 @@ import fcntl
 import hashlib
 import json
 import os
-import queue
 import shutil
 import sys
-import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
+from moewright.codec import (
+    INCIDENTS_FILE,
+    STEPS_FILE,
+    FloatPolicy,
+    parse_json,
+    read_complete_lines,
+    write_text,
+)
 from moewright.engine.checkpoint.commit import (
     checkpoint_path,
     checkpoint_step,
     find_latest,
 )
-from moewright.engine.checkpoint.coordinator import yield_to_training
 from moewright.engine.checkpoint.fall_back import put_aside
 from moewright.engine.checkpoint.files import damage_error, fsync_directory
 from moewright.engine.checkpoint.index import INDEX_FILE, CheckpointIndex, FileEntry, read_index
+from moewright.engine.checkpoint.patience import SilentServerError, wait_patiently
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import CheckpointSpec
 
 _FIELD = "checkpoint.copy_to"
-_COPYING = ".copying-"
 _FETCHING = ".saving-fetch-"  # a name that the next save sweeps
 _CHUNK_BYTES = 1 << 24
-# How long the end of a run waits for a copy that makes no progress.
-_PATIENCE_S = 60.0
+# How long anybody waits for a server that shows no sign of life.
+PATIENCE_S = 60.0
+_PROBE_S = 30.0
+# What a run has noted of itself, which goes on growing: it is not in the index.
+JOURNALS = (STEPS_FILE, INCIDENTS_FILE)
 
 
 class RemoteFolder:
@@ -81,10 +89,28 @@ class RemoteFolder:
         folder = f"{self._root}/{checkpoint_path(Path(), step).name}"
         return f"{folder}/{name}" if name else folder
 
-    def upload(self, checkpoint: Path, note: Callable[[str], None]) -> None:
+    def probe(self, note: Callable[[str], None]) -> None:
+        """Write a small file into the folder, read it back, and remove it.
+
+        Raises:
+            Exception: of any kind, by the file system, where that cannot be done.
+        """
+        name = f"{self._root}/.probe-{uuid.uuid4().hex}"
+        self._files.makedirs(self._root, exist_ok=True)
+        self._files.pipe_file(name, name.encode())
+        note("reads what it has written")
+        content = self._files.cat_file(name)
+        self._files.rm_file(name)
+        if content != name.encode():
+            raise OSError(f"{name} is not what was written")
+
+    def upload(
+        self, checkpoint: Path, note: Callable[[str], None], *, journals: Path | None = None
+    ) -> int:
         """Copy a checkpoint, and read the copy back; one of the same bytes is left as it is.
 
-        `note` is called with each piece before it is moved.
+        `note` is called with each piece before it is moved. In the folder `journals` lie the
+        records of the run, as far as there are any. Returns the step.
 
         Raises:
             Exception: of any kind, by the file system; OSError where the copy is not what was
@@ -96,23 +122,46 @@ class RemoteFolder:
         if self._files.exists(target):
             present = self._files.cat_file(target)
             if present == text:
-                return
+                return index.step
             if json.loads(present)["body"]["extra"] != json.loads(text)["body"]["extra"]:
                 raise OSError(f"{target} is the same step of another job")
             self._files.rm_file(target)
         self._files.makedirs(self._path(index.step), exist_ok=True)
         for entry in index.files:
             note(f"copies {entry.name} of step {index.step}")
-            self._files.put_file(str(checkpoint / entry.name), self._path(index.step, entry.name))
             path = self._path(index.step, entry.name)
+            self._put(checkpoint / entry.name, path, note)
             digest = hashlib.sha256()
             for block in self._read(path, note):
                 digest.update(block)
             if digest.hexdigest() != entry.sha256:
                 raise OSError(f"{path} is not what was written")
+        for name in JOURNALS if journals else ():
+            source = Path(journals or "", name)
+            if source.exists():
+                self._put(source, self._path(index.step, name), note)
         self._files.pipe_file(target, text)
         if self._files.cat_file(target) != text:
             raise OSError(f"{target} is not what was written")
+        return index.step
+
+    def _put(self, source: Path, target: str, note: Callable[[str], None]) -> None:
+        """Write a file, with a note of each piece.
+
+        Clients of buckets send parts beside each other. A mount is written piece by piece, for it
+        tells of nothing.
+        """
+        from fsspec.callbacks import Callback
+        from fsspec.implementations.local import LocalFileSystem
+
+        if not isinstance(self._files, LocalFileSystem):
+            progress = Callback(hooks={"note": lambda *_, **__: note(f"copies {source.name}")})
+            self._files.put_file(str(source), target, callback=progress)
+            return
+        with source.open("rb") as stream, self._files.open(target, "wb") as copy:
+            while block := stream.read(_CHUNK_BYTES):
+                note(f"copies {source.name}")
+                copy.write(block)
 
     def _read(self, path: str, note: Callable[[str], None]) -> Iterator[bytes]:
         """Yield the blocks of a file."""
@@ -167,6 +216,21 @@ class RemoteFolder:
             shutil.rmtree(working, ignore_errors=True)
         return path
 
+    def download_journals(self, step: int, run_dir: Path, note: Callable[[str], None]) -> None:
+        """Bring the records of a run that lie beside a copy, where those here end earlier.
+
+        Raises:
+            Exception: of any kind, by the file system.
+            BadInput: they cannot be written, or those here cannot be read.
+        """
+        for name in JOURNALS:
+            source = self._path(step, name)
+            path = run_dir / name
+            is_behind = not path.exists() or (name == STEPS_FILE and _last_step(path) < step)
+            if is_behind and self._files.exists(source):
+                note(f"brings {name}")
+                write_text(path, self._files.cat_file(source).decode())
+
     def _fetch(
         self, step: int, entry: FileEntry, folder: Path, note: Callable[[str], None]
     ) -> None:
@@ -200,28 +264,71 @@ def fetch_newer(
             cannot be listed, so that nobody knows where the run stands.
     """
     remote = RemoteFolder(url)
+
+    def tell() -> None:
+        note("waits for a copy of a checkpoint")
+
     with _alone(directory):
         newest = find_newest(directory)
         local_step = (checkpoint_step(newest.name) or 0) if newest else 0
         try:
-            steps = [step for step in remote.list_steps() if step > local_step]
+            listed = wait_patiently(lambda _: remote.list_steps(), _PROBE_S, tell)
         except Exception as error:  # of any kind: each file system has its own
-            if newest is None:
-                rule = f"cannot be listed ({_shorten(error)}), and {directory} has no checkpoint"
-                raise BadInput(Reason(field=_FIELD, value=url, rule=rule)) from error
-            _tell(f"{url} cannot be listed ({_shorten(error)}): going on from {newest.name}")
+            _refuse_or_tell(url, directory, newest, f"cannot be listed ({shorten_error(error)})")
             return None
-        for step in reversed(steps):
+        for step in sorted(listed, reverse=True):
+            if step <= local_step:
+                break
+            bring = partial(remote.download, step, directory, accept)
             try:
-                path = remote.download(step, directory, accept, note)
+                path = wait_patiently(bring, PATIENCE_S, tell)
+            except SilentServerError as error:
+                _refuse_or_tell(url, directory, newest, f"cannot be read ({error})")
+                return None
             except (OSError, BadInput) as error:
                 if isinstance(error, BadInput) and not _is_damage(error):
                     raise
-                _tell(f"the copy of step {step} in {url} is passed over: {_shorten(error)}")
+                _tell(f"the copy of step {step} in {url} is passed over: {shorten_error(error)}")
                 continue
             _tell(f"{path} came from {url}")
+            bring_journals = partial(remote.download_journals, step, directory.parent)
+            try:
+                wait_patiently(bring_journals, PATIENCE_S, tell)
+            except Exception as error:  # of any kind: what is missing is said when the run goes on
+                _tell(f"the records beside it did not come: {shorten_error(error)}")
             return path
     return None
+
+
+def _refuse_or_tell(url: str, directory: Path, newest: Path | None, rule: str) -> None:
+    """Refuse to begin where nobody knows where the run stands; else say that it goes on."""
+    if newest is None:
+        rule = f"{rule}, and {directory} has no checkpoint"
+        raise BadInput(Reason(field=_FIELD, value=url, rule=rule))
+    _tell(f"{url} {rule}: going on from {newest.name}")
+
+
+def probe_copies(url: str) -> str:
+    """Return why no copies can be made at a URL; "" where they can.
+
+    Raises:
+        BadInput: what the URL needs is not installed.
+    """
+    remote = RemoteFolder(url)
+    try:
+        wait_patiently(remote.probe, _PROBE_S)
+    except Exception as error:  # of any kind: each file system has its own
+        return f"cannot be written ({shorten_error(error)})"
+    return ""
+
+
+def _last_step(path: Path) -> int:
+    """Return the last step that has a record in steps.jsonl."""
+    for line in reversed(read_complete_lines(path)):
+        record = parse_json(line, where=str(path), floats=FloatPolicy.NON_FINITE)
+        if isinstance(record, dict) and record.get("kind") == "step":
+            return int(record["step"])
+    return 0
 
 
 def _is_damage(refusal: BadInput) -> bool:
@@ -243,75 +350,8 @@ def _alone(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-class RemoteCopier:
-    """A thread that copies checkpoints to a folder elsewhere, one after the other.
-
-    A copy that fails is told of, and never ends the run: the next checkpoint is tried again. What
-    is copied is held by links, so that a checkpoint may be purged here meanwhile.
-    """
-
-    def __init__(self, directory: Path, spec: CheckpointSpec, note: Callable[[str], None]) -> None:
-        self._directory = directory
-        self._spec = spec
-        self._note = note
-        self._tasks: queue.Queue[Path | None] = queue.Queue()
-        self._progress_s = time.monotonic()
-        for stale in directory.glob(f"{_COPYING}*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        self._thread = Thread(target=self._run, name="copies", daemon=True)
-        self._thread.start()
-        if (newest := find_latest(directory)) is not None:
-            self.submit(newest)  # its copy may have been cut off
-
-    def submit(self, checkpoint: Path) -> None:
-        """Have a checkpoint copied; one that still waits for its turn is left out."""
-        snapshot = checkpoint.with_name(_COPYING + checkpoint.name)
-        try:
-            shutil.rmtree(snapshot, ignore_errors=True)
-            snapshot.mkdir()
-            for path in checkpoint.iterdir():
-                os.link(path, snapshot / path.name)
-        except OSError:  # a file system without links
-            shutil.rmtree(snapshot, ignore_errors=True)
-            snapshot = checkpoint
-        with suppress(queue.Empty):
-            while waiting := self._tasks.get_nowait():
-                self._release(waiting)
-        self._tasks.put(snapshot)
-
-    def close(self) -> None:
-        """Wait for the last copy, as long as it makes progress."""
-        self._tasks.put(None)
-        self._progress_s = time.monotonic()
-        while self._thread.is_alive():
-            self._note("waits for the copy of a checkpoint")
-            self._thread.join(0.2)
-            if time.monotonic() - self._progress_s > _PATIENCE_S:
-                _tell(f"{self._spec.copy_to} does not answer: the last copy is left out")
-                return
-
-    def _run(self) -> None:
-        yield_to_training()
-        remote: RemoteFolder | None = None
-        while (snapshot := self._tasks.get()) is not None:
-            try:
-                remote = remote or RemoteFolder(self._spec.copy_to)
-                remote.upload(snapshot, self._see_progress)
-                remote.prune(self._spec)
-            except Exception as error:  # of any kind: each file system has its own
-                name = snapshot.name.removeprefix(_COPYING)
-                _tell(f"{name} was not copied to {self._spec.copy_to}: {_shorten(error)}")
-            self._release(snapshot)
-
-    def _see_progress(self, activity: str) -> None:
-        self._progress_s = time.monotonic()
-
-    def _release(self, snapshot: Path) -> None:
-        if snapshot.name.startswith(_COPYING):
-            shutil.rmtree(snapshot, ignore_errors=True)
-
-
-def _shorten(error: Any) -> str:
+def shorten_error(error: Exception) -> str:
+    """Return an error of any file system as a few words."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 

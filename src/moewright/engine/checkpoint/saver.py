@@ -23,10 +23,10 @@ from moewright.engine.checkpoint.coordinator import (
     run_on_all_ranks,
     yield_to_training,
 )
+from moewright.engine.checkpoint.copier import RemoteCopier
 from moewright.engine.checkpoint.index import TensorEntry
 from moewright.engine.checkpoint.local_shard import LocalShard
 from moewright.engine.checkpoint.planning import describe_shards, plan_save
-from moewright.engine.checkpoint.remote import RemoteCopier
 from moewright.spec.workload import CheckpointSpec, SaveMode
 
 
@@ -138,6 +138,15 @@ class CheckpointSaver:
         self.wait()
         if self._copier is not None:
             self._copier.close()
+
+    @property
+    def copied_step(self) -> int:
+        """The step of the newest copy elsewhere, 0 before the first; -1 where none are made."""
+        return -1 if self._copier is None else self._copier.copied_step
+
+    def take_copy_failures(self) -> list[str]:
+        """Return the outages of copies that have begun since the last call."""
+        return [] if self._copier is None else self._copier.take_failures()
 
     def _commit_and_copy(self, request: SaveRequest, comm: Coordinator) -> None:
         commit_save(request, comm)

@@ -227,6 +227,8 @@ class ConsoleWriter:
             parts.append(f"HFU {record.hfu:.1%}")
         if record.waits:
             parts.append(f"waits {_wait_share(record):.0%}")
+        if record.copied_step >= 0:
+            parts.append(f"copy {record.copy_age} steps old")
         if record.skipped:
             parts.append("SKIPPED: gradient not finite")
         if record.is_repeated:

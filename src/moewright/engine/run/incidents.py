@@ -61,9 +61,21 @@ def note_slow_rank(run_dir: Path, layout: Layout, *, rank: int, step: int, messa
     )
 
 
+def note_copy_failure(run_dir: Path, layout: Layout, *, step: int, message: str) -> None:
+    """Note that no copies can be made since a step; the run goes on meanwhile."""
+    _append(
+        run_dir,
+        layout,
+        kind=IncidentKind.COPY,
+        message=escape_controls(message),
+        step=step,
+        resumed_step=step + 1,
+    )
+
+
 def note_restart(run_dir: Path, layout: Layout, starter: str) -> None:
     """Note that `starter` has started the ranks again, where nobody could note why."""
-    if not _is_open(_read(run_dir)):
+    if _find_open(_read(run_dir)) is None:
         message = f"{starter} has started the ranks again; who failed was not noted"
         _append(run_dir, layout, kind=IncidentKind.CRASH, message=message)
 
@@ -71,11 +83,10 @@ def note_restart(run_dir: Path, layout: Layout, starter: str) -> None:
 def note_end(run_dir: Path, reason: str) -> None:
     """Note why the ranks are not started again after the last incident."""
     incidents = _read(run_dir)
-    if _is_open(incidents):
-        _write(
-            run_dir,
-            (*incidents[:-1], replace(incidents[-1], gave_up=Paragraph(escape_controls(reason)))),
-        )
+    number = _find_open(incidents)
+    if number is not None:
+        ended = replace(incidents[number], gave_up=Paragraph(escape_controls(reason)))
+        _write(run_dir, (*incidents[:number], ended, *incidents[number + 1 :]))
 
 
 def _append(run_dir: Path, layout: Layout, **values: Any) -> None:
@@ -108,9 +119,13 @@ def _write(run_dir: Path, incidents: tuple[Incident, ...]) -> None:
         return  # the journal is no reason to end a run
 
 
-def _is_open(incidents: tuple[Incident, ...]) -> bool:
-    """Tell whether the run has not gone on since the last incident."""
-    return bool(incidents) and not incidents[-1].resumed_step and not incidents[-1].gave_up
+def _find_open(incidents: tuple[Incident, ...]) -> int | None:
+    """Return the number of the incident since which the run has not gone on, if there is one."""
+    for number in reversed(range(len(incidents))):
+        incident = incidents[number]
+        if incident.kind.ends_ranks:
+            return None if incident.resumed_step or incident.gave_up else number
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,15 +156,16 @@ def count_repeated_steps(run_dir: Path, first_step: int) -> RepeatedSteps:
 def note_way_on(run_dir: Path, layout: Layout, first_step: int, repeated: RepeatedSteps) -> None:
     """Note that the run has done its first step since the last incident, if there was one."""
     incidents = _read(run_dir)
-    if not _is_open(incidents):
+    number = _find_open(incidents)
+    if number is None:
         return
-    last = replace(
-        incidents[-1],
+    ended = replace(
+        incidents[number],
         resumed_step=first_step,
         next_layout=format_layout(layout),
         next_world_size=layout.world_size,
         repeated_steps=repeated.count,
         repeated_s=repeated.seconds,
-        down_s=max(0.0, time.time() - incidents[-1].unix_s),
+        down_s=max(0.0, time.time() - incidents[number].unix_s),
     )
-    _write(run_dir, (*incidents[:-1], last))
+    _write(run_dir, (*incidents[:number], ended, *incidents[number + 1 :]))

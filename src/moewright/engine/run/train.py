@@ -25,6 +25,7 @@ from moewright.engine.checkpoint import (
     CheckpointSaver,
     find_latest,
     find_readable,
+    probe_copies,
     require_space,
 )
 from moewright.engine.comm import collectives
@@ -60,6 +61,7 @@ from moewright.engine.run.env import (
 )
 from moewright.engine.run.incidents import (
     count_repeated_steps,
+    note_copy_failure,
     note_failure,
     note_restart,
     note_way_on,
@@ -97,7 +99,7 @@ from moewright.rules.job import plan_job
 from moewright.rules.limits.engine_limits import require_runnable
 from moewright.rules.moments import stored_nbytes
 from moewright.rules.shapes.parameters import count_parameters
-from moewright.spec.errors import BadInput
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Overlap
 from moewright.spec.plan import Plan
@@ -161,6 +163,7 @@ def train(
     # A checkpoint holds the master weight (fp32) and two moments of every parameter.
     bytes_per_parameter = 4 + stored_nbytes(plan.workload.optimizer)
     require_space(run_dir, bytes_per_parameter * count_parameters(plan.model).total)
+    copy_failure = _probe_copies(plan, must_answer=not steps_done)
     hooks = hooks or LaunchHooks()
     report_failure = partial(_report_failure, plan, run_dir, hooks.report_failure)
     return launch(
@@ -171,7 +174,7 @@ def train(
         timeouts=_choose_timeouts(plan),
         hooks=replace(
             hooks,
-            before_start=partial(_write_plan, plan, run_dir),
+            before_start=partial(_begin_run, plan, run_dir, steps_done, copy_failure),
             report_failure=report_failure,
         ),
         local_ranks=local_ranks,
@@ -232,6 +235,30 @@ def _tell_other_weights(plan: Plan, run_dir: Path, steps_done: int) -> None:
                 f"{steps_done}; it began with {before or 'weights of its own'}"
             )
             print(line, file=sys.stderr, flush=True)
+
+
+def _probe_copies(plan: Plan, *, must_answer: bool) -> str:
+    """Return why no copies can be made elsewhere, before the first step; "" where they can.
+
+    Raises:
+        BadInput: they must be possible: nobody should learn it after a day of training.
+    """
+    url = plan.workload.checkpoint.copy_to
+    torchrun = read_torchrun_env()
+    if not url or (torchrun is not None and torchrun.rank != 0):
+        return ""
+    failure = probe_copies(url)
+    if failure and must_answer:
+        raise BadInput(Reason(field="checkpoint.copy_to", value=url, rule=failure))
+    return failure and f"{url} {failure}"
+
+
+def _begin_run(plan: Plan, run_dir: Path, steps_done: int, copy_failure: str) -> None:
+    """Write the plan, and note that no copies can be made, where that was found."""
+    _write_plan(plan, run_dir)
+    if copy_failure:
+        print(f"{copy_failure}: going on without", file=sys.stderr, flush=True)
+        note_copy_failure(run_dir, plan.layout, step=steps_done, message=copy_failure)
 
 
 def _write_plan(plan: Plan, run_dir: Path) -> None:
@@ -354,10 +381,12 @@ def _train_rank(
             timer.add_steady_step(result.phases, waits, wait_calls, host)
             straggler_watch.add_step(result.expert_loads, host)
         record = build_step_record(plan, step, lr, result)
-        recorder.write_step(replace(record, waits=waits, host=host, device=sample_device(device)))
+        record = replace(record, waits=waits, host=host, device=sample_device(device))
+        recorder.write_step(replace(record, copied_step=saver.copied_step))
         if step == first_step and repeated is not None:
             note_way_on(run_dir, plan.layout, first_step, repeated)
         straggler_watch.report(run_dir, step)
+        _note_copy_failures(saver, run_dir, plan, step)
         if result.skipped:
             consecutive_skips += 1
             report_nonfinite(
@@ -380,6 +409,7 @@ def _train_rank(
             break
     batches.close()
     saver.close()
+    _note_copy_failures(saver, run_dir, plan, step)
     recorder.close()
     profiler.close()
     timer.close()
@@ -387,6 +417,11 @@ def _train_rank(
     state.optimizer.finish_pending()
     collectives.leave_world()
     return RankOutcome.STOPPED if stopped else RankOutcome.DONE
+
+
+def _note_copy_failures(saver: CheckpointSaver, run_dir: Path, plan: Plan, step: int) -> None:
+    for message in saver.take_copy_failures():
+        note_copy_failure(run_dir, plan.layout, step=step, message=message)
 
 
 def _gather_and_wait(wait_clock: WaitClock, context: RankContext, value: Any) -> list[Any]:
