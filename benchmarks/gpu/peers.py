@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.sizes import GpuSizes, draw_tokens
-from moewright.intake.hf_write import build_config
+from moewright.intake.hf import build_config
 from moewright.spec.model import ModelSpec
 
 

@@ -19,7 +19,7 @@ from benchmarks.peers.protocol import (
     take_turns,
 )
 from benchmarks.workloads import CONTEST_MODEL, CONTEST_WORKLOAD
-from moewright.intake.hf_write import build_config
+from moewright.intake.hf import build_config
 
 
 def build_model(request: ContestRequest) -> Any:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moewright.intake import catalogue, hf
-from moewright.intake.hf_write import build_config
+from moewright.families.table import FAMILIES
+from moewright.intake import catalogue
+from moewright.intake.hf import build_config
 from moewright.rules.limits.engine_features import unsupported_features
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
@@ -58,7 +59,7 @@ def list_families() -> tuple[FamilyRow, ...]:
     for name in catalogue.model_names():
         by_family.setdefault(catalogue.model(name).family, []).append(name)
     rows = []
-    for family in sorted(by_family.keys() & hf.FAMILIES.keys()):
+    for family in sorted(by_family.keys() & FAMILIES.keys()):
         models = [catalogue.model(name) for name in by_family[family]]
         missing = sorted({field for model in models for field in _list_missing(model)})
         run = [model for model in models if not {*_list_missing(model)} - {_DEPTHS}]
@@ -78,7 +79,7 @@ def render_page() -> str:
     """Return the page."""
     rows = list_families()
     text = _INTRODUCTION + "".join(map(_format_row, rows))
-    others = sorted(hf.FAMILIES.keys() - {row.family for row in rows})
+    others = sorted(FAMILIES.keys() - {row.family for row in rows})
     names = ", ".join(f"`{name}`" for name in others)
     return (
         f"{text}\nConfigurations of {names} are read too; no published size of theirs is listed.\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from moewright.cli.main import main
+from moewright.families.fields import FieldReader
+from moewright.families.table import FAMILIES
 from moewright.intake import hf
-from moewright.intake.hf_unknown import is_telling, skips_silently
+from moewright.intake.unknown_fields import is_telling, skips_silently
 from moewright.spec.errors import BadInput
 
-INTAKE = Path(str(resources.files("moewright.intake")))
+MODELS = resources.files("moewright.intake").joinpath("data/models.json")
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "vocab_size": 96,
@@ -96,18 +99,26 @@ def test_the_scorer_of_the_family_may_be_stated() -> None:
         hf.parse_config(QWEN | {"scoring_func": "sigmoid"}, where="c", name="m")
 
 
+class NotedReads(FieldReader):
+    """A reader that notes the names which change a model, not those that it only ignores."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        super().__init__(data, "c")
+        self.names: set[str] = set()
+
+    def _read(self, names: Sequence[str]) -> tuple[str, Any]:
+        self.names.update(names)
+        return super()._read(names)
+
+
 def test_no_key_that_some_family_reads_is_skipped_by_another() -> None:
     """A key that changes one family's model is telling in every other, or said to be harmless."""
-    call = re.compile(
-        r"fields\.(?:integer|number|boolean|choice|require_neutral|sequence|flags|text|table)"
-        r'\(\s*((?:"\w+",?\s*)+)'
-    )
-    names = {
-        name
-        for path in INTAKE.glob("hf*.py")
-        for names in call.findall(path.read_text())
-        for name in re.findall(r"\w+", names)
-    }
+    names: set[str] = set()
+    for entry in json.loads(MODELS.read_text()).values():
+        config = entry["config"]
+        fields = NotedReads(config)
+        FAMILIES[config["model_type"]].read_model(fields, "m")
+        names |= fields.names
     assert len(names) > 100
     skipped = {name for name in names if not is_telling(name) and not skips_silently(name)}
     # Sizes that every family reads under some name, and switches, which are refused when on.

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moewright.codec import FloatPolicy, closest_match, fingerprint, from_data, to_data
+from moewright.codec import FloatPolicy, fingerprint, from_data, to_data
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective, Curve
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import CommRow, Ledger, Selection
 from moewright.spec.model import MoeSpec
+from moewright.spec.names import closest_match
 from moewright.spec.run import StepRecord
 from moewright.spec.sourced import SourceKind
 from moewright.spec.workload import Dtype, OptimizerSpec, Workload

@@ -30,8 +30,9 @@ from hf_families import (
 )
 from moewright.cli.main import main
 from moewright.engine.checkpoint import read_index
-from moewright.engine.hf import candidates, import_weights, name_patterns
+from moewright.engine.hf import candidates, import_weights
 from moewright.engine.run.companions import _write_card
+from moewright.families.weight_names import USUAL_LAYER_NAMES, NamePattern, whole
 from moewright.intake.hf import read_config
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import DataSpec
@@ -517,28 +518,26 @@ def test_a_table_that_writes_a_tensor_twice_fails_by_name(
 ) -> None:
     write_model("qwen3", tmp_path / "hf")
     model = read_config(tmp_path / "hf")
-    good = dict(name_patterns.LAYER_PATTERNS)
-    pattern = name_patterns.NamePattern
-    patterns = name_patterns._patterns
+    usual = dict(USUAL_LAYER_NAMES)
     for part, wrong, message in (
         (
             "attention.k.weight",
-            patterns("self_attn.v_proj.weight"),
+            whole("self_attn.v_proj.weight"),
             "self_attn.v_proj.weight.*would be read for two",
         ),
-        ("mlp.gate_up.weight", patterns("mlp.gate_proj.weight"), "gate_proj.weight.*has shape"),
+        ("mlp.gate_up.weight", whole("mlp.gate_proj.weight"), "gate_proj.weight.*has shape"),
         (
             "mlp.gate_up.weight",
-            (pattern(names=("mlp.gate_proj.weight",) * 2),),
+            (NamePattern(names=("mlp.gate_proj.weight",) * 2),),
             "would be read for two tensors",
         ),
         (
             "mlp.down.weight",
-            (pattern(names=("mlp.gate_proj.weight", "mlp.up_proj.weight")),),
+            (NamePattern(names=("mlp.gate_proj.weight", "mlp.up_proj.weight")),),
             "would not be written exactly once",
         ),
     ):
-        monkeypatch.setattr(candidates, "LAYER_PATTERNS", good | {part: wrong})
+        monkeypatch.setattr(candidates, "USUAL_LAYER_NAMES", usual | {part: wrong})
         with pytest.raises(BadInput, match=message):
             import_weights.plan_import(tmp_path / "hf", model, tmp_path / "ours")
 

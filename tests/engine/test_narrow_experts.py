@@ -19,7 +19,7 @@ from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.moe import MoeLayer
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
-from moewright.intake import hf, hf_write
+from moewright.intake import hf
 from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
@@ -122,6 +122,6 @@ def test_a_config_says_it_and_none_is_written() -> None:
     model = hf.parse_config(table, where="job.toml: model", name="narrow")
     assert model.expert_width == 12
     with pytest.raises(BadInput, match="has no HF form"):
-        hf_write.build_config(model)
+        hf.build_config(model)
     with pytest.raises(BadInput, match="moe_latent_size=33"):
         hf.parse_config({**table, "moe_latent_size": 33}, where="job.toml: model", name="wide")

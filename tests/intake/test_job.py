@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moewright.intake import catalogue, job
-from moewright.intake.hf_write import build_config
+from moewright.intake.hf import build_config
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import DocumentMasking, Dtype
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from api.test_launched_trials import PRETRAIN, TUNE_ALL, write_job
 from moewright.codec import read_json, read_toml, write_toml
-from moewright.intake.hf_write import build_config
+from moewright.intake.hf import build_config
 from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan
 from moewright.tuning.journal import read_journal

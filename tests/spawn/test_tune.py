@@ -12,7 +12,7 @@ from moewright.api.tuning import read_tuning_request, run_trial
 from moewright.cli.main import main
 from moewright.codec import read_json
 from moewright.engine.model.transformer import Transformer
-from moewright.intake.hf_write import build_config
+from moewright.intake.hf import build_config
 from moewright.spec.plan import Plan
 from moewright.tuning.contract import Contract, Label
 from moewright.tuning.journal import read_journal

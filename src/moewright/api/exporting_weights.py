@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moewright.codec import PLAN_FILE, read_json
-from moewright.intake.hf_write import build_config
+from moewright.intake.hf import build_config
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan

@@ -12,8 +12,8 @@ from cyclopts import Parameter
 
 from moewright.cli.options import Count, Flag
 from moewright.cli.progress import show_bytes
-from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

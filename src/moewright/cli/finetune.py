@@ -6,8 +6,8 @@ from pathlib import Path
 
 from moewright.cli.answers import print_nothing, print_now
 from moewright.cli.options import FineTuningOptions, SetOption
-from moewright.codec import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 from moewright.spec.workload import FrozenPart
 
 _NO_OPTIONS = FineTuningOptions()

@@ -101,8 +101,7 @@ def _complete_config(model: ModelSpec) -> dict[str, Any]:
     Raises:
         BadInput: Reading the config back does not give the same model.
     """
-    from moewright.intake.hf import parse_config
-    from moewright.intake.hf_write import build_config
+    from moewright.intake.hf import build_config, parse_config
 
     config = build_config(model)
     read_back = parse_config(config, where="config.json", name=model.name)

@@ -29,7 +29,6 @@ from moewright.codec.layout_text import (
     format_layout_changes,
     parse_layout,
 )
-from moewright.codec.names import closest_match
 from moewright.codec.numbers import parse_count
 from moewright.codec.run_files import (
     INCIDENTS_FILE,
@@ -49,7 +48,6 @@ __all__ = [
     "STEPS_FILE",
     "FloatPolicy",
     "append_line",
-    "closest_match",
     "default_values",
     "explicit_fields",
     "fingerprint",

@@ -15,8 +15,8 @@ from cattrs import BaseValidationError, Converter, ForbiddenExtraKeysError
 from cattrs.errors import AttributeValidationNote, IterableValidationError, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn
 
-from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 from moewright.spec.printable import Paragraph, Verbatim, has_controls, is_control
 from moewright.spec.record import to_plain_data
 from moewright.spec.stage_string import StageString, parse_stages

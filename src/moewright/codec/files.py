@@ -17,8 +17,8 @@ import tomli_w
 
 from moewright.codec.data import FloatPolicy, from_data, to_data
 from moewright.codec.data_paths import WeightedPath, format_data_paths, parse_data_paths
-from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 from moewright.spec.plan import Plan
 from moewright.spec.units import GIB, format_bytes
 

@@ -10,7 +10,6 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from moewright.codec.names import closest_match
 from moewright.spec.choices import FieldFacts, FieldGroup, FieldKind, LayoutField, SetWord
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
@@ -20,6 +19,7 @@ from moewright.spec.layout import (
     Recompute,
     Schedule,
 )
+from moewright.spec.names import closest_match
 from moewright.spec.stage_string import StageString, parse_stages
 
 FIELD_OF_KEY = MappingProxyType({field.key: field for field in LAYOUT_FIELDS if field.key})

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moewright.codec import closest_match, from_data, parse_json, read_toml, to_data
+from moewright.codec import from_data, parse_json, read_toml, to_data
 from moewright.intake import hf
 from moewright.intake.added_catalogues import check_new_names, read_added_files
 from moewright.intake.devices import (
@@ -27,6 +27,7 @@ from moewright.intake.networks import apply_network, complete_fabric
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Curve, Hardware
 from moewright.spec.model import ModelSpec
+from moewright.spec.names import closest_match
 from moewright.spec.printable import escape_controls
 
 # Hardware files, such as the one that `moewright bench` writes.

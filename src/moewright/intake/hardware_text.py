@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moewright.codec import closest_match
 from moewright.intake.devices import MAX_DEVICES, device_names, find_device
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 
 # 8xH100, 8 x H100, 8*H100, 8 H100. Any number is read here, so that a wrong count can be named.
 _COUNT_FIRST = re.compile(r"([+-]?[\d.,_]*\d(?:e[+-]?\d+)?)(?:\s*[xX×*]\s*|\s+)(.*\S)")

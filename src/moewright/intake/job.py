@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from moewright.codec import (
-    closest_match,
     explicit_fields,
     format_value,
     parse_count,
@@ -39,6 +38,7 @@ from moewright.spec.choices import FieldKind
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import NetworkKind
 from moewright.spec.model import ModelSpec
+from moewright.spec.names import closest_match
 from moewright.spec.tuning_axis import TUNABLE_TRAIN_KEYS, TuningAxis
 from moewright.spec.workload import Workload
 

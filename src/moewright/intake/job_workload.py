@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moewright.codec import closest_match, from_data, read_json_data, read_run, read_text
+from moewright.codec import from_data, read_json_data, read_run, read_text
 from moewright.codec.data_paths import format_data_paths, parse_data_paths
 from moewright.intake.devices import MAX_DEVICES
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 from moewright.spec.workload import (
     BatchRampSpec,
     CheckpointSpec,

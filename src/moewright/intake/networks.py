@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-from moewright.codec import closest_match, from_data, parse_toml, read_toml_data
+from moewright.codec import from_data, parse_toml, read_toml_data
 from moewright.intake.added_catalogues import check_new_names, read_added_files
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
@@ -19,6 +19,7 @@ from moewright.spec.hardware import (
     NetworkKind,
 )
 from moewright.spec.layout import DispatcherKind
+from moewright.spec.names import closest_match
 from moewright.spec.sourced import Sourced, SourceKind
 
 _NETWORKS = Path(__file__).parent / "data" / "networks.toml"

@@ -9,8 +9,8 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
-from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 
 ASSISTANT = "assistant"
 USER = "user"

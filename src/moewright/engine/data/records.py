@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 
 _JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _COLUMNAR = (".parquet", ".arrow", ".feather")

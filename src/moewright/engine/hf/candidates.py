@@ -7,14 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moewright.engine.hf.name_patterns import (
-    LAYER_PATTERNS,
-    LAYER_PREFIXES,
-    MTP_BLOCKS,
-    MTP_FINAL_NORMS,
+from moewright.families.table import find_family
+from moewright.families.weight_names import (
     MTP_NAMES,
-    TOP_LEVEL_FAMILY_NAMES,
     TOP_LEVEL_NAMES,
+    USUAL_LAYER_NAMES,
     NamePattern,
 )
 from moewright.rules.shapes.parameters import expert_table_name, parameters, selection_bias_name
@@ -108,12 +105,15 @@ def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTens
 
     There may be none.
     """
-    top_names = TOP_LEVEL_FAMILY_NAMES.get(model.family, {}).get(tensor.name, ())
+    weights = find_family(model.family).weights
+    top_names = weights.top_level.get(tensor.name, ())
     if tensor.name in TOP_LEVEL_NAMES:
         top_names = top_names or (TOP_LEVEL_NAMES[tensor.name],)
     if top_names:
         whole = HfTensor(name="", index=(), shape=tensor.shape)
         return tuple((replace(whole, name=hf_name),) for hf_name in top_names)
+    if not tensor.name.startswith(("layers.", "mtp.")):
+        return ()
     kind, number, suffix = tensor.name.split(".", 2)
     layer = int(number)
     if kind == "mtp":
@@ -121,29 +121,20 @@ def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTens
         if suffix in MTP_NAMES:
             hf_suffix = MTP_NAMES[suffix]
             if suffix == "final_norm.weight":
-                hf_suffix = MTP_FINAL_NORMS.get(model.family, hf_suffix)
+                hf_suffix = weights.mtp_final_norm or hf_suffix
             hf_name = f"{_layer_prefixes(model, layer, suffix)[0]}{hf_suffix}"
             return ((HfTensor(name=hf_name, index=(), shape=tensor.shape),),)
         suffix = suffix.removeprefix("layer.")
     elif layer > model.layers:  # the selection bias of a depth
         layer -= 1
-    is_recurrent = model.mixer(layer) is MixerKind.RECURRENT
-    patterns = [
-        pattern
-        for pattern in LAYER_PATTERNS.get(suffix, ())
-        if pattern.recurrent is (is_recurrent and suffix.startswith("attention."))
-    ]
-    own = [pattern for pattern in patterns if model.family in pattern.families]
-    own_forms = {(pattern.names, pattern.dim_order) for pattern in own}
-    usual = [
-        pattern
-        for pattern in patterns
-        if not pattern.families and (pattern.names, pattern.dim_order) not in own_forms
-    ]
+    is_recurrent = model.mixer(layer) is MixerKind.RECURRENT and suffix.startswith("attention.")
+    own = weights.layers.get(suffix, ())
+    patterns = dict.fromkeys((*own, *USUAL_LAYER_NAMES.get(suffix, ())))
     return tuple(
         _expand(model, pattern, prefix, tensor.shape)
         for prefix in _layer_prefixes(model, layer, suffix)
-        for pattern in (*own, *usual)
+        for pattern in patterns
+        if pattern.recurrent is is_recurrent
     )
 
 
@@ -152,12 +143,13 @@ def _layer_prefixes(model: ModelSpec, layer: int, suffix: str) -> list[str]:
 
     An MTP depth of two blocks has attention in the first, and what follows it in the second.
     """
-    prefixes = LAYER_PREFIXES.get(model.family, ("model.layers.",))
-    if layer >= model.layers and model.family in MTP_BLOCKS:
-        prefix, blocks = MTP_BLOCKS[model.family]
+    weights = find_family(model.family).weights
+    prefixes = weights.layer_prefixes
+    blocks = weights.mtp_blocks
+    if layer >= model.layers and blocks is not None:
         is_last = suffix.startswith(("post_norm.", "moe.", "mlp.", "final_norm."))
-        layer = blocks * (layer - model.layers) + (blocks - 1) * is_last
-        prefixes = (prefix,)
+        layer = blocks.per_depth * (layer - model.layers) + (blocks.per_depth - 1) * is_last
+        prefixes = (blocks.prefix,)
     return [f"{prefix}{layer}." for prefix in prefixes]
 
 

@@ -26,7 +26,6 @@ from moewright.engine.checkpoint import (
 from moewright.engine.hf.candidates import HfTensor
 from moewright.engine.hf.export_weights import Companions, parse_stored_model, write_folder
 from moewright.engine.hf.folder import HfReader, fingerprint_hf_folder, is_hf_folder, open_hf_folder
-from moewright.engine.hf.name_patterns import MODULE_NAMES, MODULE_PARAMETERS
 from moewright.engine.hf.names import (
     NameTable,
     build_name_table,
@@ -34,6 +33,7 @@ from moewright.engine.hf.names import (
     find_nesting,
 )
 from moewright.engine.hf.packed import PACKED_DTYPES
+from moewright.families.table import find_family
 from moewright.rules.adapters import ADAPTER_PARTS, adapter_parameters
 from moewright.rules.shapes.param import Param
 from moewright.spec.errors import BadInput, Reason
@@ -137,7 +137,7 @@ def _list_targets(adapters: StoredAdapters, modules: Collection[str]) -> dict[st
     That is modules, and parameters where transformers has no module of a linear's own. Linears that
     one parameter has side by side add up their ranks.
     """
-    patterns = MODULE_PARAMETERS.get(adapters.model.family, {})
+    patterns = find_family(adapters.model.family).weights.module_parameters
     linears: dict[str, set[str]] = {}
     plain = []
     for module in sorted(modules):
@@ -286,7 +286,7 @@ def _module_name(model: ModelSpec, hf_tensor: HfTensor) -> str:
     if module.endswith(_NO_MODULES):
         rule = "is multiplied inside of Mamba's kernels, so PEFT takes no adapter of it"
         raise BadInput(Reason(field=hf_tensor.name, rule=rule, nearest="the merged weights"))
-    for part, own in MODULE_NAMES.get(model.family, {}).items():
+    for part, own in find_family(model.family).weights.module_names.items():
         module = module.replace(part, own)
     return module
 

@@ -34,7 +34,6 @@ from moewright.engine.checkpoint import (
 from moewright.engine.hf.candidates import HfTensor, list_model_tensors
 from moewright.engine.hf.folder import INDEX_FILE, SINGLE_FILE, HfReader, open_hf_folder
 from moewright.engine.hf.import_weights import ReportProgress
-from moewright.engine.hf.name_patterns import BESIDE_PREFIX
 from moewright.engine.hf.names import (
     NameTable,
     beside_tensors,
@@ -46,6 +45,7 @@ from moewright.engine.hf.names import (
 )
 from moewright.engine.hf.origin import DTYPE_ORDER, HfOrigin, parse_origin
 from moewright.engine.hf.packed import PACKED_DTYPES, tensor_error
+from moewright.families.weight_names import BESIDE_PREFIX
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype

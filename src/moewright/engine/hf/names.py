@@ -24,16 +24,15 @@ from moewright.engine.hf.candidates import (
     list_model_tensors,
 )
 from moewright.engine.hf.folder import HfFolder, HfReader
-from moewright.engine.hf.name_patterns import (
+from moewright.engine.hf.packed import PACKED_DTYPES, tensor_error
+from moewright.families.table import find_family
+from moewright.families.weight_names import (
     BESIDE_PREFIX,
     HF_HEAD,
-    MTP_BLOCKS,
     MTP_DUPLICATES,
-    MTP_FINAL_NORMS,
     NESTINGS,
     Nesting,
 )
-from moewright.engine.hf.packed import PACKED_DTYPES, tensor_error
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import AttentionKind, ModelSpec
 
@@ -63,7 +62,8 @@ def is_beside(model: ModelSpec, nesting: Nesting | None, name: str) -> bool:
     if nesting is not None:
         return not name.startswith((nesting.model, nesting.head))
     has_depth = model.recurrent is not None or model.attention.kind is AttentionKind.COMPRESSED
-    is_read = model.mtp_layers > 0 and model.family in MTP_BLOCKS
+    has_blocks = find_family(model.family).weights.mtp_blocks is not None
+    is_read = model.mtp_layers > 0 and has_blocks
     return has_depth and not is_read and name.startswith("mtp.")
 
 
@@ -73,7 +73,8 @@ def duplicate_tensors(model: ModelSpec, nesting: Nesting | None = None) -> Mappi
     Their names are mapped to the names of our tensors that they must equal.
     """
     duplicates = {HF_HEAD: "embedding.weight"} if model.tie_embeddings else {}
-    copied_depths = 0 if model.family in MTP_FINAL_NORMS else model.mtp_layers
+    has_copies = not find_family(model.family).weights.mtp_final_norm
+    copied_depths = model.mtp_layers if has_copies else 0
     for depth in range(copied_depths):
         for suffix, name in MTP_DUPLICATES.items():
             is_tied_head = model.tie_embeddings and name == "head.weight"
@@ -90,7 +91,8 @@ def drop_absent_mtp(model: ModelSpec, names: Collection[str]) -> ModelSpec:
     transformers writes such checkpoints.
     """
     nesting = find_nesting(names)
-    prefix, _ = MTP_BLOCKS.get(model.family, (f"model.layers.{model.layers}.", 1))
+    blocks = find_family(model.family).weights.mtp_blocks
+    prefix = f"model.layers.{model.layers}." if blocks is None else blocks.prefix
     if model.attention.kind is AttentionKind.COMPRESSED:
         prefix += "0.e_proj."  # later files have depths of another form under the same prefix
     if nesting is not None:

@@ -40,7 +40,6 @@ from moewright.engine.checkpoint import (
 from moewright.engine.hf.candidates import list_model_tensors
 from moewright.engine.hf.export_weights import parse_stored_model, write_folder
 from moewright.engine.hf.folder import open_hf_folder
-from moewright.engine.hf.name_patterns import BESIDE_PREFIX
 from moewright.engine.hf.names import beside_tensors
 from moewright.engine.torch_dist.import_weights import TRACKER_FILE
 from moewright.engine.torch_dist.names import is_stacked, list_written_names, split_name
@@ -51,6 +50,7 @@ from moewright.engine.torch_dist.optimizer_state import (
     describe_optimizer,
     describe_weights,
 )
+from moewright.families.weight_names import BESIDE_PREFIX
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype

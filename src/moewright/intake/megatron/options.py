@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from moewright.codec import closest_match
 from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.spec.errors import Reason
+from moewright.spec.names import closest_match
 
 # What to do instead of values that the parser does not take (any more).
 _VALUE_RULES = {

@@ -6,7 +6,7 @@ contains a word or begins with a prefix of a part of a model, or it switches som
 
 from __future__ import annotations
 
-from moewright.intake.fields import FieldReader
+from moewright.families.fields import FieldReader
 from moewright.spec.model import ModelSpec
 
 # Fields that say nothing about the shape of the model.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moewright.codec import closest_match
 from moewright.intake import catalogue
 from moewright.intake.megatron.options import option_table
+from moewright.spec.names import closest_match
 
 MODELS = [name.rpartition("/")[2] for name in catalogue.model_names()]
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from moewright.codec import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 
 # Largest sizes that are read as meant; a config beyond them is a mistake or an attack.
 MAX_LAYERS = 1024

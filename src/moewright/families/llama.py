@@ -1,0 +1,26 @@
+"""Llama, and the dense families that differ from it in windows and rotation alone."""
+
+from __future__ import annotations
+
+from moewright.families.attention import KvHeads, RopeLayers, Window, grouped_query
+from moewright.families.decoder import LAYER_COUNT, Decoder
+from moewright.families.record import Family
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    config=Decoder(attention=grouped_query(kv_heads=KvHeads(is_optional=True))),
+)
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    config=Decoder(attention=grouped_query(window=Window(is_plain=True))),
+)
+SMOLLM3 = Family(
+    model_type="smollm3",
+    config=Decoder(
+        layers=(LAYER_COUNT, RopeLayers()),
+        attention=grouped_query(window=Window(needs_types=True)),
+        tied=True,
+    ),
+)

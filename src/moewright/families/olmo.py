@@ -1,0 +1,52 @@
+"""OLMoE, and the dense OLMo 3 with norms after each block."""
+
+from __future__ import annotations
+
+from moewright.families.attention import KvHeads, Window, grouped_query
+from moewright.families.decoder import SWIGLU, Decoder, norm_eps
+from moewright.families.experts import (
+    AllLayers,
+    DenseWidthOfExperts,
+    Experts,
+    Renormalize,
+    expert_count,
+    top_k,
+)
+from moewright.families.keys import Fixed, Neutral
+from moewright.families.record import Family
+from moewright.families.rope import Rope
+from moewright.spec.model import NormPlacement, QkNorm
+
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    config=Decoder(
+        attention=grouped_query(
+            Neutral(names=("clip_qkv",)),
+            kv_heads=KvHeads(is_optional=True),
+            qk_norm=QkNorm.FULL,
+        ),
+        experts=Experts(
+            parts=(
+                expert_count("num_experts"),
+                top_k(),
+                DenseWidthOfExperts(),
+                Renormalize(default=False),
+                AllLayers(),
+            )
+        ),
+    ),
+)
+OLMO3 = Family(
+    model_type="olmo3",
+    config=Decoder(
+        style=(SWIGLU, norm_eps(), Fixed(values={"norm_placement": NormPlacement.AFTER})),
+        attention=grouped_query(
+            kv_heads=KvHeads(is_optional=True),
+            window=Window(default=4096, full_every=4),
+            qk_norm=QkNorm.FULL,
+            # A table for each kind of layer; windows do not rotate otherwise but for the scaling.
+            rope=Rope(kinds=("full_attention", "sliding_attention")),
+        ),
+    ),
+)
