@@ -15,6 +15,7 @@ from moewright.codec.megatron_options import PLAIN_FIELDS
 from moewright.exporters.megatron.model import model_flags
 from moewright.exporters.megatron.script import all_flags, comment_lines, environment_variables
 from moewright.exporters.torchrun import torchrun_command
+from moewright.families.table import find_family
 from moewright.intake import catalogue
 from moewright.intake.megatron.options import MegatronOption, option_table
 from moewright.rules.job import plan_job
@@ -174,11 +175,6 @@ _ELSEWHERE = (
     "--no-check-for-nan-in-loss-and-grad",
     "--use-persistent-ckpt-worker",
 )
-# Families of Hugging Face that it converts, as its models/*/*_bridge.py register them.
-_FAMILIES = (
-    *("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "llama", "mistral"),
-    *("olmoe", "qwen2", "qwen3", "qwen3_moe"),
-)
 # Flags whose list of values is a single value where it has one.
 _SINGLE_VALUES = ("--cp-comm-type", "--moe-router-load-balancing-type", "--moe-aux-loss-coeff")
 _DTYPES = {
@@ -249,7 +245,7 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
         rule = "Megatron Bridge takes models by their Hugging Face name"
         nearest = "Qwen/Qwen3-30B-A3B"
         yield Reason(field="model.name", value=model.name, rule=rule, nearest=nearest)
-    elif model.family not in _FAMILIES:
+    elif not find_family(model.family).in_megatron_bridge:
         rule = f"Megatron Bridge converts no {model.family}"
         yield Reason(field="model.name", value=model.name, rule=rule, nearest="--to megatron")
     yield from _check_library(plan)

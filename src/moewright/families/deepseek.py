@@ -81,6 +81,7 @@ def _grouped_experts(layers: DenseFirst) -> tuple[Part, ...]:
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
+    in_megatron_bridge=True,
     config=Decoder(
         attention=latent_attention(),
         experts=Experts(
@@ -98,11 +99,13 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    in_megatron_bridge=True,
     config=Decoder(attention=latent_attention(), experts=deepseek_v3_experts(), mtp=mtp_depths()),
 )
 KIMI_K2 = Family(
     model_type="kimi_k2",
     architecture="DeepseekV3ForCausalLM",
+    in_megatron_bridge=True,
     nested_in=("kimi_k25",),
     config=DEEPSEEK_V3.config,
 )

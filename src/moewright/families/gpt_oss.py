@@ -19,6 +19,8 @@ from moewright.families.weight_names import NamePattern, WeightNames, whole
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
+    has_clamped_swiglu=True,
+    in_megatron_bridge=True,
     config=Decoder(
         attention=grouped_query(
             Fixed(values={"attention.sinks": True}),
@@ -32,7 +34,7 @@ GPT_OSS = Family(
             parts=(
                 expert_count("num_local_experts"),
                 top_k(),
-                # The two constants of the clamped SwiGLU go with the family.
+                # The constants of the clamped SwiGLU.
                 Neutral(names=("swiglu_limit",), allowed=(7,)),
                 Neutral(names=("swiglu_alpha",), allowed=(1.702,)),
                 DenseWidthOfExperts(),

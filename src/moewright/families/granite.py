@@ -67,12 +67,14 @@ _WEIGHTS = WeightNames(
 GRANITE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
+    has_score_factor=True,
     config=_granite(Written.CHANGED),
     weights=_WEIGHTS,
 )
 GRANITE_SHARED = Family(
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
+    has_score_factor=True,
     config=_granite(Written.ALWAYS),
     weights=_WEIGHTS,
 )

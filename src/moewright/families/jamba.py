@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moewright.families.attention import grouped_query
+from moewright.families.attention import NO_WINDOW, grouped_query
 from moewright.families.decoder import LAYER_COUNT, Decoder, Positions
 from moewright.families.draft import Draft, Part
 from moewright.families.experts import (
@@ -115,7 +115,7 @@ JAMBA = Family(
     model_type="jamba",
     config=Decoder(
         layers=JAMBA_LAYERS,
-        attention=grouped_query(),
+        attention=grouped_query(window=NO_WINDOW),
         experts=Experts(
             parts=(
                 expert_count("num_experts"),

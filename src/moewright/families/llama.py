@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from moewright.families.attention import KvHeads, RopeLayers, Window, grouped_query
 from moewright.families.decoder import LAYER_COUNT, Decoder
-from moewright.families.record import Family
+from moewright.families.record import Family, UpcycledForms
 
 LLAMA = Family(
     model_type="llama",
+    upcycled=UpcycledForms(in_all_layers="mixtral", in_some_layers="qwen2_moe"),
     architecture="LlamaForCausalLM",
+    in_megatron_bridge=True,
     config=Decoder(attention=grouped_query(kv_heads=KvHeads(is_optional=True))),
 )
 MISTRAL = Family(
     model_type="mistral",
+    upcycled=UpcycledForms(in_all_layers="mixtral", in_some_layers="qwen2_moe"),
     architecture="MistralForCausalLM",
+    in_megatron_bridge=True,
     config=Decoder(attention=grouped_query(window=Window(is_plain=True))),
 )
 SMOLLM3 = Family(

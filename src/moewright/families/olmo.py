@@ -20,6 +20,7 @@ from moewright.spec.model import NormPlacement, QkNorm
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
+    in_megatron_bridge=True,
     config=Decoder(
         attention=grouped_query(
             Neutral(names=("clip_qkv",)),

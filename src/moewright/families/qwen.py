@@ -19,7 +19,7 @@ from moewright.families.experts import (
 )
 from moewright.families.fields import MAX_FFN, MAX_LAYERS, FieldReader
 from moewright.families.keys import Written
-from moewright.families.record import Family
+from moewright.families.record import Family, UpcycledForms
 from moewright.families.rope import Rope
 from moewright.families.weight_names import NamePattern, WeightNames, shared_mlp
 from moewright.spec.model import ModelSpec, QkNorm
@@ -103,7 +103,9 @@ def qwen_experts(*, renormalizes: bool = False, shared: Written = Written.ALWAYS
 
 QWEN2 = Family(
     model_type="qwen2",
+    upcycled=UpcycledForms(in_all_layers="qwen2_moe", in_some_layers="qwen2_moe"),
     architecture="Qwen2ForCausalLM",
+    in_megatron_bridge=True,
     config=Decoder(
         attention=grouped_query(window=WINDOW, biases=(QkvBias(written=Written.CHANGED),))
     ),
@@ -118,7 +120,9 @@ QWEN2_MOE = Family(
 )
 QWEN3 = Family(
     model_type="qwen3",
+    upcycled=UpcycledForms(in_all_layers="qwen3_moe", in_some_layers="qwen3_moe"),
     architecture="Qwen3ForCausalLM",
+    in_megatron_bridge=True,
     config=Decoder(
         attention=grouped_query(
             head_dim=HeadDim(default=128), window=WINDOW, qk_norm=QkNorm.PER_HEAD
@@ -128,6 +132,7 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    in_megatron_bridge=True,
     config=Decoder(
         attention=grouped_query(window=WINDOW, qk_norm=QkNorm.PER_HEAD),
         experts=qwen_experts(shared=Written.CHANGED),

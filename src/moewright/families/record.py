@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from moewright.families.draft import Draft, Part
 from moewright.families.fields import FieldReader
+from moewright.families.rope import Rope
 from moewright.families.weight_names import WeightNames
 from moewright.spec.model import ModelSpec
 
@@ -28,6 +29,14 @@ class Parts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UpcycledForms:
+    """The families whose config.json describes a dense model that got experts."""
+
+    in_all_layers: str
+    in_some_layers: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """A family of models: `model_type` of its config.json and all that follows from it.
 
@@ -36,6 +45,11 @@ class Family:
     the family in their `text_config`, beside what sees or hears. The language model of `written_as`
     families has no class of its own, and is written as one of another family. `tiny` are the
     fields of a model that trains in seconds, beside those of `TINY`.
+
+    `has_clamped_swiglu`: its gates are gpt-oss's, with the two constants of that.
+    `has_score_factor`: a factor of scores of 1 is one, and does not stand for the usual one.
+    `upcycled` is what a dense model becomes. `in_megatron_bridge`: Megatron Bridge converts it, as
+    its models/*/*_bridge.py register.
     """
 
     model_type: str
@@ -45,6 +59,15 @@ class Family:
     written_as: str = ""
     weights: WeightNames = field(default_factory=WeightNames)
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    has_clamped_swiglu: bool = False
+    has_score_factor: bool = False
+    upcycled: UpcycledForms | None = None
+    in_megatron_bridge: bool = False
+
+    @property
+    def rounds_yarn(self) -> bool:
+        """Whether the bounds of a yarn ramp are rounded."""
+        return all(part.rounds for part in self.config.parts if isinstance(part, Rope))
 
     def read_model(self, fields: FieldReader, name: str) -> ModelSpec:
         """Read the model of a table of fields.

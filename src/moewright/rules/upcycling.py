@@ -7,25 +7,14 @@ within a copy, so a token that chooses one slice of a copy chooses all of it, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import MappingProxyType
 
+from moewright.families.table import FAMILIES, find_family
 from moewright.rules.limits.divisibility import divisors, nearest_legal
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec, MoeSpec, RouterSpec
-
-# For each dense family, the families whose config.json can describe the upcycled model: with
-# experts in all layers, and in some.
-_FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "llama": ("mixtral", "qwen2_moe"),
-        "mistral": ("mixtral", "qwen2_moe"),
-        "qwen2": ("qwen2_moe", "qwen2_moe"),
-        "qwen3": ("qwen3_moe", "qwen3_moe"),
-    }
-)
 
 
 class UpcyclingScaling(StrEnum):
@@ -84,7 +73,8 @@ def upcycle_model(dense: ModelSpec, spec: UpcyclingSpec) -> ModelSpec:
     if reasons:
         raise BadInput(*reasons)
     layers = _moe_layers(dense, spec)
-    all_family, some_family = _FAMILIES[dense.family]
+    forms = find_family(dense.family).upcycled
+    assert forms is not None  # else there were a reason
     router = RouterSpec(
         top_k=spec.top_k,
         pre_softmax=spec.weighting is RouterWeighting.ALL,
@@ -93,7 +83,7 @@ def upcycle_model(dense: ModelSpec, spec: UpcyclingSpec) -> ModelSpec:
     return replace(
         dense,
         name=f"{dense.name}-{spec.experts}e",
-        family=all_family if all(layers) else some_family,
+        family=forms.in_all_layers if all(layers) else forms.in_some_layers,
         dense_ffn_size=0 if all(layers) else dense.dense_ffn_size,
         moe=MoeSpec(
             experts=spec.experts,
@@ -113,8 +103,9 @@ def _check_upcycling(dense: ModelSpec, spec: UpcyclingSpec) -> Iterator[Reason]:
         rule = f"has {dense.moe.experts} experts already; a dense one is needed"
         yield Reason(field="model", value=dense.name, rule=rule)
         return
-    if dense.family not in _FAMILIES:
-        rule = f"is of a family without a form with experts; known are {', '.join(_FAMILIES)}"
+    if find_family(dense.family).upcycled is None:
+        names = ", ".join(family.model_type for family in FAMILIES.values() if family.upcycled)
+        rule = f"is of a family without a form with experts; known are {names}"
         yield Reason(field="model", value=dense.family or dense.name, rule=rule)
     elif dense.mlp_bias:
         rule = "biases of an MLP have no place in experts"

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.families.table import find_family
 from moewright.spec.model import ModelSpec
 
 # Takes x [R,2F], or [R,F] without a gate, and the weights [R] of its rows, None for ones.
@@ -126,5 +127,5 @@ def build_activation(model: ModelSpec, kernels: KernelSet) -> Activation:
     if model.activation_limit:
         limit = model.activation_limit
         return lambda x, weight: ClampedSwiGlu.apply(x, weight, limit)
-    clamped = model.family == "gpt_oss"
+    clamped = find_family(model.family).has_clamped_swiglu
     return lambda x, weight: SwiGlu.apply(x, weight, kernels, clamped)

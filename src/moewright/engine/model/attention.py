@@ -40,6 +40,7 @@ from moewright.engine.model.micro_batch import CountedTokens
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from moewright.engine.model.rope import rope_frequencies
 from moewright.engine.runtime import Runtime
+from moewright.families.table import find_family
 from moewright.rules.context_parallel import split_at_chunks
 from moewright.rules.shapes.param import TP_COLUMNS, TP_ROWS
 from moewright.spec.layout import Offload, Recompute
@@ -240,12 +241,11 @@ class AttentionContextBuilder:
         """Return cos and sin [positions, D/2] of a rope; a head may be rotated in part."""
         runtime = self._runtime
         spec = runtime.model.attention
-        # gpt-oss alone does not round the bounds of its yarn blend.
         frequencies, factor = rope_frequencies(
             rope,
             spec.qk_rope_head_dim or round(spec.head_dim * rope.rotary_share),
             seq_len=runtime.workload.seq_len,
-            rounded=runtime.model.family != "gpt_oss",
+            rounded=find_family(runtime.model.family).rounds_yarn,
         )
         angles = torch.outer(positions.double(), frequencies)
         return (

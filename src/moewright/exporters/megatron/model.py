@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from moewright.families.table import find_family
 from moewright.rules.limits.megatron_limits import is_yarn
 from moewright.spec.model import (
     AttentionKind,
@@ -104,7 +105,7 @@ def trainer_flags(trainer: TrainerSpec, *, has_swiglu: bool) -> Iterator[Flag]:
 
 def has_swiglu(model: ModelSpec) -> bool:
     """Whether experts and MLPs have SwiGLU; gpt-oss has a gated activation of its own."""
-    return model.gated and model.family != "gpt_oss"
+    return model.gated and not find_family(model.family).has_clamped_swiglu
 
 
 def _activation_flags(model: ModelSpec) -> Iterator[Flag]:
@@ -178,7 +179,7 @@ def _rope_flags(attention: AttentionSpec, family: str) -> Iterator[Flag]:
             yield "--yarn-original-max-position-embeddings", str(rope.original_max_position)
             yield "--yarn-beta-fast", format_number(rope.beta_fast)
             yield "--yarn-beta-slow", format_number(rope.beta_slow)
-            if family == "gpt_oss":
+            if not find_family(family).rounds_yarn:
                 yield ("--no-yarn-correction-range-round-to-int",)
     elif rope.scaling == "llama3":
         yield ("--use-rope-scaling",)

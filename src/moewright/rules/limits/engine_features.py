@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moewright.families.table import find_family
 from moewright.spec.model import (
     Activation,
     AttentionKind,
@@ -54,11 +55,11 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     # The two forms of an MLP: a gate, or the square of a ReLU.
     activation = Activation.SILU if model.gated else Activation.RELU_SQUARED
     yield "activation", model.activation, model.activation is not activation, activation
-    is_granite = model.family in ("granitemoe", "granitemoeshared")
+    has_factor = find_family(model.family).has_score_factor
     attention = model.multipliers.attention
     # There 1 is a factor of scores, which the record has as "none".
     nearest = f"{model.attention.head_dim**-0.5:g}"
-    yield "multipliers.attention", attention, is_granite and attention == 1, nearest
+    yield "multipliers.attention", attention, has_factor and attention == 1, nearest
     # A head that is the embedding has no tensors of its own.
     yield "head_bias", True, model.head_bias and model.tie_embeddings, "false"
     yield "score_cap", model.score_cap, model.score_cap > 0, "0"
