@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_configs import FAMILY_CONFIGS, SHARED_FIELDS
+from moewright.families import table
+from moewright.families.tiny import TINY
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = tuple(FAMILY_CONFIGS)
+FAMILIES = tuple(name for name, record in table.FAMILIES.items() if record.tiny)
 # Model types of folders that see too, whose language model lies below a prefix.
 NESTED = ("qwen3_vl_moe", "qwen3_5_moe", "llama4")
 # Families that compute what Ling computes with these shapes, Ling 2.0 and Ling-lite.
@@ -41,10 +42,12 @@ _ZERO_CENTERED_TYPES = ("qwen3_next", "qwen3_5_moe", "nemotron")
 
 def _model(family: str, **more: Any) -> nn.Module:
     """Return a tiny random model with wide weights."""
-    name, fields = FAMILY_CONFIGS[family]
-    model_class = getattr(transformers, name)
+    record = table.FAMILIES[family]
+    model_class = getattr(transformers, record.architecture)
     torch.manual_seed(7)
-    config = model_class.config_class(**{**SHARED_FIELDS, **fields, **more})
+    config = model_class.config_class(
+        **{**TINY, "attn_implementation": "eager", **record.tiny, **more}
+    )
     model: nn.Module = model_class(config).float()
     return model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mutants.run import Mutant, find_list_faults, read_mutants
 
-FLOORS = ("rules", "cost", "search", "engine", "exporters", "intake", "codec")
+FLOORS = ("families", "rules", "cost", "search", "engine", "exporters", "intake", "codec")
 
 
 def test_every_mutant_changes_one_place_and_names_tests_that_are_there() -> None:

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from test_indexer_objective import COEFFICIENT, add_block_objectives, run_verify
 from test_verify import distance, token_loss
 
-from hf_configs import VOCABULARY
 from hf_families import save_gradients, write_model
 from moewright.engine.kernels.attention import build_segments
 from moewright.engine.model.micro_batch import build_micro_batch
 from moewright.engine.run import batch_file, verify
 from moewright.engine.run.batch_file import read_batch_workload
+from moewright.families.tiny import VOCABULARY
 from moewright.spec.workload import DataSpec, DocumentMasking, LossSpec
 from selection import thorough
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_configs import VOCABULARY
 from hf_families import save_gradients, write_model
 from moewright.cli.main import main
 from moewright.engine.run import batch_file
+from moewright.families.tiny import VOCABULARY
 from moewright.spec.workload import LossSpec
 from selection import thorough
 

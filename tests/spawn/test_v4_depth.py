@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_configs import FAMILY_CONFIGS, VOCABULARY
 from hf_families import save_gradients, write_model
 from moewright.cli.main import main
+from moewright.families.deepseek_v4 import DEEPSEEK_V4
+from moewright.families.tiny import VOCABULARY
 from selection import thorough
 
 transformers = pytest.importorskip("transformers")
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.spawn
 
 LAYERS = 4
 DEPTH = f"layers.{LAYERS}."
-_, FIELDS = FAMILY_CONFIGS["deepseek_v4"]
+FIELDS = DEEPSEEK_V4.tiny
 ONE_MORE: dict[str, Any] = {
     "num_hidden_layers": LAYERS + 1,
     "layer_types": [*FIELDS["layer_types"], "sliding_attention"],

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_configs import VOCABULARY
 from hf_families import FAMILIES, save_gradients, write_fused_experts, write_model
 from moewright.cli.main import main
+from moewright.families.tiny import VOCABULARY
 from selection import thorough
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_configs import VOCABULARY
 from hf_families import (
     LING_SOURCES,
     transpose_experts,
@@ -18,6 +17,7 @@ from hf_families import (
     write_model,
 )
 from moewright.cli.main import main
+from moewright.families.tiny import VOCABULARY
 from selection import thorough
 
 transformers = pytest.importorskip("transformers")

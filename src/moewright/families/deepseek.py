@@ -14,7 +14,7 @@ from moewright.families.experts import (
     ExpertGroups,
     Experts,
     Renormalize,
-    SharedExperts,
+    SharedExpertCount,
     expert_count,
     expert_width,
     moe_of,
@@ -24,6 +24,7 @@ from moewright.families.experts import (
 from moewright.families.fields import FieldReader
 from moewright.families.keys import Fixed, OneWord
 from moewright.families.record import Family
+from moewright.families.tiny import INDEXER, LATENT, YARN
 from moewright.spec.model import ModelSpec, ScoreFunction
 
 
@@ -73,7 +74,7 @@ def _grouped_experts(layers: DenseFirst) -> tuple[Part, ...]:
         ExpertGroups(),
         expert_width(),
         scaling_factor(),
-        SharedExperts(names=("n_shared_experts",)),
+        SharedExpertCount(names=("n_shared_experts",)),
         layers,
     )
 
@@ -95,12 +96,18 @@ DEEPSEEK_V2 = Family(
         ),
         mtp=mtp_depths(),
     ),
+    tiny={**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
 )
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     in_megatron_bridge=True,
     config=Decoder(attention=latent_attention(), experts=deepseek_v3_experts(), mtp=mtp_depths()),
+    tiny={
+        **LATENT,
+        "q_lora_rank": 24,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
 )
 KIMI_K2 = Family(
     model_type="kimi_k2",
@@ -121,4 +128,9 @@ DEEPSEEK_V32 = Family(
         experts=deepseek_v3_experts(),
         mtp=mtp_depths(),
     ),
+    tiny={
+        **LATENT,
+        **INDEXER,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
 )

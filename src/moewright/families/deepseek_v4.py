@@ -57,6 +57,7 @@ from moewright.families.rope import (
     read_scaling,
     refuse_unread,
 )
+from moewright.families.tiny import EIGHT_ROUTED_EXPERTS, YARN
 from moewright.families.weight_names import (
     HF_EMBEDDING,
     LayerNames,
@@ -459,4 +460,34 @@ DEEPSEEK_V4 = Family(
         dense_width=DenseWidth(is_written=False),
     ),
     weights=_WEIGHTS,
+    tiny={
+        **EIGHT_ROUTED_EXPERTS,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "q_lora_rank": 24,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "moe_intermediate_size": 16,
+        "sliding_window": 6,
+        "index_n_heads": 16,
+        "index_head_dim": 12,
+        "index_topk": 2,
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 4,
+        "swiglu_limit": 0.5,  # most rows reach it
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {
+            "compressed_sparse_attention": 4,
+            "heavily_compressed_attention": 8,
+        },
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "rope_parameters": {name: value for name, value in YARN.items() if name != "rope_theta"},
+    },
 )

@@ -9,6 +9,7 @@ from moewright.families.experts import DenseFirst
 from moewright.families.keys import Written
 from moewright.families.record import Family
 from moewright.families.rope import Rope
+from moewright.families.tiny import SHARED_EXPERT, SHARED_EXPERT_BEHIND_DENSE
 from moewright.spec.model import QkNorm
 
 DOTS1 = Family(
@@ -18,6 +19,7 @@ DOTS1 = Family(
         attention=grouped_query(window=Window(needs_types=True), qk_norm=QkNorm.PER_HEAD),
         experts=deepseek_v3_experts(layers=DenseFirst(), names_method=False),
     ),
+    tiny={**SHARED_EXPERT_BEHIND_DENSE, "n_group": 4, "topk_group": 2},
 )
 SOLAR_OPEN = Family(
     model_type="solar_open",
@@ -30,4 +32,5 @@ SOLAR_OPEN = Family(
         ),
         experts=deepseek_v3_experts(layers=DenseFirst(), names_method=False),
     ),
+    tiny={**SHARED_EXPERT, "n_group": 4, "topk_group": 2},
 )

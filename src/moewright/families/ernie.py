@@ -10,7 +10,7 @@ from moewright.families.decoder import Decoder, mtp_depths
 from moewright.families.draft import Draft
 from moewright.families.experts import (
     Experts,
-    SharedExperts,
+    SharedExpertCount,
     expert_width,
     selection_bias,
     top_k,
@@ -71,7 +71,7 @@ ERNIE = Family(
                 top_k("moe_k", "num_experts_per_tok"),
                 ExpertRange(),
                 expert_width(),
-                SharedExperts(names=("moe_num_shared_experts",)),
+                SharedExpertCount(names=("moe_num_shared_experts",)),
                 selection_bias("moe_use_aux_free"),
                 Ignored(names=("moe_norm_min", "moe_capacity", "moe_gate", "moe_gate_act")),
             )
@@ -86,4 +86,12 @@ ERNIE = Family(
             )
         }
     ),
+    tiny={
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "pad_token_id": None,
+    },
 )

@@ -190,7 +190,7 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SharedExperts:
+class SharedExpertCount:
     """The number of shared experts, each as wide as a routed one."""
 
     names: tuple[str, ...]

@@ -21,6 +21,14 @@ from moewright.families.keys import Written
 from moewright.families.layer_words import read_layer_words
 from moewright.families.record import Family
 from moewright.families.rope import Rope
+from moewright.families.tiny import (
+    EIGHT_ROUTED_EXPERTS,
+    HALF_ROTARY,
+    INDEXER,
+    LATENT,
+    LATENT_HEADS,
+    SHARED_EXPERT_BEHIND_DENSE,
+)
 from moewright.spec.model import MixerKind, ModelSpec, QkNorm
 
 
@@ -71,6 +79,12 @@ GLM4_MOE = Family(
         experts=deepseek_v3_experts(layers=DenseFirst(), names_method=False),
         mtp=mtp_depths(Written.CHANGED),
     ),
+    tiny={
+        **SHARED_EXPERT_BEHIND_DENSE,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": HALF_ROTARY,
+    },
 )
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
@@ -80,6 +94,14 @@ GLM4_MOE_LITE = Family(
         experts=deepseek_v3_experts(layers=DenseFirst(words=True), names_method=False),
         mtp=mtp_depths(),
     ),
+    tiny={
+        **LATENT_HEADS,
+        **EIGHT_ROUTED_EXPERTS,
+        "num_hidden_layers": 3,
+        "q_lora_rank": 24,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+    },
 )
 GLM_MOE_DSA = Family(
     model_type="glm_moe_dsa",
@@ -92,4 +114,11 @@ GLM_MOE_DSA = Family(
         experts=deepseek_v3_experts(),
         mtp=mtp_depths(),
     ),
+    tiny={
+        **LATENT,
+        **INDEXER,
+        # The second layer attends to what the first has chosen.
+        "num_hidden_layers": 3,
+        "indexer_types": ["full", "shared", "full"],
+    },
 )

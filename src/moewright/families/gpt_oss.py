@@ -14,6 +14,7 @@ from moewright.families.experts import (
 from moewright.families.keys import Fixed, Neutral
 from moewright.families.record import Family
 from moewright.families.rope import Rope
+from moewright.families.tiny import EIGHT_LOCAL_EXPERTS, YARN
 from moewright.families.weight_names import NamePattern, WeightNames, whole
 
 GPT_OSS = Family(
@@ -62,4 +63,12 @@ GPT_OSS = Family(
             ),
         }
     ),
+    tiny={
+        **EIGHT_LOCAL_EXPERTS,
+        "intermediate_size": 16,
+        "head_dim": 16,
+        "sliding_window": 6,
+        "max_position_embeddings": 64,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
 )

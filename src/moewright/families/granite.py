@@ -14,6 +14,7 @@ from moewright.families.experts import (
 from moewright.families.fields import MAX_FFN
 from moewright.families.keys import Whole, Written
 from moewright.families.record import Family
+from moewright.families.tiny import EIGHT_LOCAL_EXPERTS
 from moewright.families.weight_names import NamePattern, WeightNames, whole
 
 
@@ -64,12 +65,22 @@ _WEIGHTS = WeightNames(
         "moe.experts.down.weight": whole("block_sparse_moe.output_linear.weight"),
     }
 )
+_TINY = {
+    **EIGHT_LOCAL_EXPERTS,
+    "intermediate_size": 16,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.25,
+    "logits_scaling": 6.0,
+    "tie_word_embeddings": True,
+}
 GRANITE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     has_score_factor=True,
     config=_granite(Written.CHANGED),
     weights=_WEIGHTS,
+    tiny=_TINY,
 )
 GRANITE_SHARED = Family(
     model_type="granitemoeshared",
@@ -77,4 +88,5 @@ GRANITE_SHARED = Family(
     has_score_factor=True,
     config=_granite(Written.ALWAYS),
     weights=_WEIGHTS,
+    tiny={**_TINY, "shared_intermediate_size": 24},
 )

@@ -14,7 +14,7 @@ from moewright.families.experts import (
     DenseFirst,
     Experts,
     Renormalize,
-    SharedExperts,
+    SharedExpertCount,
     expert_count,
     expert_width,
     moe_of,
@@ -26,6 +26,7 @@ from moewright.families.fields import MAX_EXPERTS, MAX_FFN, FieldReader
 from moewright.families.keys import Fixed, Ignored, Neutral, Whole
 from moewright.families.record import Family
 from moewright.families.rope import Rope
+from moewright.families.tiny import EIGHT_EXPERTS
 from moewright.families.weight_names import WeightNames, shared_mlp, whole
 from moewright.spec.model import ModelSpec, QkNorm
 
@@ -117,6 +118,20 @@ HUNYUAN = Family(
             )
         ),
     ),
+    tiny={
+        "head_dim": 16,
+        "intermediate_size": 16,
+        "num_experts": 8,
+        "moe_topk": 2,
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "type": "dynamic",
+            "rope_theta": 10000.0,
+            "alpha": 1000.0,
+            "factor": 1.0,
+        },
+    },
 )
 _HY3_WEIGHTS = WeightNames(
     layers={
@@ -152,7 +167,7 @@ HY3 = Family(
                     )
                 ),
                 expert_width("moe_intermediate_size", "expert_hidden_dim"),
-                SharedExperts(names=("num_shared_experts",), default=1),
+                SharedExpertCount(names=("num_shared_experts",), default=1),
                 Fixed(values={**SIGMOID, "moe.router.selection_bias": True}),
                 scaling_factor("router_scaling_factor"),
                 DenseFirst(default=1, first=False, words=True),
@@ -161,4 +176,12 @@ HY3 = Family(
         mtp=mtp_depths(),
     ),
     weights=_HY3_WEIGHTS,
+    tiny={
+        **EIGHT_EXPERTS,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_shared_experts": 1,
+        "router_scaling_factor": 2.5,
+    },
 )

@@ -13,7 +13,7 @@ from moewright.families.experts import (
     DenseFirst,
     Experts,
     Renormalize,
-    SharedExperts,
+    SharedExpertCount,
     expert_width,
     scaling_factor,
     top_k,
@@ -95,7 +95,7 @@ KIMI_LINEAR = Family(
                 Fixed(values={**SIGMOID, "moe.router.selection_bias": True}),
                 scaling_factor(),
                 expert_width(),
-                SharedExperts(names=("num_shared_experts", "n_shared_experts")),
+                SharedExpertCount(names=("num_shared_experts", "n_shared_experts")),
                 DenseFirst(),
             )
         ),

@@ -12,6 +12,19 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     in_megatron_bridge=True,
     config=Decoder(attention=grouped_query(kv_heads=KvHeads(is_optional=True))),
+    tiny={
+        "intermediate_size": 48,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
 )
 MISTRAL = Family(
     model_type="mistral",

@@ -157,4 +157,16 @@ LLAMA4 = Family(
             ),
         }
     ),
+    tiny={
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size": 16,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 6,
+        "floor_scale": 5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
 )

@@ -22,6 +22,7 @@ from moewright.families.keys import Fixed, Ignored, Neutral, OneWord
 from moewright.families.mixtral import MIXTRAL_LAYER_NAMES
 from moewright.families.record import Family
 from moewright.families.rope import Rope
+from moewright.families.tiny import EIGHT_LOCAL_EXPERTS, HALF_ROTARY
 from moewright.families.weight_names import WeightNames, whole
 from moewright.spec.model import ModelSpec, QkNorm
 
@@ -71,4 +72,10 @@ MINIMAX_M2 = Family(
             "moe.router.selection_bias": whole("block_sparse_moe.e_score_correction_bias"),
         }
     ),
+    tiny={
+        **EIGHT_LOCAL_EXPERTS,
+        "head_dim": 16,
+        "intermediate_size": 16,
+        "rope_parameters": HALF_ROTARY,
+    },
 )

@@ -40,4 +40,5 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     config=Decoder(attention=grouped_query(window=Window(is_plain=True)), experts=MIXTRAL_EXPERTS),
     weights=WeightNames(layers=MIXTRAL_LAYER_NAMES),
+    tiny={"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 )

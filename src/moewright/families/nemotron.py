@@ -40,6 +40,7 @@ from moewright.families.layer_words import FULL, LINEAR
 from moewright.families.mixers import MAX_STATE, RecurrentLayers, mixer_size
 from moewright.families.record import Family
 from moewright.families.rope import Rope
+from moewright.families.tiny import EIGHT_ROUTED_EXPERTS
 from moewright.families.weight_names import LayerNames, MtpBlocks, NamePattern, WeightNames, whole
 from moewright.spec.model import (
     Activation,
@@ -244,6 +245,7 @@ NEMOTRON = Family(
         ),
         attention=grouped_query(kv_heads=KvHeads(is_optional=True), rope=Rope(share=0.5)),
     ),
+    tiny={"head_dim": 16, "intermediate_size": 48, "pad_token_id": None},
 )
 NEMOTRON_H = Family(
     model_type="nemotron_h",
@@ -298,4 +300,26 @@ NEMOTRON_H = Family(
         mtp_blocks=MtpBlocks(prefix="mtp.layers.", per_depth=2),
         mtp_final_norm="final_layernorm.weight",
     ),
+    tiny={
+        **EIGHT_ROUTED_EXPERTS,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 8,
+        "layer_norm_epsilon": 1e-3,  # as for delta nets
+        # transformers takes it for a bound of steps, where the models have none.
+        "time_step_min": 1e-9,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_latent_size": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "pad_token_id": None,
+    },
 )

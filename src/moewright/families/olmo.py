@@ -15,6 +15,7 @@ from moewright.families.experts import (
 from moewright.families.keys import Fixed, Neutral
 from moewright.families.record import Family
 from moewright.families.rope import Rope
+from moewright.families.tiny import EIGHT_EXPERTS
 from moewright.spec.model import NormPlacement, QkNorm
 
 OLMOE = Family(
@@ -37,6 +38,7 @@ OLMOE = Family(
             )
         ),
     ),
+    tiny={**EIGHT_EXPERTS, "intermediate_size": 16, "pad_token_id": None},
 )
 OLMO3 = Family(
     model_type="olmo3",

@@ -20,6 +20,7 @@ from moewright.families.keys import Fixed, Ignored, Neutral, Number, Switch
 from moewright.families.mixtral import MIXTRAL_LAYER_NAMES
 from moewright.families.record import Family
 from moewright.families.rope import Rope
+from moewright.families.tiny import EIGHT_LOCAL_EXPERTS
 from moewright.families.weight_names import WeightNames
 from moewright.spec.model import ModelSpec, NormKind, ScoreFunction
 
@@ -72,4 +73,22 @@ PHIMOE = Family(
         ),
     ),
     weights=WeightNames(layers=MIXTRAL_LAYER_NAMES),
+    tiny={
+        **EIGHT_LOCAL_EXPERTS,
+        "intermediate_size": 16,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.2,  # wide enough to hold several experts
+        "max_position_embeddings": 256,
+        # Factors and magnitudes for sequences of up to 64 tokens, and for longer ones.
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.25, 1.5, 2.0],
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+            "short_mscale": 1.2,
+            "long_mscale": 1.4,
+            "original_max_position_embeddings": 64,
+        },
+    },
 )

@@ -21,6 +21,7 @@ from moewright.families.fields import MAX_FFN, MAX_LAYERS, FieldReader
 from moewright.families.keys import Written
 from moewright.families.record import Family, UpcycledForms
 from moewright.families.rope import Rope
+from moewright.families.tiny import EIGHT_EXPERTS
 from moewright.families.weight_names import NamePattern, WeightNames, shared_mlp
 from moewright.spec.model import ModelSpec, QkNorm
 
@@ -117,6 +118,13 @@ QWEN2_MOE = Family(
         attention=grouped_query(window=WINDOW, biases=(QkvBias(),)), experts=qwen_experts()
     ),
     weights=WeightNames(layers=shared_mlp("mlp.shared_expert")),
+    tiny={
+        **EIGHT_EXPERTS,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
 )
 QWEN3 = Family(
     model_type="qwen3",
@@ -128,6 +136,7 @@ QWEN3 = Family(
             head_dim=HeadDim(default=128), window=WINDOW, qk_norm=QkNorm.PER_HEAD
         )
     ),
+    tiny={"head_dim": 16, "intermediate_size": 48},
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -137,6 +146,15 @@ QWEN3_MOE = Family(
         attention=grouped_query(window=WINDOW, qk_norm=QkNorm.PER_HEAD),
         experts=qwen_experts(shared=Written.CHANGED),
     ),
+    tiny={
+        **EIGHT_EXPERTS,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": True,
+    },
 )
 QWEN3_VL = Family(
     model_type="qwen3_vl_moe_text",

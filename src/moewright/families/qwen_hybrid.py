@@ -15,6 +15,7 @@ from moewright.families.mixers import RecurrentLayers, mixer_size, read_mixers, 
 from moewright.families.qwen import qwen_experts
 from moewright.families.record import Family
 from moewright.families.rope import Rope
+from moewright.families.tiny import EIGHT_EXPERTS
 from moewright.families.weight_names import NamePattern, WeightNames, shared_mlp
 from moewright.spec.model import ModelSpec, QkNorm, RecurrentKind
 
@@ -68,11 +69,26 @@ def _delta_nets(rope: Rope) -> Decoder:
     )
 
 
+_TINY = {
+    **EIGHT_EXPERTS,
+    "head_dim": 16,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+    # A first token reads what it wrote under a key across its query: nearly nothing, which
+    # a smaller epsilon would blow up, rounding and all.
+    "rms_norm_eps": 1e-3,
+}
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     config=_delta_nets(Rope(share=0.25)),
     weights=WeightNames(layers=shared_mlp("mlp.shared_expert")),
+    tiny=_TINY,
 )
 QWEN3_5 = Family(
     model_type="qwen3_5_moe_text",
@@ -99,4 +115,5 @@ QWEN3_5 = Family(
             **shared_mlp("mlp.shared_expert"),
         }
     ),
+    tiny=_TINY,
 )

@@ -144,6 +144,8 @@ _TELLING_PARTS = (
     "mup_",
     "dim_model_base",
     "jitter",
+    "intermediate_size_mlp",
+    "time_step_limit",
 )
 # Counts, of which 1 is as telling as 2; any other 1 is taken for a factor.
 _COUNTS = ("shared_expert", "dense_replace", "hash_layers")
