@@ -89,3 +89,11 @@ def test_a_walk_of_the_page_ends_where_it_says(
     # A library that is installed is no file of this tree.
     ours = {file for file in touched if not file.startswith("site/")}
     assert len(ours) + BESIDE <= most_files
+
+
+def test_a_family_of_known_parts_is_a_record_and_its_row(tmp_path: Path) -> None:
+    """The made-up family is read, planned, written, and learns from fresh weights of its names."""
+    touched = take_walk("A family", tmp_path)
+    families = "src/moewright/families"
+    sources = {file for file in touched if file.startswith("src/")}
+    assert sources == {f"{families}/tulip.py", f"{families}/table.py"}
