@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from moewright.codec import closest_match
 from moewright.intake import catalogue
 from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.intake.megatron.config_fields import (
@@ -32,6 +31,7 @@ from moewright.intake.megatron.settings import (
 )
 from moewright.intake.megatron.unread import sort_settings
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 
 _OPTION_SECTIONS = ("MODEL_ARGS", "model_args", "")
 _ENVIRONMENT_SECTION = "ENV_VARS"
