@@ -157,7 +157,7 @@ def test_gradients_of_attention_are_gone_while_the_logits_are_there(
 
     def peak(layer_bytes: int | None = None) -> int:
         if layer_bytes is not None:
-            monkeypatch.setattr(peak_terms, "fsdp_layer_bytes", lambda sym: layer_bytes)
+            monkeypatch.setattr(peak_terms, "BACKWARD_TERMS", (lambda sym: layer_bytes,))
         work = replace(WORK, seq_len=65536, global_batch=16)
         layout = "zero3,recompute=full"
         return estimate_layout(layout, "Qwen3-4B-Instruct-2507", "8xB200", work).peak_bytes

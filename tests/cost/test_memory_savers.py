@@ -10,7 +10,7 @@ from moewright.codec import format_layout, parse_layout
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.cost.ledger import predict_rank_ledger
-from moewright.cost.memory.model_states import bucket_sets, checkpoint_copy_bytes
+from moewright.cost.memory.model_states import bucket_sets, checkpoint_bytes, count_copied
 from moewright.cost.memory.peak import HeadBytes, head_bytes
 from moewright.cost.symbols import build_symbols
 from moewright.intake import catalogue
@@ -212,10 +212,11 @@ def test_a_checkpoint_beside_training_is_copied_to_the_host() -> None:
     for text in ("tp2,ep4,pp2", "ep2,pp2,zero0"):
         layout = parse_layout(text, world_size=16)
         copied = [
-            checkpoint_copy_bytes(
+            checkpoint_bytes(
                 async_work,
-                layout,
-                bucket_sets(Job(model=tiny, workload=async_work, layout=layout), rank),
+                count_copied(
+                    layout, bucket_sets(Job(model=tiny, workload=async_work, layout=layout), rank)
+                ),
             )
             for rank in range(16)
         ]

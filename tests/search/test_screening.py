@@ -137,6 +137,17 @@ MUON_HOSTED = Case("Qwen3-30B-A3B", "32xH100", OTHER_TRAINER, "zero2,offload=opt
 GATHERS_CASE = Case(
     "DeepSeek-V3", "256xH800", _work(4096, 2048, Dtype.FP8), "zero3,offload=moe_act"
 )
+FP8_FROZEN = replace(
+    _work(8192, 256, Dtype.FP8),
+    fine_tuning=FineTuningSpec(freeze=(FrozenPart.SHARED_EXPERTS, FrozenPart.EMBEDDINGS)),
+)
+FROZEN_COPIES = Case("DeepSeek-V3", "64xB200", FP8_FROZEN)
+ADAPTED_COPIES = Case(
+    "ERNIE-4.5-300B-A47B", "128xH800", replace(QLORA, precision=Dtype.FP8), "dispatcher=deepep"
+)
+PADDED_UNITS = Case("Qwen2.5-32B", "64xH100", _work(8192, 1024), "pp4,vpp1,zero2,offload=optimizer")
+ASKED_OVERLAP = Case("GLM-4.5", "8xH100", _work(4096, 256), "overlap=ep+wgrad")
+NARROW_SHARDED = Case("Qwen3-8B", "16xH100", OTHER_TRAINER, "zero3")
 CASES = (
     Case("Moonlight-16B-A3B", "32xH100", OTHER_TRAINER),
     Case("Qwen3-30B-A3B", "32xH100", _work(4096, 256)),
@@ -262,6 +273,15 @@ def assert_as_estimated(
         (PACKED_SHARDED, {"tp": 2, "ep": 8, "etp": 1, "mbs": 1}),
         # Adapters are in no unit, and a packed base is counted once.
         (PACKED_HOSTED, {"tp": 1, "ep": 8, "etp": 1, "mbs": 1}),
+        # Frozen weights have narrow copies, adapters too, a packed base as many as it has bytes.
+        (FROZEN_COPIES, {"tp": 4, "cp": 1, "ep": 4, "etp": 2, "mbs": 1}),
+        (ADAPTED_COPIES, {"tp": 1, "cp": 1, "ep": 4, "etp": 2, "mbs": 1}),
+        # Units are padded along their first dim, which may be shorter than the group.
+        (PADDED_UNITS, {"tp": 1, "cp": 1, "mbs": 1}),
+        # Delayed weight gradients that are asked for count once.
+        (ASKED_OVERLAP, {"tp": 1, "cp": 1, "ep": 2, "etp": 1, "mbs": 1}),
+        # No gradients of a step are made under ZeRO-3, whose gathers a backward holds.
+        (NARROW_SHARDED, {"tp": 1, "cp": 1, "mbs": 1}),
     ],
 )
 def test_scores_of_every_pipeline_are_what_estimates_say(case: Case, cuts: dict[str, int]) -> None:

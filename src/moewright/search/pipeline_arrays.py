@@ -208,6 +208,15 @@ class PipelineBatch:
         blocks = [layers for distinct in self.distinct for layers in distinct.blocks]
         return np.array([np.bincount(blocks[rank], minlength=count) for rank in ranks])
 
+    @cached_property
+    def contents(self) -> list[tuple[object, ...]]:
+        """Return what is equal for ranks that hold and share equal parameters [ranks]."""
+        return [
+            (alone.pp, blocks, nodes.tobytes())
+            for alone, distinct in zip(self.layouts, self.distinct, strict=True)
+            for blocks, nodes in zip(distinct.blocks, distinct.nodes, strict=True)
+        ]
+
     def rank_layouts(self, cut: Layout) -> Iterator[tuple[Layout, int]]:
         """Yield the layout and the pipeline rank of each rank, under the degrees of `cut`."""
         for alone, distinct in zip(self.layouts, self.distinct, strict=True):

@@ -18,7 +18,6 @@ from moewright.cost.memory.activations import (
     ActivationPolicy,
     OffloadedActivations,
 )
-from moewright.cost.memory.buffers import dispatcher_bytes
 from moewright.cost.memory.peak import ModelMemory
 from moewright.cost.own_runs import job_factor
 from moewright.cost.stage_parts import Array, LayerKind, count_parts, list_parts
@@ -191,10 +190,8 @@ class Screener:
         if not is_fast.any():
             return None
         memory = self._model_memory(group)
-        parts_memory = memory
-        if Overlap.WGRAD in base.overlap:
-            parts_memory = self._memory.delay_weight_gradients(memory)
-        peak, sd = self._memory.device_bytes(parts_memory, batch, bounded.is_searched)
+        sym = self.times.symbols(base)
+        peak, sd = self._memory.device_bytes(memory, sym, batch, bounded.is_searched)
         is_worth_pricing = bounded.legal & (peak <= room_bytes + sd)
         step = np.broadcast_to(np.inf, peak.shape)
         bound = step
@@ -212,8 +209,6 @@ class Screener:
                 sent=self.times.sent_activations(memory),
             )
             step, bound, uncovered, dp_overlap = self._price(priced, is_worth_pricing)
-        # The bytes above are those of the group's own dispatcher.
-        peak = peak + dispatcher_bytes(self.times.symbols(base)) - dispatcher_bytes(memory.sym)
         return GroupScores(
             pipelines=group.pipelines,
             base=base,
@@ -230,7 +225,8 @@ class Screener:
         """Return which candidates are safe, whatever time they take."""
         memory = self._model_memory(bounded.group)
         batch = self._pipelines.batch(bounded.group, is_paired=Overlap.EP in bounded.base.overlap)
-        peak, sd = self._memory.device_bytes(memory, batch, bounded.is_searched)
+        sym = self.times.symbols(bounded.base)
+        peak, sd = self._memory.device_bytes(memory, sym, batch, bounded.is_searched)
         return bounded.legal & (peak <= self.safe_bytes(sd))
 
     def safe_bytes(self, sd_bytes: Array, extra_bytes: float = 0.0) -> Array:

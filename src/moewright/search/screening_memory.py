@@ -1,48 +1,53 @@
 """Device bytes of all candidates of a group at once, by the memory model of the cost floor.
 
-This module has no formula of its own: it calls the functions of moewright.cost with arrays over
-ranks and policies, and caches what candidates have in common.
+This module has no formula of its own: the terms of a peak are those of an estimate (cost.memory),
+asked of arrays of ranks. What candidates have in common is cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import numpy as np
 
 from moewright.cost.constants import Constants
 from moewright.cost.memory import model_states, peak
 from moewright.cost.memory.activations import ActivationPolicies, activation_context
-from moewright.cost.memory.buffers import (
-    dispatcher_bytes,
-    fsdp_buffer_bytes,
-    fsdp_layer_bytes,
-    gathered_bytes,
-    resident_bytes,
-)
-from moewright.cost.memory.fsdp_states import unit_state_rows
-from moewright.cost.memory.model_states import StateElements
+from moewright.cost.memory.buffers import dispatcher_bytes
+from moewright.cost.memory.model_states import LINEAR_MODULES, StateElements
 from moewright.cost.memory.parameter_tree import BucketFill, ParameterTree, local_params
-from moewright.cost.memory.replicas import replica_rows
+from moewright.cost.memory.peak_terms import (
+    OPTIMIZER_TERMS,
+    RESIDENT_TERMS,
+    count_communicators,
+    device_bytes,
+    runtime_overhead,
+)
+from moewright.cost.memory.rank_batch import Booked, RankBatch, sum_rows
 from moewright.cost.stage_parts import Array, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.rules import grid
 from moewright.rules.adapters import is_trained
-from moewright.rules.delayed_scaling import delayed_scaling_rows, is_delayed
+from moewright.rules.job import Job
 from moewright.rules.moments import shard_multiple
 from moewright.rules.packed_base import holds_packed
-from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes import fsdp, shards
 from moewright.rules.shapes.param import Param
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import Component, MemoryRow, Module
-from moewright.spec.workload import Dtype, MatrixUpdate
+from moewright.spec.ledger import MemoryRow, Module
+from moewright.spec.workload import MatrixUpdate
 
 _WITHOUT_EXPERTS, _WITH_EXPERTS = False, True
+# The kinds of layer that a rank can hold, numbered by 1 for those without experts and 2 for those
+# with.
+_KINDS = ((), (_WITHOUT_EXPERTS,), (_WITH_EXPERTS,), (_WITHOUT_EXPERTS, _WITH_EXPERTS))
+_LINEAR, _REST = range(2)
+_COLUMNS = {module: _LINEAR if module in LINEAR_MODULES else _REST for module in Module}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +96,12 @@ class ScreeningMemory:
         # On a CPU, device and host share a memory, so a checkpoint that is being saved counts.
         self._checkpoints_on_device = not space.hardware.device.kind.is_accelerator
         self._dense_layers: dict[tuple[int, int, int, int], peak.LayerMemory] = {}
-        self._buffers: dict[tuple[object, ...], Array] = {}
         self._communicators: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}
         self._fills: dict[tuple[str, int, int, bool], BucketFill] = {}
         self._elements: dict[tuple[object, ...], RankElements] = {}
-        self._resident: dict[tuple[object, ...], Array] = {}
-        self._scales: dict[tuple[PipelineShapes, int, int], Array] = {}
-        self._block_numel: dict[tuple[int, int, int], Array] = {}
+        self._booked: dict[tuple[object, ...], Booked] = {}
+        self._searched: dict[tuple[PipelineShapes, int], Array] = {}
+        self._block_counts: dict[PipelineShapes, Array] = {}
 
     def model_memory(self, sym: Symbols) -> peak.ModelMemory:
         """Return the memory of the model's parts under the degrees of `sym`, for any pipeline."""
@@ -114,46 +118,42 @@ class ScreeningMemory:
             layers.append(layer)
         return peak.join_memory(self._constants, sym, self._parts, layers)
 
-    def delay_weight_gradients(self, parts_memory: peak.ModelMemory) -> peak.ModelMemory:
-        """Return the memory with the output gradients that delayed weight gradients hold longer."""
-        waiting = peak.delayed_gradient_bytes(parts_memory.sym)
-        layers = [
-            replace(layer, transient=layer.transient + waiting) for layer in parts_memory.layers
-        ]
-        return replace(parts_memory, layers=tuple(layers))
-
     def device_bytes(
-        self, parts_memory: peak.ModelMemory, batch: PipelineBatch, is_searched: Array
+        self, parts_memory: peak.ModelMemory, sym: Symbols, batch: PipelineBatch, is_searched: Array
     ) -> tuple[Array, Array]:
         """Return the bytes of the fullest rank and their standard deviation.
 
-        Both are [pipelines, activation policies, state policies]. Where `is_searched` [pipelines,
-        state policies] is false, allocated bytes count as 0.
+        Both are [pipelines, activation policies, state policies]. `sym` are the symbols of the
+        group's layout with the choices that are made for it. Where `is_searched` [pipelines, state
+        policies] is false, allocated bytes count as 0.
         """
-        live = parts_memory.live_bytes(batch.live, batch.fetched)
-        activations = _fullest_moments(parts_memory, batch, live, beside_layer=0)
-        gathered = activations
-        beside_layer = self._fsdp_layer_bytes(parts_memory.sym)
-        if beside_layer:
-            gathered = _fullest_moments(parts_memory, batch, live, beside_layer=beside_layer)
-        at_step = self._step_bytes(parts_memory.sym, batch)
-        resident = self._resident_bytes(parts_memory.sym, batch)
-        resident = resident + self._buffer_bytes(parts_memory.sym, batch)[:, None]
+        live = parts_memory.live_bytes(peak.split_counts(batch.live, batch.fetched))
+        short_lived: dict[int, Array] = {}
         allocated = np.zeros((*is_searched.shape, len(self._policies.members)))
         for column, policy in enumerate(self._state_policies):
             some = np.flatnonzero(is_searched[:, column])
-            short_lived = gathered if policy.zero == 3 else activations
-            if at_step is not None:
-                short_lived = np.maximum(activations, at_step[:, column, None])
-            allocated[some, column] = batch.fullest_ranks(short_lived, resident[:, column], some)
+            if not len(some):
+                continue
+            ranks = self._ranks(sym, policy, batch)
+            beside_layer = peak.beside_layer_bytes(ranks.sym)
+            if beside_layer not in short_lived:
+                short_lived[beside_layer] = _fullest_moments(
+                    parts_memory, batch, live, beside_layer=beside_layer
+                )
+            moments = short_lived[beside_layer]
+            at_step = ranks.spread(device_bytes(ranks, OPTIMIZER_TERMS))
+            if at_step.any():
+                moments = np.maximum(moments, at_step[:, None])
+            resident = ranks.spread(device_bytes(ranks, RESIDENT_TERMS))
+            allocated[some, column] = batch.fullest_ranks(moments, resident, some)
         allocated = allocated.transpose(0, 2, 1)  # activation policies stay neighbours in memory
-        device = peak.runtime_overhead(
+        device = runtime_overhead(
             self._constants,
             allocated,
-            groups=self._count_communicators(parts_memory.sym.layout, batch)[:, None, None],
-            buffers=dispatcher_bytes(parts_memory.sym),
+            groups=self._count_communicators(sym.layout, batch)[:, None, None],
+            buffers=dispatcher_bytes(sym),
         )
-        return allocated + device.reserved_bytes + device.communication_bytes, device.sd_bytes
+        return sum(device.bytes.values(), start=allocated), device.sd_bytes
 
     def elements(self, cut: Layout, zero: int, batch: PipelineBatch) -> RankElements:
         """Return the elements of every rank of a batch under a layout `cut` and a level of ZeRO."""
@@ -170,7 +170,7 @@ class ScreeningMemory:
         key = cut.tp, cut.cp, cut.ep > 1, batch.degrees
         if key not in self._communicators:
             self._communicators[key] = np.array(
-                [peak.count_communicators(replace(cut, pp=pp)) for pp in batch.degrees]
+                [count_communicators(replace(cut, pp=pp)) for pp in batch.degrees]
             )
         return np.asarray(self._communicators[key][batch.degree])
 
@@ -201,34 +201,6 @@ class ScreeningMemory:
         if not fine_tuning.freeze:
             return params
         return [param for param in params if is_trained(fine_tuning, param.name)]
-
-    def _frozen_numel(self, cut: Layout, batch: PipelineBatch) -> Array | None:
-        """Return the elements of the frozen parts of every rank; None where there are none."""
-        fine_tuning = self._space.workload.fine_tuning
-        if not fine_tuning.freeze:
-            return None
-        total = np.zeros(len(batch.ranks))
-        for group in shards.GRADIENT_GROUPS:
-            cuts = (cut.ep, cut.etp) if group == "edp" else (cut.tp, 1)
-            key = f"frozen {group}", *cuts, False
-            if key not in self._fills:
-                self._fills[key] = BucketFill(
-                    self.tree,
-                    partial(self._mark_frozen, cut, group),
-                    bucket_elements=self._space.workload.optimizer.bucket_elements,
-                    shard_multiple=1,
-                    follows_marked=False,
-                )
-            total += self._fills[key].totals(1).marked[batch.nodes].sum(axis=1)
-        return total
-
-    def _mark_frozen(
-        self, cut: Layout, group: str, params: Sequence[Param]
-    ) -> list[tuple[int, bool]]:
-        fine_tuning = self._space.workload.fine_tuning
-        return local_params(
-            params, cut, group, lambda param: not is_trained(fine_tuning, param.name)
-        )
 
     def _count_elements(self, layouts: Sequence[Layout], batch: PipelineBatch) -> RankElements:
         """Count the elements of every rank; `layouts` has one layout for each of batch.degrees."""
@@ -265,242 +237,174 @@ class ScreeningMemory:
             checkpointed=checkpointed,
         )
 
-    def _fsdp_layer_bytes(self, sym: Symbols) -> int:
-        """Return `fsdp_layer_bytes` under ZeRO-3, 0 where that is not searched."""
-        if all(policy.zero != 3 for policy in self._state_policies):
-            return 0
-        job = replace(sym.job, layout=replace(sym.layout, zero=3))
-        return fsdp_layer_bytes(replace(sym, job=job))
+    def _ranks(self, sym: Symbols, policy: StatePolicy, batch: PipelineBatch) -> SearchedRanks:
+        """Return the ranks of the pipelines on which a policy of the model states is searched."""
+        key = batch.pipelines, policy.zero
+        if key not in self._searched:
+            is_searched = np.array(
+                [policy.is_searched_on(shape, self._space) for shape in batch.pipelines.shapes]
+            )
+            self._searched[key] = np.flatnonzero(is_searched[batch.pipeline_of_rank])
+        layout = replace(sym.layout, zero=policy.zero, offload=policy.offload)
+        return SearchedRanks(
+            constants=self._constants,
+            sym=replace(sym, job=replace(sym.job, layout=layout)),
+            columns=_COLUMNS,
+            memory=self,
+            batch=batch,
+            rows=self._searched[key],
+        )
 
-    def _step_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array | None:
-        """Return the bytes of the step [ranks, state policies]; None where it needs none."""
-        if sym.workload.grad_dtype is Dtype.FP32:
-            return None
-        columns = []
-        for policy in self._state_policies:
-            layout = replace(sym.layout, zero=policy.zero, offload=policy.offload)
-            own = self.elements(sym.layout, policy.zero, batch).own
-            columns.append(model_states.step_gradient_bytes(sym.workload, layout, own))
-        return np.stack(columns, axis=1)
+    def recall(
+        self,
+        term: object,
+        fields: Sequence[str],
+        ranks: SearchedRanks,
+        compute: Callable[[], Booked],
+    ) -> Booked:
+        """Return what a term books on ranks, worked out once for equal fields of their layout."""
+        layout = ranks.sym.layout
+        values = tuple([getattr(layout, field) for field in fields])
+        # The level of ZeRO says on which ranks of the batch a policy is searched.
+        key = term, ranks.batch.pipelines, layout.zero, values
+        if key not in self._booked:
+            self._booked[key] = compute()
+        return self._booked[key]
 
-    def _resident_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
-        """Return the bytes of states, copies and gathers of weights [ranks, state policies]."""
-        cut = sym.layout
-        is_gathered = any(policy.zero == 3 for policy in self._state_policies)
-        key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp, cut.mbs if is_gathered else 0
-        if key not in self._resident:
-            resident = np.zeros((len(batch.ranks), len(self._state_policies)))
-            for column, policy in enumerate(self._state_policies):
-                is_searched = np.array(
-                    [policy.is_searched_on(shape, self._space) for shape in batch.pipelines.shapes]
-                )
-                ranks = np.flatnonzero(is_searched[batch.pipeline_of_rank])
-                if len(ranks):
-                    resident[ranks, column] += self._states_bytes(sym, policy, batch, ranks)
-            self._resident[key] = resident
-        return self._resident[key]
+    def count_states(self, layout: Layout, batch: PipelineBatch, ranks: Array) -> StateElements:
+        """Count the elements of model states in two columns [some ranks, columns].
 
-    def _states_bytes(
-        self, sym: Symbols, policy: StatePolicy, batch: PipelineBatch, ranks: Array
-    ) -> Array:
-        """Return the bytes of model states, with copies and buffers that go with them [some ranks].
-
-        `ranks` are rows of the batch.
+        `ranks` are rows of the batch. What only sums need is in the second column.
         """
-        workload = sym.workload
-        cut = sym.layout
-        layout = replace(cut, zero=policy.zero, offload=policy.offload)
-        elements = self.elements(cut, policy.zero, batch)
-        total = self._flat_or_unit_bytes(sym, layout, batch, ranks)
-        frozen = self._frozen_numel(cut, batch)
-        if frozen is not None:
-            total += activation_nbytes(workload) * frozen[ranks]
-        if sym.is_low_precision:
-            copies = self._constants.low_precision_bytes("weight_copies", sym.dtype)
-            is_sharded = Component.WEIGHTS in model_states.sharded_states(policy.zero)
-            linear = elements.own_linear if is_sharded else elements.linear
-            total += copies * linear[ranks]
-        if self._checkpoints_on_device:
-            total += model_states.checkpoint_bytes(workload, elements.checkpointed[ranks])
-        if policy.zero >= 2:
-            layer_numel = self._layer_numel(cut, batch, ranks)
-            total += gathered_bytes(workload, layer_numel, zero=policy.zero)
-            total += _fsdp_buffer_bytes(sym, layout, batch)[ranks]
-        if layout.spare:
-            total += self._replica_bytes(sym, batch)[ranks]
-        if is_delayed(workload):
-            total += self._scale_bytes(sym, batch)[ranks]
-        return total
-
-    def _flat_or_unit_bytes(
-        self, sym: Symbols, layout: Layout, batch: PipelineBatch, ranks: Array
-    ) -> Array:
-        """Return the device bytes of states, in flat buffers or units of fully_shard [some ranks].
-
-        Which units make up a part of the optimizer differs between ranks, so that each of them is
-        then asked as an estimate asks it.
-        """
-        workload = sym.workload
-        moves_units = model_states.moves_units(layout, trained=sym.trained_share)
-        if moves_units and layout.offload_fraction < 1:
-            unit_bytes = [
-                sum(row.bytes for row in rows if row.component is not Component.HOST)
-                for rows in _unit_rows(sym, layout, batch)
-            ]
-            return np.array(unit_bytes, dtype=float)[ranks]
         elements = self.elements(layout, layout.zero, batch)
-        own, matrices = elements.own[ranks], elements.own_matrices[ranks]
+        whole, own = elements.numel[ranks].sum(axis=1), elements.own[ranks]
+        linear, own_linear = elements.linear[ranks], elements.own_linear[ranks]
+        matrices = elements.own_matrices[ranks]
         hosted = model_states.hosted_elements(layout, own)
-        state_elements = StateElements(
-            whole=elements.numel[ranks].sum(axis=1),
-            own=own,
-            matrices=matrices,
-            hosted=hosted,
+        nothing = np.zeros_like(own)
+        return StateElements(
+            whole=np.stack([linear, whole - linear], axis=1),
+            own=np.stack([own_linear, own - own_linear], axis=1),
+            matrices=np.stack([nothing, matrices], axis=1),
+            hosted=np.stack([nothing, hosted], axis=1),
             # in proportion: what lies where in a shard is not counted here
-            hosted_matrices=np.rint(matrices * hosted / np.maximum(own, 1)),
+            hosted_matrices=np.stack(
+                [nothing, np.rint(matrices * hosted / np.maximum(own, 1))], axis=1
+            ),
         )
-        scales = model_states.scale_bytes(workload, state_elements, trained=sym.trained_share)
-        packed: Array | float = 0.0
-        if holds_packed(workload):
-            is_sharded = Component.WEIGHTS in model_states.sharded_states(layout.zero)
-            packed = (elements.own_linear if is_sharded else elements.linear)[ranks]
-        parts = [(layout, state_elements)]
-        if moves_units:
-            parts = self._split_flat(layout, batch, ranks, state_elements)
-        total: Array = scales[Component.MOMENTS]
-        for of_layout, counted in parts:
-            sizes = model_states.state_bytes(
-                workload,
-                of_layout,
-                counted,
-                trained=sym.trained_share,
-                frozen_nbytes=self._constants["frozen_weight_bytes"],
-                packed=packed,
-            )
-            total = total + sum(
-                nbytes for component, nbytes in sizes.items() if component is not Component.HOST
-            )
-        return total
 
-    def _split_flat(
-        self, layout: Layout, batch: PipelineBatch, ranks: Array, elements: StateElements
-    ) -> list[tuple[Layout, StateElements]]:
-        """Split elements in those of flat buffers, which one rank alone holds, and those of units.
-
-        Each comes with the layout that says where it lies. `elements` are those of `ranks`, rows of
-        the batch.
-        """
-        numel = self.elements(layout, layout.zero, batch).numel[ranks]
-        is_flat = np.array(
-            [
-                [
-                    not fsdp.is_fsdp_sharded(replace(layout, pp=pp), group)
-                    for group in shards.GRADIENT_GROUPS
-                ]
-                for pp in batch.degrees
-            ]
-        )[batch.degree[batch.pipeline_of_rank[ranks]]]
-        flat_share = (numel * is_flat).sum(axis=1) / elements.own
-        parts = (
-            (fsdp.flat_buffer_layout(layout), flat_share, (numel * is_flat).sum(axis=1)),
-            (layout, 1 - flat_share, (numel * ~is_flat).sum(axis=1)),
-        )
-        return [
-            (
-                of_layout,
-                StateElements(
-                    whole=whole,
-                    own=elements.own * share,
-                    matrices=elements.matrices * share,
-                    hosted=elements.hosted * share,
-                    hosted_matrices=elements.hosted_matrices * share,
-                ),
-            )
-            for of_layout, share, whole in parts
-        ]
-
-    def _buffer_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
-        """Return the bytes of placeholders, workspaces and gathers [ranks]."""
-        cut = sym.layout
-        key = cut.tp, cut.cp, cut.ep, cut.etp, cut.mbs, cut.dispatcher
-        if key not in self._buffers:
-            # By the kinds of layer that a rank holds: none, dense, MoE, both; `kinds` below.
-            fullest = ((), (_WITHOUT_EXPERTS,), (_WITH_EXPERTS,), (_WITHOUT_EXPERTS, _WITH_EXPERTS))
-            self._buffers[key] = np.array(
-                [
-                    [
-                        resident_bytes(self._constants, sym, kinds, has_head=has_head)
-                        for kinds in fullest
-                    ]
-                    for has_head in (False, True)
-                ],
-                dtype=float,
-            )
+    def contents(self, batch: PipelineBatch) -> tuple[Array, Array]:
+        """Return which of `_KINDS` of layers each rank holds, and whether it has the head."""
         layers = batch.ranks[:, : len(self._parts.layers)]
         is_moe = np.array([part.kind.is_moe for part in self._parts.layers])
         kinds = (layers[:, ~is_moe] > 0).any(axis=1) + 2 * (layers[:, is_moe] > 0).any(axis=1)
         has_head = (batch.ranks[:, self._parts.head_columns] > 0).any(axis=1)
-        return np.asarray(self._buffers[key][has_head.astype(int), kinds])
+        return np.asarray(kinds), np.asarray(has_head)
 
-    def _layer_numel(self, cut: Layout, batch: PipelineBatch, ranks: Array) -> Array:
-        """Return the elements of ranks' layers [some ranks, 2 x blocks], for gathers.
+    def count_blocks(self, batch: PipelineBatch) -> Array:
+        """Count how often ranks hold each parameter block [ranks, blocks]."""
+        if batch.pipelines not in self._block_counts:
+            ranks = np.arange(len(batch.ranks))
+            counts = batch.count_blocks(ranks, len(self.tree.blocks))
+            self._block_counts[batch.pipelines] = counts
+        return self._block_counts[batch.pipelines]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchedRanks(RankBatch):
+    """The ranks of the pipelines of a batch on which a policy of the model states is searched.
+
+    They are `rows` of the batch. Linear weights have a column, all else has another.
+    """
+
+    memory: ScreeningMemory
+    batch: PipelineBatch
+    rows: Array
+
+    def spread(self, values: Array | float) -> Array:
+        """Return values of these ranks as those of all ranks of the batch, 0 for the others."""
+        everywhere = np.zeros(len(self.batch.ranks))
+        everywhere[self.rows] = values
+        return everywhere
+
+    def recall(self, term: object, fields: Sequence[str], compute: Callable[[], Booked]) -> Booked:
+        """Return what a term books, worked out once for equal fields of layouts."""
+        return self.memory.recall(term, fields, self, compute)
+
+    def count_elements(self) -> StateElements:
+        """Count the elements by the tree of parameters."""
+        return self.memory.count_states(self.sym.layout, self.batch, self.rows)
+
+    def count_checkpointed(self) -> Array:
+        """Count the elements of each rank's part; 0 where they are in the host's memory."""
+        layout = self.sym.layout
+        checkpointed = self.memory.elements(layout, layout.zero, self.batch).checkpointed
+        return np.asarray(checkpointed[self.rows])
+
+    def count_by_layer(self) -> Array:
+        """Count the elements of layers [ranks, 2 x blocks].
 
         At most two layers are gathered at once, so each block stands there at most twice.
         """
-        key = cut.tp, cut.ep, cut.etp
-        blocks = self.tree.blocks
-        if key not in self._block_numel or len(self._block_numel[key]) < len(blocks):
-            self._block_numel[key] = np.array(
-                [
-                    sum(
-                        numel
-                        for group in shards.GRADIENT_GROUPS
-                        for numel, _ in local_params(params, cut, group, _is_linear)
-                    )
-                    for params in blocks
-                ],
-                dtype=float,
-            )
-        counts = batch.count_blocks(ranks, len(blocks))
-        return np.concatenate([self._block_numel[key] * (counts > n) for n in (0, 1)], axis=1)
+        numel = np.array(
+            [
+                sum(prod(shards.local_shape(param, self.sym.layout)) for param in params)
+                for params in self.memory.tree.blocks
+            ],
+            dtype=float,
+        )
+        counts = self._count_blocks(len(numel))
+        return np.concatenate([numel * (counts > n) for n in (0, 1)], axis=1)
 
-    def _scale_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
-        """Return the bytes of delayed scales and their histories [ranks]."""
-        key = batch.pipelines, sym.layout.ep, sym.layout.spare
-        if key not in self._scales:
-            self._scales[key] = np.array(
-                [
-                    sum(
-                        row.bytes
-                        for row in delayed_scaling_rows(replace(sym.job, layout=layout), pp_rank)
-                    )
-                    for layout, pp_rank in batch.rank_layouts(sym.layout)
-                ],
-                dtype=float,
-            )
-        return self._scales[key]
+    def sum_parameters(self, nbytes: Callable[[Param], float]) -> Array:
+        """Sum over blocks of parameters, which differ in their number in a rank alone."""
+        sums = np.zeros((len(self.memory.tree.blocks), 2))
+        for params, block in zip(self.memory.tree.blocks, sums, strict=True):
+            for param in params:
+                block[self.columns[param.module]] += nbytes(param)
+        return np.asarray(self._count_blocks(len(sums)) @ sums)
 
-    def _replica_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
-        """Return the bytes of expert replicas [ranks]: weights, their 8-bit copies, gradients."""
-        copies = 1.0
-        if sym.is_low_precision:
-            share = self._constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
-            copies += share
-        replica_bytes = []
-        for layout, pp_rank in batch.rank_layouts(sym.layout):
-            rows = replica_rows(replace(sym.job, layout=layout), pp_rank)
-            sizes = {row.component: row.bytes for row in rows if row.module is Module.EXPERTS}
-            weights = sizes.get(Component.WEIGHTS, 0)
-            replica_bytes.append(copies * weights + sizes.get(Component.GRADIENTS, 0))
-        return np.array(replica_bytes, dtype=float)
+    def _count_blocks(self, count: int) -> Array:
+        counts = self.memory.count_blocks(self.batch)[self.rows]
+        return np.pad(counts, ((0, 0), (0, count - counts.shape[1])))
 
+    def sum_rows(self, rows: Callable[[Job, int], Iterable[MemoryRow]]) -> Booked:
+        """Sum the rows of each rank as an estimate would, once for equal parameters."""
+        job = self.sym.job
+        contents = self.batch.contents
+        first: dict[object, int] = {}
+        for row in self.rows.tolist():
+            first.setdefault(contents[row], row)
+        layouts = dict(enumerate(self.batch.rank_layouts(self.sym.layout)))
+        distinct = []
+        for row in first.values():
+            layout, pp_rank = layouts[row]
+            distinct.append(rows(replace(job, layout=layout), pp_rank))
+        places = {content: place for place, content in enumerate(first)}
+        index = [places[contents[row]] for row in self.rows.tolist()]
+        sums = sum_rows(distinct, self.columns)
+        return {component: nbytes[index] for component, nbytes in sums.items()}
 
-def _unit_rows(
-    sym: Symbols, layout: Layout, batch: PipelineBatch
-) -> Iterator[tuple[MemoryRow, ...]]:
-    """Yield the memory rows of the states of every rank of a batch."""
-    for cut, pp_rank in batch.rank_layouts(layout):
-        yield unit_state_rows(replace(sym.job, layout=cut), grid.stage_rank(cut, pp_rank))
+    def by_degree(self, nbytes: Callable[[Symbols], float]) -> Array:
+        """Return the bytes of each rank, worked out once for each number of stages."""
+        job = self.sym.job
+        by_degree = [
+            nbytes(replace(self.sym, job=replace(job, layout=replace(job.layout, pp=pp))))
+            for pp in self.batch.degrees
+        ]
+        degrees = self.batch.degree[self.batch.pipeline_of_rank[self.rows]]
+        return np.array(by_degree, dtype=float)[degrees]
+
+    def by_contents(self, nbytes: Callable[[Collection[bool], bool], float]) -> Array:
+        """Return the bytes of each rank, worked out once for each content there is."""
+        kinds, has_head = self.memory.contents(self.batch)
+        number = (kinds + len(_KINDS) * has_head)[self.rows]
+        distinct, index = np.unique(number, return_inverse=True)
+        values = [
+            nbytes(_KINDS[content % len(_KINDS)], content >= len(_KINDS))
+            for content in distinct.tolist()
+        ]
+        return np.array(values, dtype=float)[index]
 
 
 def _is_linear(param: Param) -> bool:
@@ -519,12 +423,3 @@ def _fullest_moments(
     moments = short.take(moment, axis=0)
     moments += live
     return batch.fullest_moments(moments)
-
-
-def _fsdp_buffer_bytes(sym: Symbols, layout: Layout, batch: PipelineBatch) -> Array:
-    """Return `fsdp_buffer_bytes` of every rank: it depends on how many ranks share a stage."""
-    by_degree = np.zeros(batch.pp.max() + 1)
-    for pp in np.unique(batch.pp).tolist():
-        job = replace(sym.job, layout=replace(layout, pp=pp))
-        by_degree[pp] = fsdp_buffer_bytes(replace(sym, job=job))
-    return np.asarray(by_degree[batch.pp[batch.pipeline_of_rank]])

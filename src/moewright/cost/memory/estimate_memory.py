@@ -9,6 +9,7 @@ from moewright.cost.constants import Constants
 from moewright.cost.memory import peak
 from moewright.cost.memory.activations import policy_of
 from moewright.cost.memory.model_states import BucketSet, stage_bucket_sets
+from moewright.cost.memory.rank_batch import EVERY_MODULE, StageRank
 from moewright.cost.memory.snapshots import rank_table
 from moewright.cost.stage_parts import Array, StageParts, count_parts, list_parts
 from moewright.cost.symbols import Symbols, build_symbols
@@ -88,9 +89,15 @@ def rank_peaks(
     return tuple(
         peak.rank_memory(
             taken,
-            pp_rank,
-            sets[pp_rank],
-            counts=rank_counts[pp_rank],
+            StageRank(
+                constants=constants,
+                sym=sym,
+                columns=EVERY_MODULE,
+                pp_rank=pp_rank,
+                sets=sets[pp_rank],
+                parts=parts,
+                counts=rank_counts[pp_rank],
+            ),
             table=rank_table(sym.layout, steady, pp_rank),
         )
         for pp_rank in pp_ranks

@@ -100,14 +100,14 @@ def frozen_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
         MemoryRow(
             component=Component.WEIGHTS,
             module=param.module,
-            bytes=_frozen_nbytes(param, job),
+            bytes=frozen_nbytes(param, job),
         )
         for param in shards.stage_parameters(job.model, job.layout, pp_rank)
         if not is_trained(fine_tuning, param.name)
     )
 
 
-def _frozen_nbytes(param: Param, job: Job) -> int:
+def frozen_nbytes(param: Param, job: Job) -> int:
     """Return the bytes of a rank's part of a frozen weight."""
     local_shape = shards.local_shape(param, job.layout)
     if is_packed(param.name, param.module, param.shape, job.workload.fine_tuning):
@@ -226,7 +226,7 @@ def sharded_states(zero: int) -> frozenset[Component]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateElements:
-    """The elements of a rank's model states, in arrays of one shape.
+    """The elements of ranks' model states, in arrays of one shape [ranks, columns].
 
     `whole` are those of its parameters before ZeRO shards them, `own` those of its shards, and
     `matrices` those of the shards that Muon updates. Of the last two `hosted` and `hosted_matrices`
@@ -240,13 +240,13 @@ class StateElements:
     hosted_matrices: Array
 
     def total(self) -> StateElements:
-        """Return their sums."""
+        """Return the sums of each rank [ranks]."""
         return StateElements(
-            whole=self.whole.sum(),
-            own=self.own.sum(),
-            matrices=self.matrices.sum(),
-            hosted=self.hosted.sum(),
-            hosted_matrices=self.hosted_matrices.sum(),
+            whole=self.whole.sum(axis=1),
+            own=self.own.sum(axis=1),
+            matrices=self.matrices.sum(axis=1),
+            hosted=self.hosted.sum(axis=1),
+            hosted_matrices=self.hosted_matrices.sum(axis=1),
         )
 
 
@@ -313,6 +313,11 @@ def state_bytes(
     return {**sizes, Component.HOST: sum(on_host.values(), start=np.zeros_like(elements.own))}
 
 
+def makes_step_gradients(workload: Workload, layout: Layout) -> bool:
+    """Return whether the optimizer makes fp32 gradients of narrower ones at a step."""
+    return workload.grad_dtype is not Dtype.FP32 and layout.zero < 2
+
+
 def step_gradient_bytes(workload: Workload, layout: Layout, own: Any) -> Any:
     """Return the bytes of the fp32 gradients that the optimizer makes of narrower ones at a step.
 
@@ -320,7 +325,7 @@ def step_gradient_bytes(workload: Workload, layout: Layout, own: Any) -> Any:
     used, and free before the next forward; those of an optimizer on the host lie there. Peaks of
     Moonlight that no recompute lowers are these (docs/log/planner_accuracy.md).
     """
-    if workload.grad_dtype is Dtype.FP32 or layout.zero >= 2:
+    if not makes_step_gradients(workload, layout):
         return 0 * own
     return MASTER_BYTES * (own - hosted_elements(layout, own))
 
@@ -341,13 +346,42 @@ def state_rows(
     frozen_nbytes: float = 0.0,
 ) -> tuple[MemoryRow, ...]:
     """Return the memory rows of all states, booked to modules; padding is booked to OTHER."""
-    own_numel = sum(bucket_set.numel // bucket_set.shards for bucket_set in sets)
     modules = tuple(Module)
-    elements = _state_elements(sets, int(hosted_elements(layout, own_numel)))
-    packed = np.zeros(len(modules))
+    states = book_states(
+        workload,
+        layout,
+        count_state_elements(sets, layout),
+        is_linear=np.array([module in LINEAR_MODULES for module in modules]),
+        padding=modules.index(Module.OTHER),
+        trained=trained,
+        frozen_nbytes=frozen_nbytes,
+    )
+    return tuple(
+        MemoryRow(component=component, module=module, bytes=int(nbytes))
+        for component, sizes in sorted(states.items())
+        for module, nbytes in sorted(zip(modules, sizes[0].tolist(), strict=True))
+        if nbytes
+    )
+
+
+def book_states(
+    workload: Workload,
+    layout: Layout,
+    elements: StateElements,
+    *,
+    is_linear: Array,
+    padding: int,
+    trained: float = 1.0,
+    frozen_nbytes: float = 0.0,
+) -> dict[Component, Array]:
+    """Return the bytes of all states of ranks [ranks, columns], as `elements` are counted.
+
+    `is_linear` [columns] is the mask of linear weights, and `padding` the column of what belongs to
+    no module.
+    """
+    packed: Array | float = 0.0
     if holds_packed(workload):
         is_sharded = Component.WEIGHTS in sharded_states(layout.zero)
-        is_linear = np.array([module in LINEAR_MODULES for module in modules])
         packed = is_linear * (elements.own if is_sharded else elements.whole)
     states = state_bytes(
         workload,
@@ -357,23 +391,23 @@ def state_rows(
         frozen_nbytes=frozen_nbytes,
         packed=packed,
     )
-    scales = scale_bytes(workload, elements.total(), trained=trained)
-    for component, nbytes in scales.items():
-        states[component] = states.get(component, np.zeros(len(modules))) + np.where(
-            np.array(modules) == Module.OTHER, nbytes, 0
-        )
-    return tuple(
-        MemoryRow(component=component, module=module, bytes=int(nbytes))
-        for component, sizes in sorted(states.items())
-        for module, nbytes in sorted(zip(modules, sizes.tolist(), strict=True))
-        if nbytes
-    )
+    for component, nbytes in scale_bytes(workload, elements.total(), trained=trained).items():
+        booked = np.array(states.get(component, np.zeros_like(elements.own)))
+        booked[:, padding] += nbytes
+        states[component] = booked
+    return states
 
 
-def _state_elements(sets: Sequence[BucketSet], hosted: int) -> StateElements:
-    """Count elements [modules], of which the first `hosted` of the rank's shards are offloaded."""
+def count_state_elements(sets: Sequence[BucketSet], layout: Layout) -> StateElements:
+    """Count the elements of a rank by module [1, modules].
+
+    The first of the rank's shards are those that are offloaded.
+    """
     modules = tuple(Module)
-    counts = {name: np.zeros(len(modules)) for name in StateElements.__slots__}
+    hosted = int(
+        hosted_elements(layout, sum(bucket_set.numel // bucket_set.shards for bucket_set in sets))
+    )
+    counts = {name: np.zeros((1, len(modules))) for name in StateElements.__slots__}
     for bucket_set in sets:
         wholes = [(0, bucket.numel) for bucket in bucket_set.buckets]
         slices = _own_slices(bucket_set)
@@ -384,10 +418,10 @@ def _state_elements(sets: Sequence[BucketSet], hosted: int) -> StateElements:
             hosted -= count
         for prefix, spans in (("whole", wholes), ("own", slices), ("hosted", hosted_slices)):
             for module, numel, is_matrix in _overlaps(bucket_set, spans):
-                counts[prefix][modules.index(module)] += numel
+                counts[prefix][0, modules.index(module)] += numel
                 if is_matrix and prefix != "whole":
                     name = "matrices" if prefix == "own" else "hosted_matrices"
-                    counts[name][modules.index(module)] += numel
+                    counts[name][0, modules.index(module)] += numel
     return StateElements(**counts)
 
 
@@ -415,17 +449,16 @@ def _elements_in(
                 yield entry.name, inside
 
 
-def checkpoint_copy_bytes(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> int:
-    """Return the bytes that a rank copies to host memory for asynchronous checkpoints.
+def count_copied(layout: Layout, sets: Sequence[BucketSet]) -> int:
+    """Count the elements that a rank copies to host memory for asynchronous checkpoints.
 
     It keeps the copy from the first save on: its part of master weights and moments, which ranks
     that hold the same elements share among them.
     """
-    parts = [
-        copied_elements(layout, bucket_set.group, bucket_set.numel, len(bucket_set.holders))
+    return sum(
+        int(copied_elements(layout, bucket_set.group, bucket_set.numel, len(bucket_set.holders)))
         for bucket_set in sets
-    ]
-    return int(checkpoint_bytes(workload, sum(parts)))
+    )
 
 
 def copied_elements(layout: Layout, group: str, numel: Any, holders: Any) -> Any:

@@ -5,16 +5,15 @@ The bytes that parts of a stage keep are arrays over activation policies; an est
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from math import hypot
-from typing import Any
 
 import numpy as np
 
 from moewright.cost.constants import Constants
 from moewright.cost.memory.activations import (
+    MODULES,
     ActivationContext,
     ActivationPolicies,
     activation_context,
@@ -26,34 +25,26 @@ from moewright.cost.memory.activations import (
 )
 from moewright.cost.memory.buffers import (
     dispatcher_bytes,
-    fsdp_buffer_bytes,
     fsdp_layer_bytes,
-    gathered_bytes,
     head_placeholder_bytes,
-    rank_layer_numel,
-    resident_bytes,
     score_count,
 )
 from moewright.cost.memory.deferred_weights import Booking, head_owed_bytes, layer_owed_bytes
-from moewright.cost.memory.fsdp_states import unit_state_rows
-from moewright.cost.memory.model_states import (
-    LINEAR_MODULES,
-    BucketSet,
-    checkpoint_copy_bytes,
-    frozen_rows,
-    moves_units,
-    state_rows,
-    step_gradient_bytes,
+from moewright.cost.memory.peak_terms import (
+    OPTIMIZER_TERMS,
+    RESIDENT_TERMS,
+    book_terms,
+    count_communicators,
+    runtime_overhead,
 )
-from moewright.cost.memory.replicas import replica_rows
+from moewright.cost.memory.rank_batch import EVERY_MODULE, Booked, StageRank
 from moewright.cost.memory.snapshots import RankTable, take_snapshots
 from moewright.cost.routed_rows import is_moe_layer
 from moewright.cost.stage_parts import Array, LayerPart, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.cost.time.mixers import mixer_width
-from moewright.rules import grid, routing
+from moewright.rules import routing
 from moewright.rules.adapters import trains_module
-from moewright.rules.delayed_scaling import delayed_scaling_rows
 from moewright.rules.job import routed_rows
 from moewright.rules.saved import recompute
 from moewright.rules.timetable import schedule
@@ -77,7 +68,7 @@ class RankMemory:
     @property
     def peak_bytes(self) -> int:
         """Sum what the device holds."""
-        return sum(row.bytes for row in self.rows if row.component is not Component.HOST)
+        return device_total(self.rows)
 
 
 def steady_micro_batches(layout: Layout, micro_batches: int) -> int:
@@ -124,8 +115,6 @@ def layer_memory(
     )
     whole = max(mlp, attention) + kept.recomputed * sym.layout.recompute_span
     transient = np.where(policies.recomputes_layers, whole, by_module) + gathered_hidden_bytes(sym)
-    if Overlap.WGRAD in sym.layout.overlap:
-        transient = transient + delayed_gradient_bytes(sym)
     saved = kept.saved + mtp_bytes(context) if part.is_mtp else kept.saved
     return LayerMemory(saved=saved, transient=transient, offloaded=kept.offloaded)
 
@@ -167,34 +156,25 @@ class ModelMemory:
         return np.asarray(self.saved.sum(axis=2))
 
     @cached_property
-    def live_prices(self) -> Array:
-        """Return what the columns of `MomentCounts.live` but for the owed parts take.
-
-        They are [parts + 2, policies].
-        """
-        passes = np.array([[self.head.forward], [self.head.weights]], dtype=float)
-        return np.concatenate([self.saved_bytes, np.repeat(passes, self.saved.shape[1], axis=1)])
-
-    @cached_property
-    def fetched_prices(self) -> Array:
-        """Return what the parts take that have come back from the host.
-
-        Shape: [parts, policies, modules].
-        """
+    def fetched(self) -> Array:
+        """What the parts take that have come back from the host [parts, policies, modules]."""
         sent = np.stack([layer.offloaded for layer in self.layers])
         outside = np.zeros((self.parts.count - len(self.layers), *sent.shape[1:]))
         return np.concatenate([sent, outside])
 
-    def live_bytes(self, live: Array, fetched: Array) -> Array:
+    @cached_property
+    def live_prices(self) -> tuple[Array, ...]:
+        """The bytes of one of what each of LIVE_TERMS counts [counted, policies or 1]."""
+        return tuple(term.nbytes(self).sum(axis=2) for term in LIVE_TERMS)
+
+    def live_bytes(self, moments: AliveCounts) -> Array:
         """Return the bytes kept at moments, short-lived logits included [moments, policies]."""
-        count = self.parts.count
-        kept, owed = np.split(live, [count + 2], axis=1)
-        total = kept @ self.live_prices
-        if owed.any():  # under schedules that split the backward
-            total += (owed @ self.owed.sum(axis=1))[:, None]
-        if len(fetched):
-            total += fetched @ self.fetched_prices.sum(axis=2)
-        return np.asarray(total)
+        total = np.zeros((len(moments.kept), self.saved.shape[1]))
+        for term, prices in zip(LIVE_TERMS, self.live_prices, strict=True):
+            counts = term.count(moments)
+            if counts.any():  # some are there under some schedules alone
+                total += counts @ prices
+        return total
 
     def transient_bytes(self, backward: Array, paired: Array, *, beside_layer: int) -> Array:
         """Return the bytes that are short-lived in backward at moments [moments, policies].
@@ -213,21 +193,84 @@ class ModelMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AliveCounts:
+    """How many of what is kept are alive at the moments of ranks.
+
+    `kept` [moments, parts] counts the parts that forwards have kept; `head_forward` and
+    `head_weights` [moments, 1] the passes through the head of the forward that ends at the moment,
+    and of the weight gradients that are computed; `owed` [moments, parts] the parts whose weight
+    gradients wait; `fetched` [moments, parts] those that have come back from the host.
+    """
+
+    kept: Array
+    head_forward: Array
+    head_weights: Array
+    owed: Array
+    fetched: Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveTerm:
+    """A term of what the moments of a timetable keep: how many are alive, and what one takes.
+
+    `count` returns [moments, counted], `nbytes` [counted, policies or 1, modules].
+    """
+
+    count: Callable[[AliveCounts], Array]
+    nbytes: Callable[[ModelMemory], Array]
+    component: Component = Component.ACTIVATIONS
+
+
+# What comes and goes with micro-batches, but for what one backward alone holds
+# (ModelMemory.transient_bytes). An estimate books it in rows, a search sums it.
+LIVE_TERMS: tuple[LiveTerm, ...] = (
+    LiveTerm(count=lambda alive: alive.kept, nbytes=lambda memory: memory.saved),
+    LiveTerm(
+        count=lambda alive: alive.head_forward,
+        nbytes=lambda memory: _in_module(memory.head.forward, Module.HEAD),
+    ),
+    LiveTerm(
+        count=lambda alive: alive.head_weights,
+        nbytes=lambda memory: _in_module(memory.head.weights, Module.OTHER),
+        component=Component.TRANSIENT,
+    ),
+    LiveTerm(count=lambda alive: alive.owed, nbytes=lambda memory: memory.owed[:, None]),
+    LiveTerm(count=lambda alive: alive.fetched, nbytes=lambda memory: memory.fetched),
+)
+
+
+def _in_module(nbytes: int, module: Module) -> Array:
+    """Return bytes as those of one thing that belongs to a module [1, 1, modules]."""
+    return np.where(np.array(MODULES) == module, float(nbytes), 0.0)[None, None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MomentCounts:
     """The parts that are alive at the moments of a rank, as counts.
 
-    `live` [moments, 2 parts + 2] counts the parts that are kept; the passes through the head of the
-    forward that ends at the moment, and of the weight gradients that are computed; and the parts
-    whose weight gradients wait. `fetched` [moments, parts] are those that have come back from the
-    host (no rows where chunks are not fetched whole). `backward` [moments, parts] is the chunk
-    whose backward runs. `paired` [moments, parts] is the chunk whose forward runs layer by
-    layer beside that backward, of which one more layer is held.
+    `live` [moments, 2 parts + 2] has the columns of AliveCounts but for `fetched`, in their order;
+    `fetched` [moments, parts] has no rows where chunks are not fetched whole. `backward` [moments,
+    parts] is the chunk whose backward runs. `paired` [moments, parts] is the chunk whose forward
+    runs layer by layer beside that backward, of which one more layer is held.
     """
 
     live: Array
     fetched: Array
     backward: Array
     paired: Array
+
+
+def split_counts(live: Array, fetched: Array) -> AliveCounts:
+    """Return what the columns of MomentCounts count."""
+    count = live.shape[1] // 2 - 1
+    kept, head_forward, head_weights, owed = np.split(live, [count, count + 1, count + 2], axis=1)
+    return AliveCounts(
+        kept=kept,
+        head_forward=head_forward,
+        head_weights=head_weights,
+        owed=owed,
+        fetched=fetched if len(fetched) else np.broadcast_to(0.0, kept.shape),
+    )
 
 
 def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentCounts:
@@ -273,28 +316,25 @@ def model_memory(
     return join_memory(constants, sym, parts, layers)
 
 
-def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> tuple[MemoryRow, ...]:
+def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> list[MemoryRow]:
     """Return the memory rows at the fullest moment of a rank, under the first policy.
 
-    `counts` [chunks, parts] is what the rank holds. Short-lived logits are booked as logits,
-    short-lived bytes of backward as transient.
+    `counts` [chunks, parts] is what the rank holds.
     """
     moments = count_moments(memory.parts, counts, table)
-    live = memory.live_bytes(moments.live, moments.fetched)[:, 0]
+    alive = split_counts(moments.live, moments.fetched)
+    live = memory.live_bytes(alive)[:, 0]
     transient = memory.transient_bytes(
-        moments.backward, moments.paired, beside_layer=fsdp_layer_bytes(memory.sym)
+        moments.backward, moments.paired, beside_layer=beside_layer_bytes(memory.sym)
     )[:, 0]
     peak = int((live + transient).argmax())
-    count = memory.parts.count
-    kept, passes, owed = np.split(moments.live[peak], [count, count + 2])
-    on_device = kept @ memory.saved[:, 0] + owed @ memory.owed
-    if len(moments.fetched):
-        on_device += moments.fetched[peak] @ memory.fetched_prices[:, 0]
-    return saved_rows(
-        on_device,
-        logits=int(passes[0]) * memory.head.forward,
-        transient=int(transient[peak]) + int(passes[1]) * memory.head.weights,
-    )
+    booked = {Component.TRANSIENT: _in_module(int(transient[peak]), Module.OTHER)[0]}
+    for term in LIVE_TERMS:
+        nbytes = term.count(alive)[peak] @ term.nbytes(memory)[:, 0]
+        booked[term.component] = booked.get(term.component, 0) + nbytes[None]
+    # The head's part of what is kept for backward are logits.
+    saved = saved_rows(booked.pop(Component.ACTIVATIONS)[0], logits=0, transient=0)
+    return [*saved, *memory_rows([booked])]
 
 
 def hosted_activation_bytes(memory: ModelMemory, counts: Array, table: RankTable) -> int:
@@ -312,84 +352,43 @@ def hosted_activation_bytes(memory: ModelMemory, counts: Array, table: RankTable
     return int((away[:, : len(sent)] @ sent).max())
 
 
-def rank_memory(
-    memory: ModelMemory,
-    pp_rank: int,
-    sets: Sequence[BucketSet],
-    *,
-    counts: Array,
-    table: RankTable,
-) -> RankMemory:
-    """Return the peak memory of a pipeline rank under the first policy.
-
-    The rank holds `counts` [chunks, parts] and the parameters of bucket `sets`, and runs `table`.
-    """
-    sym, constants = memory.sym, memory.constants
-    model, workload, layout = sym.model, sym.workload, sym.layout
-    frozen_nbytes = constants["frozen_weight_bytes"]
-    if moves_units(layout, trained=sym.trained_share):
-        states = list(unit_state_rows(sym.job, grid.stage_rank(layout, pp_rank)))
-    else:
-        states = list(
-            state_rows(
-                workload, layout, sets, trained=sym.trained_share, frozen_nbytes=frozen_nbytes
-            )
-        )
-    if workload.fine_tuning.freeze:
-        states += frozen_rows(sym.job, grid.stage_rank(layout, pp_rank))
-    on_host = [row for row in states if row.component is Component.HOST]
-    states = [row for row in states if row.component is not Component.HOST]
-    states += replica_rows(sym.job, pp_rank)
-    states += delayed_scaling_rows(sym.job, pp_rank)
-    if workload.precision.is_narrow:
-        share = constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
-        states = list(add_low_precision_copies(states, share))
-    own = sum(bucket_set.numel // bucket_set.shards for bucket_set in sets)
-    at_step = int(step_gradient_bytes(workload, layout, own))
+def rank_memory(memory: ModelMemory, rank: StageRank, *, table: RankTable) -> RankMemory:
+    """Return the peak memory of a pipeline rank that runs `table`, under the first policy."""
+    counts = rank.counts
+    resident = memory_rows(book_terms(rank, RESIDENT_TERMS))
     activations = activation_rows(memory, counts, table)
+    at_step = memory_rows(book_terms(rank, OPTIMIZER_TERMS))
     away = hosted_activation_bytes(memory, counts, table)
-    on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=away))
-    if at_step > sum(row.bytes for row in activations):
-        activations = (
-            MemoryRow(component=Component.TRANSIENT, module=Module.OTHER, bytes=at_step),
-        )
-    allocated = [*states, *activations]
-    columns = np.flatnonzero(counts[:, : len(memory.parts.layers)].any(axis=0))
-    has_experts = {memory.parts.layers[column].kind.is_moe for column in columns}
-    has_head = bool(counts[:, memory.parts.head_columns].any())
-    resident = resident_bytes(constants, sym, has_experts, has_head=has_head)
-    gathered = 0
-    if layout.zero >= 2:
-        layer_numel = rank_layer_numel(model, layout, pp_rank)[None]
-        gathered = int(gathered_bytes(workload, layer_numel, zero=layout.zero)[0])
-        gathered += fsdp_buffer_bytes(sym)
-    copied = checkpoint_copy_bytes(workload, layout, sets)
-    if sym.is_fused:
-        on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))
-    else:
-        resident += copied  # a CPU's memory is the host's
-    total = sum(row.bytes for row in allocated) + resident + gathered
+    hosted = MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=away)
+    rows = [*resident, *max(activations, at_step, key=device_total), hosted]
     device = runtime_overhead(
-        constants, total, groups=count_communicators(layout), buffers=dispatcher_bytes(sym)
+        memory.constants,
+        device_total(rows),
+        groups=count_communicators(memory.sym.layout),
+        buffers=dispatcher_bytes(memory.sym),
     )
-    transient = sum(row.bytes for row in allocated if row.component is Component.TRANSIENT)
-    allowances = (
-        (Component.BUFFERS, resident),
-        (Component.TRANSIENT, transient + gathered),
-        (Component.FRAGMENTATION, round(device.reserved_bytes)),
-        (Component.COMMUNICATION, round(device.communication_bytes)),
-    )
-    rows = [
-        *(row for row in allocated if row.component is not Component.TRANSIENT),
-        *(
-            MemoryRow(component=component, module=Module.OTHER, bytes=nbytes)
-            for component, nbytes in allowances
-        ),
-        *on_host,
+    rows += [
+        MemoryRow(component=component, module=Module.OTHER, bytes=round(nbytes))
+        for component, nbytes in device.bytes.items()
     ]
     return RankMemory(
         rows=tuple(row for row in sum_memory(rows) if row.bytes), sd_bytes=device.sd_bytes
     )
+
+
+def memory_rows(terms: Iterable[Booked]) -> list[MemoryRow]:
+    """Return the rows of what terms book for one rank, with a column for each module."""
+    return [
+        MemoryRow(component=component, module=module, bytes=int(nbytes))
+        for booked in terms
+        for component, columns in booked.items()
+        for module, nbytes in zip(EVERY_MODULE, columns[0].tolist(), strict=True)
+    ]
+
+
+def device_total(rows: Iterable[MemoryRow]) -> int:
+    """Sum what the device holds."""
+    return sum(row.bytes for row in rows if row.component is not Component.HOST)
 
 
 def sum_memory(rows: Iterable[MemoryRow]) -> tuple[MemoryRow, ...]:
@@ -405,44 +404,6 @@ def sum_memory(rows: Iterable[MemoryRow]) -> tuple[MemoryRow, ...]:
         MemoryRow(component=component, module=module, bytes=nbytes)
         for (component, module), nbytes in sorted(sums.items())
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RuntimeOverhead:
-    """What a device holds beyond what is allocated, and the standard deviation of the whole."""
-
-    reserved_bytes: Any  # floats, or arrays of one shape
-    communication_bytes: Any
-    sd_bytes: Any
-
-
-def runtime_overhead(
-    constants: Constants, allocated: Any, *, groups: Any, buffers: int
-) -> RuntimeOverhead:
-    """Return the overhead of `allocated` bytes and of so many communicating process `groups`.
-
-    Both may be arrays of one shape. `buffers` are the bytes that a dispatcher registers.
-    """
-    shares_sd = hypot(constants["reserved_share_sd"], constants["allocated_share_sd"])
-    allocated_variance = (shares_sd * allocated) ** 2
-    communicator_variance = (groups * constants["communicator_bytes_sd"]) ** 2
-    return RuntimeOverhead(
-        reserved_bytes=constants["reserved_share"] * allocated
-        + constants["context_bytes"]
-        + constants["stack_bytes"],
-        communication_bytes=groups * constants["communicator_bytes"] + buffers,
-        sd_bytes=(allocated_variance + communicator_variance) ** 0.5,
-    )
-
-
-def add_low_precision_copies(states: Sequence[MemoryRow], share: float) -> Iterator[MemoryRow]:
-    """Yield the states with 8-bit copies of linear weights, `share` of the weights.
-
-    The copies stay for all micro-batches.
-    """
-    for row in states:
-        copied = row.component is Component.WEIGHTS and row.module in LINEAR_MODULES
-        yield replace(row, bytes=round(row.bytes * (1 + share))) if copied else row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -544,6 +505,8 @@ def delayed_gradient_bytes(sym: Symbols) -> int:
     weight gradients run in the next layer. The inputs that weight gradients need as well are
     already counted in the one more layer that overlapped expert communication holds.
     """
+    if Overlap.WGRAD not in sym.layout.overlap:
+        return 0
     model, layout, spec = sym.model, sym.layout, sym.model.attention
     if spec.kind is AttentionKind.MLA:
         sharded_width = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
@@ -559,21 +522,13 @@ def delayed_gradient_bytes(sym: Symbols) -> int:
     return sym.c * (sharded + sym.t * replicated_width + outputs)
 
 
-def count_communicators(layout: Layout) -> int:
-    """Count the process groups that move data, each of which keeps buffers of its own.
+# What is short-lived beside every layer whose backward runs, whatever the layer is.
+BACKWARD_TERMS: tuple[Callable[[Symbols], int], ...] = (fsdp_layer_bytes, delayed_gradient_bytes)
 
-    A pipeline has three (stages, model, embedding), expert parallelism two (with and without tensor
-    parallelism).
-    """
-    sizes = (
-        (layout.tp, 1),
-        (layout.cp, 1),
-        (layout.pp, 3),
-        (layout.ep, 2),
-        (layout.dp, 1),
-        (layout.world_size, 1),
-    )
-    return sum(groups for size, groups in sizes if size > 1)
+
+def beside_layer_bytes(sym: Symbols) -> int:
+    """Sum what is short-lived beside every layer whose backward runs."""
+    return sum(term(sym) for term in BACKWARD_TERMS)
 
 
 def memory_verdict(margin_bytes: float, spread_bytes: float) -> Verdict:

@@ -1,0 +1,254 @@
+"""The terms of a peak that the timetable does not move, each stated once.
+
+A term is a function of ranks (`RankBatch`) and of what the terms before it booked, and returns the
+bytes of each component [ranks, columns]. An estimate makes rows of them, a search sums them: a new
+term is a function and a line in one of the lists below. What a timetable moves is in
+cost.memory.peak, `LIVE_TERMS` and `ModelMemory.transient_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import hypot
+from typing import Any
+
+import numpy as np
+
+from moewright.cost.constants import Constants
+from moewright.cost.memory.buffers import fsdp_buffer_bytes, gathered_bytes, resident_bytes
+from moewright.cost.memory.fsdp_states import unit_state_rows
+from moewright.cost.memory.model_states import (
+    book_states,
+    checkpoint_bytes,
+    frozen_nbytes,
+    makes_step_gradients,
+    moves_units,
+    step_gradient_bytes,
+)
+from moewright.cost.memory.rank_batch import Booked, RankBatch
+from moewright.cost.memory.replicas import replica_rows
+from moewright.cost.stage_parts import Array
+from moewright.rules import grid
+from moewright.rules.adapters import is_trained
+from moewright.rules.delayed_scaling import delayed_scaling_rows, is_delayed
+from moewright.rules.job import Job
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.workload import SaveMode
+
+_DEGREES = ("tp", "cp", "ep", "etp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PeakTerm:
+    """A term of a peak: its bytes, and the fields of a layout on which they depend.
+
+    `fields` are those of all that a search varies beside the pipeline (SEARCHED_FIELDS). A field
+    that is missing here makes a score differ from its estimate.
+    """
+
+    book: Callable[[RankBatch, Booked], Booked]
+    fields: tuple[str, ...]
+
+
+def model_states(ranks: RankBatch, _: Booked) -> Booked:
+    """Return weights, gradients, master weights and moments of what trains, and the host's part.
+
+    Units of fully_shard that the host holds are moved whole, so that each rank is asked for its
+    own.
+    """
+    sym = ranks.sym
+    if moves_units(sym.layout, trained=sym.trained_share):
+        return ranks.sum_rows(_unit_rows)
+    return book_states(
+        sym.workload,
+        sym.layout,
+        ranks.count_elements(),
+        is_linear=ranks.is_linear,
+        padding=ranks.columns[Module.OTHER],
+        trained=sym.trained_share,
+        frozen_nbytes=ranks.constants["frozen_weight_bytes"],
+    )
+
+
+def _unit_rows(job: Job, pp_rank: int) -> tuple[MemoryRow, ...]:
+    return unit_state_rows(job, grid.stage_rank(job.layout, pp_rank))
+
+
+def frozen_weights(ranks: RankBatch, _: Booked) -> Booked:
+    """Return the weights of frozen parts, of which every rank holds its whole shard."""
+    job = ranks.sym.job
+    fine_tuning = job.workload.fine_tuning
+    if not fine_tuning.freeze:
+        return {}
+    nbytes = ranks.sum_parameters(
+        lambda param: 0 if is_trained(fine_tuning, param.name) else frozen_nbytes(param, job)
+    )
+    return {Component.WEIGHTS: nbytes}
+
+
+def expert_replicas(ranks: RankBatch, _: Booked) -> Booked:
+    """Return the weights and gradients of replicas of hot experts."""
+    if not ranks.sym.layout.spare:
+        return {}
+    return ranks.sum_rows(replica_rows)
+
+
+def delayed_scales(ranks: RankBatch, _: Booked) -> Booked:
+    """Return the scales of delayed FP8, their histories and amaxes."""
+    if not is_delayed(ranks.sym.workload):
+        return {}
+    return ranks.sum_rows(delayed_scaling_rows)
+
+
+def weight_copies(ranks: RankBatch, booked: Booked) -> Booked:
+    """Return the narrow copies of linear weights, which stay for all micro-batches.
+
+    They are a share of the weights that the terms before this one booked.
+    """
+    sym = ranks.sym
+    # Units of fully_shard on the host have no weights beside their fp32 shards under ZeRO-3.
+    if not sym.is_low_precision or Component.WEIGHTS not in booked:
+        return {}
+    share = ranks.constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
+    return {
+        Component.WEIGHTS: np.rint(share * np.floor(booked[Component.WEIGHTS]) * ranks.is_linear)
+    }
+
+
+def fixed_buffers(ranks: RankBatch, _: Booked) -> Booked:
+    """Return placeholders, workspaces, shared buffers and a packed weight that is widened."""
+    sym, constants = ranks.sym, ranks.constants
+    nbytes = ranks.by_contents(
+        lambda kinds, has_head: resident_bytes(constants, sym, kinds, has_head=has_head)
+    )
+    return {Component.BUFFERS: ranks.book(nbytes, Module.OTHER)}
+
+
+def gathered_layers(ranks: RankBatch, _: Booked) -> Booked:
+    """Return the layers that are whole beside what ZeRO-2 and ZeRO-3 shard."""
+    sym = ranks.sym
+    if sym.layout.zero < 2:
+        return {}
+    nbytes = gathered_bytes(sym.workload, ranks.count_by_layer(), zero=sym.layout.zero)
+    return {Component.TRANSIENT: ranks.book(nbytes, Module.OTHER)}
+
+
+def fsdp_buffers(ranks: RankBatch, _: Booked) -> Booked:
+    """Return what torch's FSDP holds besides the gathered layers."""
+    if ranks.sym.layout.zero != 3:
+        return {}
+    return {Component.TRANSIENT: ranks.book(ranks.by_degree(fsdp_buffer_bytes), Module.OTHER)}
+
+
+def checkpoint_copies(ranks: RankBatch, _: Booked) -> Booked:
+    """Return the copy of an asynchronous checkpoint; a CPU's memory is the host's."""
+    if ranks.sym.workload.checkpoint.mode is SaveMode.SYNC:
+        return {}
+    nbytes = checkpoint_bytes(ranks.sym.workload, ranks.count_checkpointed())
+    component = Component.HOST if ranks.sym.is_fused else Component.BUFFERS
+    return {component: ranks.book(nbytes, Module.OTHER)}
+
+
+def step_gradients(ranks: RankBatch, _: Booked) -> Booked:
+    """Return the fp32 gradients that the optimizer makes of narrower ones."""
+    if not makes_step_gradients(ranks.sym.workload, ranks.sym.layout):
+        return {}
+    own = ranks.count_elements().own.sum(axis=1)
+    nbytes = step_gradient_bytes(ranks.sym.workload, ranks.sym.layout, own)
+    return {Component.TRANSIENT: ranks.book(nbytes, Module.OTHER)}
+
+
+# The fields in which the layouts of a group differ from those of another, or are chosen for it.
+SEARCHED_FIELDS = (*_DEGREES, "mbs", "zero", "offload", "dispatcher", "cp_comm", "overlap")
+
+_SHARDED = (*_DEGREES, "zero", "offload")
+
+# What ranks hold all step long, in the order in which it is worked out.
+RESIDENT_TERMS: tuple[PeakTerm, ...] = (
+    PeakTerm(book=model_states, fields=_SHARDED),
+    PeakTerm(book=frozen_weights, fields=_DEGREES),
+    PeakTerm(book=expert_replicas, fields=_DEGREES),
+    PeakTerm(book=delayed_scales, fields=("ep",)),
+    PeakTerm(book=weight_copies, fields=_SHARDED),  # after all weights that have copies
+    PeakTerm(book=fixed_buffers, fields=(*_DEGREES, "mbs", "dispatcher")),
+    PeakTerm(book=gathered_layers, fields=(*_DEGREES, "zero")),
+    PeakTerm(book=fsdp_buffers, fields=(*_DEGREES, "zero", "mbs")),
+    PeakTerm(book=checkpoint_copies, fields=_SHARDED),
+)
+
+# What the optimizer's step holds, when all activations are free.
+OPTIMIZER_TERMS: tuple[PeakTerm, ...] = (PeakTerm(book=step_gradients, fields=_SHARDED),)
+
+
+def book_terms(ranks: RankBatch, terms: Sequence[PeakTerm]) -> list[Booked]:
+    """Return what each of these terms books."""
+    sums: dict[Component, Array] = {}
+    booked = []
+    for term in terms:
+        more = ranks.recall(term, term.fields, partial(term.book, ranks, sums))
+        for component, nbytes in more.items():
+            sums[component] = sums[component] + nbytes if component in sums else nbytes
+        booked.append(more)
+    return booked
+
+
+def device_bytes(ranks: RankBatch, terms: Sequence[PeakTerm]) -> Array:
+    """Sum what these terms hold on the device of each rank [ranks]; one 0 where none has any."""
+    total = np.zeros((1, 1))
+    for booked in book_terms(ranks, terms):
+        for component, nbytes in booked.items():
+            if component is not Component.HOST:
+                total = total + nbytes
+    return np.asarray(total.sum(axis=1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeOverhead:
+    """What a device holds beyond what is allocated, and the standard deviation of the whole.
+
+    `bytes` are floats, or arrays of one shape, by component.
+    """
+
+    bytes: dict[Component, Any]
+    sd_bytes: Any
+
+
+def runtime_overhead(
+    constants: Constants, allocated: Any, *, groups: Any, buffers: int
+) -> RuntimeOverhead:
+    """Return the overhead of `allocated` bytes and of so many communicating process `groups`.
+
+    Both may be arrays of one shape. `buffers` are the bytes that a dispatcher registers.
+    """
+    shares_sd = hypot(constants["reserved_share_sd"], constants["allocated_share_sd"])
+    allocated_variance = (shares_sd * allocated) ** 2
+    communicator_variance = (groups * constants["communicator_bytes_sd"]) ** 2
+    return RuntimeOverhead(
+        bytes={
+            Component.FRAGMENTATION: constants["reserved_share"] * allocated
+            + constants["context_bytes"]
+            + constants["stack_bytes"],
+            Component.COMMUNICATION: groups * constants["communicator_bytes"] + buffers,
+        },
+        sd_bytes=(allocated_variance + communicator_variance) ** 0.5,
+    )
+
+
+def count_communicators(layout: Layout) -> int:
+    """Count the process groups that move data, each of which keeps buffers of its own.
+
+    A pipeline has three (stages, model, embedding), expert parallelism two (with and without tensor
+    parallelism).
+    """
+    sizes = (
+        (layout.tp, 1),
+        (layout.cp, 1),
+        (layout.pp, 3),
+        (layout.ep, 2),
+        (layout.dp, 1),
+        (layout.world_size, 1),
+    )
+    return sum(groups for size, groups in sizes if size > 1)
