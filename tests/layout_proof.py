@@ -57,6 +57,7 @@ from moewright.spec.workload import (
     LossSpec,
     OptimizerSpec,
     RouterForce,
+    Routing,
     Workload,
 )
 
@@ -83,6 +84,7 @@ _DOCUMENTS = (
 )
 
 WORKLOAD = Workload(
+    routing=Routing.BALANCED,
     seq_len=LENGTH,
     global_batch=BATCH,
     steps=STEPS,

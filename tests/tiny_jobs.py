@@ -30,7 +30,7 @@ from moewright.spec.model import (
 )
 from moewright.spec.plan import Estimate, Plan, Verdict
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import DataSpec, Dtype, LossSpec, OptimizerSpec, Workload
+from moewright.spec.workload import DataSpec, Dtype, LossSpec, OptimizerSpec, Routing, Workload
 
 VOCABULARY = 320
 
@@ -78,6 +78,7 @@ def write_corpus(folder: Path, *, documents: int = 30, words: int = 400) -> Data
 def build_workload(data: DataSpec, *, steps: int = 4, **changes: object) -> Workload:
     """Build a workload of eight sequences of 32 tokens a step, in fp32, without clipping."""
     base = Workload(
+        routing=Routing.BALANCED,
         seq_len=32,
         global_batch=8,
         steps=steps,

@@ -55,7 +55,7 @@ def by_name(fit: Fit) -> dict[str, FittedConstant]:
 
 def runs(layouts: tuple[str, ...] = LAYOUTS, **truth: float) -> tuple[MeasuredRun, ...]:
     """Return runs as a machine with these constants would time them."""
-    work = Workload(seq_len=4096, global_batch=1024)
+    work = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=1024)
     changed = tuple(constant(name, value) for name, value in truth.items())
     measured = []
     for text in layouts:
@@ -185,7 +185,7 @@ def test_the_verb_writes_a_hardware_file_that_is_used(
 def test_one_run_moves_the_constants_towards_what_it_took(tmp_path: Path) -> None:
     out = tmp_path / "fitted.toml"
     assert main(["fit", str(table(tmp_path / "t.csv", 1)), "--on", "H100", "--out", str(out)]) == 0
-    work = Workload(seq_len=4096, global_batch=1024)
+    work = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=1024)
     layout = parse_layout("ep8,mbs1", world_size=16)
     stock, fitted = (
         build_plan(MODEL, work, catalogue.hardware(name), layout).estimate.step_s
@@ -221,7 +221,7 @@ def cpu_runs() -> tuple[tuple[str, Plan, float], ...]:
     """
     hardware = catalogue.hardware(str(CPU_FILE))
     small = replace(MODEL, layers=2, moe_layers=(True, True), hidden_size=256, vocab_size=4096)
-    work = Workload(seq_len=256, global_batch=16, precision=Dtype.FP32)
+    work = Workload(routing=Routing.BALANCED, seq_len=256, global_batch=16, precision=Dtype.FP32)
     slow = constant("gemm_time_scale", 1.4)
     measured = []
     for text in CPU_LAYOUTS:

@@ -24,11 +24,11 @@ from moewright.cost.time.repricing import RepriceableStep
 from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.spec.hardware import Hardware
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Routing, Workload
 
 MODEL = catalogue.model("Qwen3-30B-A3B")
 HARDWARE = catalogue.hardware("16xH100")
-WORK = Workload(seq_len=4096, global_batch=256)
+WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=256)
 NEAR = "ep8,mbs2"
 FAR = "tp2,pp4,ep4,mbs1,recompute=full,dispatcher=deepep,zero0"
 
@@ -136,7 +136,7 @@ def test_fit_writes_own_runs_that_a_plan_takes(tmp_path: Path) -> None:
     assert main(["fit", str(table), "--on", "H100", "--out", str(out)]) == 0
     hardware = catalogue.hardware(f"16x{out}")
     assert [run.weight.source for run in hardware.own_runs] == ["a, t.csv", "b, t.csv"]
-    work = Workload(seq_len=4096, global_batch=1024)
+    work = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=1024)
     alone = replace(hardware, own_runs=())
     measured_s = {"ep8,mbs1": 36.0, "ep8,mbs2": 34.0}
     errors = [

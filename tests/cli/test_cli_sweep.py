@@ -45,7 +45,7 @@ def test_memory_is_drawn_by_component_and_by_module(tmp_path, capsys):
 
 SWEEP = """
 title = "t"
-job = {{ model = "Qwen3-30B-A3B", on = "64xH800", seq_len = 4096, global_batch = 256 }}
+job = {{ model = "Qwen3-30B-A3B", on = "64xH800", seq_len = 4096, global_batch = 256, {even} }}
 table = [{{ title = "t", row = [
   {{ name = "even", layout = "ep8", tokens = 1.0 }},
   {{ name = "hot", layout = "ep8", tokens = 1.0, {load} }},
@@ -53,11 +53,14 @@ table = [{{ title = "t", row = [
 """
 
 
+EVEN = 'routing = "balanced"'
+
+
 @pytest.mark.parametrize(
     "load", ['routing = "skewed", load_skew = 1.0', 'routing = "learned", load_factor = 1.5']
 )
 def test_a_row_says_how_its_experts_were_loaded(load, tmp_path):
-    (tmp_path / "s.toml").write_text(SWEEP.format(load=load))
+    (tmp_path / "s.toml").write_text(SWEEP.format(load=load, even=EVEN))
     assert (
         main(["bench", "sweep", str(tmp_path / "s.toml"), "--predict", "--out", str(tmp_path)]) == 0
     )
@@ -69,7 +72,7 @@ def test_a_row_says_how_its_experts_were_loaded(load, tmp_path):
     "load", ["load_skew = 1.0", 'routing = "learned", load_factor = 0.5', 'routing = "measured"']
 )
 def test_a_load_without_its_routing_is_refused(load, tmp_path, capsys):
-    (tmp_path / "s.toml").write_text(SWEEP.format(load=load))
+    (tmp_path / "s.toml").write_text(SWEEP.format(load=load, even=EVEN))
     assert (
         main(["bench", "sweep", str(tmp_path / "s.toml"), "--predict", "--out", str(tmp_path)]) == 2
     )

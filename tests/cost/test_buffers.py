@@ -28,7 +28,7 @@ from moewright.spec.workload import Routing, Workload
 
 DEEPSEEK = catalogue.model("DeepSeek-V3")
 QWEN = catalogue.model("Qwen3-30B-A3B")
-WORK = Workload(seq_len=4096, global_batch=2048)
+WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=2048)
 
 
 def estimate_layout(

@@ -20,7 +20,7 @@ from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Routing, Workload
 
 QWEN = catalogue.model("Qwen3-30B-A3B")
-WORK = Workload(seq_len=4096, global_batch=512)
+WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=512)
 
 
 def estimate_layout(

@@ -15,6 +15,7 @@ from moewright.cost.time.elementwise import elementwise_row
 from moewright.cost.time.mixers import mixer_core
 from moewright.cost.time.op_time import DeviceRates
 from moewright.intake import catalogue
+from moewright.rules.expert_load import RankLoad
 from moewright.rules.job import Job
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Constant, DeviceKind, Hardware
@@ -39,7 +40,7 @@ def estimate_layout(
     hardware: Hardware | None = None,
     **job: object,
 ) -> Estimate:
-    work = replace(Workload(seq_len=4096, global_batch=64), **job)
+    work = replace(Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=64), **job)
     machine = hardware or catalogue.hardware("16xH100")
     return estimate(
         catalogue.model(model), work, machine, parse_layout(text, world_size=machine.count)
@@ -112,10 +113,10 @@ def test_zero3_reduces_and_gathers_twice_every_micro_batch_and_copies_both() -> 
 
     micro_batches = 64 // 16
     layout = parse_layout("ep8,zero3", world_size=16)
-    work = Workload(seq_len=4096, global_batch=64)
+    work = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=64)
     job = Job(model=catalogue.model("Qwen3-30B-A3B"), workload=work, layout=layout)
     parameters = count_rank_parameters(stage_bucket_sets(job)[0])
-    sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=1.0, router_efficiency=1.0)
+    sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=RankLoad(), router_efficiency=1.0)
     # Two gathers, out of buffers of 2 bytes; gradients, read in 2 bytes and written in 4.
     copied = elementwise_row(
         "copies", sym, (2 * 2 * 2 + 2 + 4) * (parameters.dense + parameters.expert)
@@ -251,7 +252,7 @@ def test_another_world_is_refused() -> None:
     with pytest.raises(BadInput, match=r"world_size=8: the hardware has 16 devices"):
         estimate(
             catalogue.model("Qwen3-30B-A3B"),
-            Workload(seq_len=4096, global_batch=64),
+            Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=64),
             catalogue.hardware("16xH100"),
             parse_layout("ep8", world_size=8),
         )
@@ -287,11 +288,15 @@ def test_documents_leave_the_windows_of_compressed_attention() -> None:
         documents = DataSpec(documents=DocumentMasking.BOUNDED, attended_share=share)
         job = Job(
             model=model,
-            workload=Workload(seq_len=seq_len, global_batch=2, data=documents),
+            workload=Workload(
+                routing=Routing.BALANCED, seq_len=seq_len, global_batch=2, data=documents
+            ),
             layout=Layout(world_size=1),
         )
         for layer in range(4):
-            sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=1.0, router_efficiency=1.0)
+            sym = build_symbols(
+                job, device_kind=DeviceKind.CUDA, load=RankLoad(), router_efficiency=1.0
+            )
             ((forward, _),) = mixer_core(sym, layer)
             amounts[share, layer] = forward.amount
     spec = model.attention
@@ -307,7 +312,9 @@ def test_four_bit_linears_keep_less_and_multiply_faster_where_the_part_can() -> 
     hardware = catalogue.hardware("256xGB300")
     model = catalogue.model("Llama-3.1-405B")
     layout = parse_layout("tp4,pp8,vpp4", world_size=256)
-    work = Workload(seq_len=8192, global_batch=1536, grad_dtype=Dtype.BF16)
+    work = Workload(
+        routing=Routing.BALANCED, seq_len=8192, global_batch=1536, grad_dtype=Dtype.BF16
+    )
     eight, four = (
         estimate(model, replace(work, precision=dtype), hardware, layout)
         for dtype in (Dtype.FP8, Dtype.NVFP4)
@@ -325,7 +332,7 @@ def test_four_bit_linears_keep_less_and_multiply_faster_where_the_part_can() -> 
 
 def test_collectives_hide_no_longer_than_the_micro_batches_beside_them_take() -> None:
     model = catalogue.model("Mixtral-8x22B-v0.1")
-    workload = Workload(seq_len=1024, global_batch=256)
+    workload = Workload(routing=Routing.BALANCED, seq_len=1024, global_batch=256)
     hardware = catalogue.hardware("256xH100")
     layout = parse_layout("zero3,mbs1", world_size=256)
     shares = {share.part: share for share in estimate(model, workload, hardware, layout).shares}

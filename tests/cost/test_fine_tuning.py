@@ -14,6 +14,7 @@ from moewright.cost.symbols import build_symbols
 from moewright.cost.time.elementwise import adapter_rows
 from moewright.intake import catalogue
 from moewright.rules.adapters import adapter_parameters, is_trained, trained_share
+from moewright.rules.expert_load import RankLoad
 from moewright.rules.job import Job
 from moewright.rules.limits import engine_limits
 from moewright.rules.packed_base import is_packed
@@ -28,7 +29,14 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import BaseQuantization, FineTuningSpec, FrozenPart, Task, Workload
+from moewright.spec.workload import (
+    BaseQuantization,
+    FineTuningSpec,
+    FrozenPart,
+    Routing,
+    Task,
+    Workload,
+)
 
 MODEL = catalogue.model("Meta-Llama-3-8B")
 LAYOUT = Layout(world_size=8, tp=2, sp=True, zero=1)
@@ -36,6 +44,7 @@ LAYOUT = Layout(world_size=8, tp=2, sp=True, zero=1)
 
 def workload(task: Task, rank: int = 16) -> Workload:
     return Workload(
+        routing=Routing.BALANCED,
         seq_len=4096,
         global_batch=32,
         fine_tuning=FineTuningSpec(task=task, lora_rank=rank),
@@ -106,7 +115,7 @@ def test_adapters_move_their_inputs_and_outputs() -> None:
     inputs, outputs = 6 * h + ffn, 3 * h + 2 * kv + 2 * ffn
     layout = Layout(world_size=1)
     job = Job(model=MODEL, workload=workload(Task.LORA), layout=layout)
-    sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=1, router_efficiency=1)
+    sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=RankLoad(), router_efficiency=1)
     forward, backward = next(adapter_rows(sym, layer=0))
     assert forward.amount == 2 * 4096 * (inputs + 6 * outputs)
     assert backward.amount == 2 * 4096 * (5 * inputs + 4 * outputs)
@@ -121,7 +130,7 @@ def test_adapters_of_experts_are_searched_and_cost_time() -> None:
     steps = {}
     for has_experts in (False, True):
         spec = FineTuningSpec(task=Task.LORA, lora_experts=has_experts)
-        job = Workload(seq_len=4096, global_batch=64, fine_tuning=spec)
+        job = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=64, fine_tuning=spec)
         result = search(model, job, hardware, fixed="ep8,tp1,pp1", top=1)
         steps[has_experts] = result.plans[0].estimate.step_s
         again = estimate(model, job, hardware, result.plans[0].layout)
@@ -133,7 +142,12 @@ def test_frozen_parts_take_their_weights_alone() -> None:
     """Neither gradients nor states, and less work."""
     model = catalogue.model("Qwen3-30B-A3B")
     hardware = catalogue.hardware("256xH100")
-    whole = Workload(seq_len=4096, global_batch=512, fine_tuning=FineTuningSpec(task=Task.SFT))
+    whole = Workload(
+        routing=Routing.BALANCED,
+        seq_len=4096,
+        global_batch=512,
+        fine_tuning=FineTuningSpec(task=Task.SFT),
+    )
     parts = (FrozenPart.EXPERTS, FrozenPart.EMBEDDINGS, FrozenPart.ROUTER)
     frozen = replace(whole, fine_tuning=replace(whole.fine_tuning, freeze=parts))
     layout = parse_layout("ep32,tp1,pp4,recompute=full", world_size=256)

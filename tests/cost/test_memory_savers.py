@@ -14,6 +14,7 @@ from moewright.cost.memory.model_states import bucket_sets, checkpoint_bytes, co
 from moewright.cost.memory.peak import HeadBytes, head_bytes
 from moewright.cost.symbols import build_symbols
 from moewright.intake import catalogue
+from moewright.rules.expert_load import RankLoad
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.shapes.parameters import count_parameters
@@ -23,10 +24,10 @@ from moewright.spec.layout import Layout, Offload, Recompute
 from moewright.spec.ledger import Component, Module
 from moewright.spec.plan import Estimate, TimePart
 from moewright.spec.units import GIB, MIB
-from moewright.spec.workload import Dtype, OptimizerSpec, SaveMode, Workload
+from moewright.spec.workload import Dtype, OptimizerSpec, Routing, SaveMode, Workload
 
 QWEN = catalogue.model("Qwen3-235B-A22B")
-WORK = Workload(seq_len=4096, global_batch=2048)
+WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=2048)
 DEGREES = "tp2,ep8,pp8"  # 8 ranks of 12 layers less the embedding and the head: 11 on the first
 
 
@@ -122,7 +123,7 @@ def test_logits_in_pieces_are_neither_kept_nor_whole(other: str) -> None:
     """Make the logits' product once more in backward, on the second of two pipeline ranks."""
     model = catalogue.model("Qwen3-8B")
     hardware = catalogue.hardware("16xH100")
-    work = Workload(seq_len=16384, global_batch=64)
+    work = Workload(routing=Routing.BALANCED, seq_len=16384, global_batch=64)
     plain, blockwise = (
         estimate(model, work, hardware, parse_layout(f"tp2,pp2,recompute={text}", world_size=16))
         for text in (other.strip("+") or "none", f"{other}loss")
@@ -146,12 +147,12 @@ def test_what_a_piece_of_the_logits_takes(kind: DeviceKind) -> None:
     that stays, and no part of this), and that of the head's input in fp32.
     """
     model = catalogue.model("Qwen3-8B")
-    work = Workload(seq_len=16384, global_batch=64)
+    work = Workload(routing=Routing.BALANCED, seq_len=16384, global_batch=64)
     layout = parse_layout("tp2,recompute=loss", world_size=16)
     sym = build_symbols(
         Job(model=model, workload=work, layout=layout),
         device_kind=kind,
-        load=1.0,
+        load=RankLoad(),
         router_efficiency=1.0,
     )
     result = head_bytes(Constants(catalogue.hardware("16xH100")), sym)
@@ -183,7 +184,7 @@ def test_a_part_of_the_optimizer_on_the_host(share: float) -> None:
 def test_units_of_fully_shard_on_the_host_are_those_of_the_ledger(degrees: str, share: str) -> None:
     """The engine moves gradients too; with ep16 one rank alone holds its experts, in no unit."""
     model = catalogue.model("Qwen3-30B-A3B")
-    work = Workload(seq_len=4096, global_batch=256)
+    work = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=256)
     layout = parse_layout(f"{degrees},offload=optimizer{share}", world_size=16)
     plan = estimate(model, work, catalogue.hardware("16xH100"), layout)
     job = Job(model=model, workload=work, layout=layout)
@@ -282,7 +283,7 @@ def test_copies_of_whole_chunks_are_priced_beside_the_rows_around() -> None:
         text = f"pp4,vpp2,ep4,{schedule}offload={offload}+chunks1"
         result = estimate(
             catalogue.model("Qwen3-30B-A3B"),
-            Workload(seq_len=4096, global_batch=256),
+            Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=256),
             catalogue.hardware("16xH100"),
             parse_layout(text, world_size=16),
         )

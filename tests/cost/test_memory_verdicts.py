@@ -44,7 +44,9 @@ CASES = (
 
 
 def estimate_layout(text: str, global_batch: int = 2048, **changes: object) -> Estimate:
-    workload = replace(Workload(seq_len=4096, global_batch=global_batch), **changes)
+    workload = replace(
+        Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=global_batch), **changes
+    )
     hardware = catalogue.hardware("256xH800")
     return estimate(
         catalogue.model("Qwen3-235B-A22B"), workload, hardware, parse_layout(text, world_size=256)
@@ -117,7 +119,7 @@ def test_load_and_dtypes_move_the_peak() -> None:
 def test_no_allowances_on_a_cpu() -> None:
     cpu = catalogue.hardware("2xH800")
     cpu = replace(cpu, device=replace(cpu.device, kind=DeviceKind.CPU))
-    work = Workload(seq_len=512, global_batch=8)
+    work = Workload(routing=Routing.BALANCED, seq_len=512, global_batch=8)
     result = estimate(
         catalogue.model("Qwen3-30B-A3B"), work, cpu, parse_layout("ep2", world_size=2)
     )

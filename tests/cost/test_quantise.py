@@ -13,13 +13,14 @@ from moewright.cost.symbols import Symbols, build_symbols
 from moewright.cost.time.host_time import layer_host_s
 from moewright.cost.time.quantise import mixer_operands, mlp_operands, quantise_bytes
 from moewright.intake import catalogue
+from moewright.rules.expert_load import RankLoad
 from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, DeviceKind
 from moewright.spec.model import MixerKind
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import Dtype, TensorScaling, Workload
+from moewright.spec.workload import Dtype, Routing, TensorScaling, Workload
 
-WORK = Workload(seq_len=4096, global_batch=64)
+WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=64)
 HARDWARE = catalogue.hardware("64xH100")
 
 
@@ -33,7 +34,7 @@ def symbols(
             layout=parse_layout(text, world_size=64),
         ),
         device_kind=DeviceKind.CUDA,
-        load=1.0,
+        load=RankLoad(),
         router_efficiency=0.3,
     )
 

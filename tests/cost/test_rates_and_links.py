@@ -16,6 +16,7 @@ from moewright.cost.time.ops import expert_ops
 from moewright.intake import catalogue
 from moewright.intake.devices import read_devices
 from moewright.rules import grid
+from moewright.rules.expert_load import RankLoad
 from moewright.rules.job import Job
 from moewright.spec.hardware import (
     Collective,
@@ -31,7 +32,7 @@ from moewright.spec.layout import DispatcherKind
 from moewright.spec.model import MixerKind, RouterSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import Dtype, TensorScaling, Workload
+from moewright.spec.workload import Dtype, Routing, TensorScaling, Workload
 
 
 def measured_curve(*points: tuple[float, float]) -> Curve:
@@ -222,7 +223,7 @@ def test_context_over_nodes_is_cheapest_where_only_keys_cross_them() -> None:
     """
     model = catalogue.model("Qwen3-235B-A22B")
     hardware = catalogue.hardware("256xH100")
-    work = Workload(seq_len=65536, global_batch=256)
+    work = Workload(routing=Routing.BALANCED, seq_len=65536, global_batch=256)
 
     def context_s(comm: str, cp: int) -> float:
         layout = parse_layout(
@@ -269,7 +270,7 @@ def expert_seconds(hardware: Hardware, workload: Workload) -> float:
     sym = build_symbols(
         Job(model=model, workload=workload, layout=layout),
         device_kind=DeviceKind.CUDA,
-        load=1.0,
+        load=RankLoad(),
         router_efficiency=0.3,
     )
     rates = DeviceRates(hardware)
@@ -283,7 +284,7 @@ def test_large_experts_are_faster_in_8_bits(name: str) -> None:
     hardware = catalogue.hardware(f"8x{name}")
     if not any(peak.dtype.is_narrow for peak in hardware.device.peaks):
         pytest.skip("no 8-bit products")
-    wide = Workload(seq_len=8192, global_batch=64)
+    wide = Workload(routing=Routing.BALANCED, seq_len=8192, global_batch=64)
     recipes = [
         replace(wide, precision=Dtype.FP8, tensor_scaling=TensorScaling.DELAYED),
         replace(wide, precision=Dtype.FP8),
@@ -296,10 +297,10 @@ def test_large_experts_are_faster_in_8_bits(name: str) -> None:
 
 def heads_s(tp: int) -> float:
     layout = parse_layout(f"tp{tp},ep8", world_size=64)
-    work = Workload(seq_len=4096, global_batch=256)
+    work = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=256)
     hardware = catalogue.hardware("64xH100")
     job = Job(model=catalogue.model("Qwen3-30B-A3B"), workload=work, layout=layout)
-    sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=1.0, router_efficiency=1.0)
+    sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=RankLoad(), router_efficiency=1.0)
     return tp_heads_s(collective_model(hardware), sym, MixerKind.ATTENTION)
 
 

@@ -16,22 +16,27 @@ from moewright.cost.time.host_time import layer_host_s
 from moewright.cost.time.mixers import mixer_core
 from moewright.cost.time.op_time import DeviceRates
 from moewright.intake import catalogue
+from moewright.rules.expert_load import RankLoad
 from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, Hardware, Op
 from moewright.spec.layout import CudaGraphScope
 from moewright.spec.plan import TimePart
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import AttentionBackend, ExpertKernels, TrainerSpec, Workload
+from moewright.spec.workload import AttentionBackend, ExpertKernels, Routing, TrainerSpec, Workload
 
 HARDWARE = catalogue.hardware("64xB200")
 MOE = LayerKind(is_moe=True, is_windowed=False)
 
 
 def symbols(text: str = "ep8", trainer: TrainerSpec | None = None) -> Symbols:
-    workload = Workload(seq_len=4096, global_batch=1024, trainer=trainer or TrainerSpec())
+    workload = Workload(
+        routing=Routing.BALANCED, seq_len=4096, global_batch=1024, trainer=trainer or TrainerSpec()
+    )
     layout = parse_layout(text, world_size=HARDWARE.count)
     job = Job(model=catalogue.model("Qwen3-30B-A3B"), workload=workload, layout=layout)
-    return build_symbols(job, device_kind=HARDWARE.device.kind, load=1.0, router_efficiency=1.0)
+    return build_symbols(
+        job, device_kind=HARDWARE.device.kind, load=RankLoad(), router_efficiency=1.0
+    )
 
 
 def attention_s(sym: Symbols, hardware: Hardware = HARDWARE) -> float:
@@ -67,7 +72,7 @@ def slower(name: str, value: float) -> Hardware:
 
 
 def step_parts(hardware: Hardware) -> dict[TimePart, float]:
-    workload = Workload(seq_len=4096, global_batch=1024)
+    workload = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=1024)
     layout = parse_layout("ep8,cp2", world_size=HARDWARE.count)
     prediction = estimate(catalogue.model("Qwen3-30B-A3B"), workload, hardware, layout)
     return {share.part: share.seconds for share in prediction.shares}

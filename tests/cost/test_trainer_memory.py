@@ -23,12 +23,13 @@ from moewright.spec.workload import (
     Fusion,
     MatrixUpdate,
     OptimizerSpec,
+    Routing,
     TrainerSpec,
     Workload,
 )
 
 QWEN = catalogue.model("Qwen3-30B-A3B")
-WORK = Workload(seq_len=4096, global_batch=64)
+WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=64)
 H, V = QWEN.hidden_size, QWEN.vocab_size
 
 

@@ -25,7 +25,7 @@ from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.plan import Estimate, Verdict
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GB, GIB
-from moewright.spec.workload import Dtype, OptimizerSpec, Workload
+from moewright.spec.workload import Dtype, OptimizerSpec, Routing, Workload
 
 DATA = Path(__file__).parent / "data"
 STATES = (Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS)
@@ -63,7 +63,9 @@ def test_allocated_peaks_on_b200_are_within_three_percent(row: dict[str, str]) -
         text += ",cp_comm=a2a"
     if row["experts"]:
         text += ",capacity1.0"
-    workload = Workload(seq_len=int(row["seq"]), global_batch=int(row["gbs"]))
+    workload = Workload(
+        routing=Routing.BALANCED, seq_len=int(row["seq"]), global_batch=int(row["gbs"])
+    )
     hardware = catalogue.hardware("8xB200")
     layout = parse_layout(text, world_size=8)
     # Megatron-LM of before August 2025, which made the head's gradient placeholder anew each time.
@@ -87,6 +89,7 @@ def estimate_deepseek_v3(
     """Estimate table 3 of arXiv 2603.07685: PP4 VPP4 EP64 on 256 devices."""
     text = f"pp4,vpp4,ep64,layout='Etttt|(tttt|)*14tmL'{extra}"
     workload = Workload(
+        routing=Routing.BALANCED,
         seq_len=4096,
         global_batch=8192,
         precision=precision,
@@ -207,6 +210,7 @@ def test_peaks_with_and_without_offloaded_expert_inputs_are_within_five_percent(
         for name, value in (("fp8_weight_copies_bytes", 0.0), ("logit_bytes", 2.0))
     ]
     workload = Workload(
+        routing=Routing.BALANCED,
         seq_len=4096,
         global_batch=8192,
         precision=Dtype.MXFP8,

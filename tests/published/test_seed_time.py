@@ -13,7 +13,7 @@ from moewright.calibration.splits import rank_correlation
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Routing, Workload
 
 SEQ_LEN = 4096
 WORLD = 256
@@ -28,7 +28,9 @@ def test_step_times_have_the_measured_order_and_small_errors() -> None:
     measured = []
     errors = []
     for row in rows:
-        workload = Workload(seq_len=SEQ_LEN, global_batch=int(row["global_batch"]))
+        workload = Workload(
+            routing=Routing.BALANCED, seq_len=SEQ_LEN, global_batch=int(row["global_batch"])
+        )
         layout = parse_layout(row["layout"], world_size=WORLD)
         prediction = estimate(model, workload, hardware, layout)
         measured.append(int(row["global_batch"]) * SEQ_LEN / WORLD / float(row["step_s"]))

@@ -18,7 +18,7 @@ from moewright.intake import catalogue
 from moewright.spec.hardware import Constant
 from moewright.spec.plan import TimePart
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Routing, Workload
 
 ROWS = read_table(Path(__file__).parent / "data" / "measured_steps.csv").rows
 EP_IN_NODE = "tp2,ep8,pp32,vpp3,mbs1,recompute=select"
@@ -32,7 +32,10 @@ def seconds(
     hardware = catalogue.hardware(on)
     layout = parse_layout(text, world_size=hardware.count)
     return estimate(
-        catalogue.model(model), Workload(seq_len=4096, global_batch=batch), hardware, layout
+        catalogue.model(model),
+        Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=batch),
+        hardware,
+        layout,
     ).step_s
 
 
@@ -89,7 +92,7 @@ def test_recomputing_attention_costs_more_the_longer_the_sequence() -> None:
 
     def step_s(seq_len: int, recompute: str) -> float:
         text = f"tp4,cp4,ep8,pp8,vpp4,mbs1,dispatcher=deepep,recompute={recompute}"
-        workload = Workload(seq_len=seq_len, global_batch=256)
+        workload = Workload(routing=Routing.BALANCED, seq_len=seq_len, global_batch=256)
         return estimate(model, workload, hardware, parse_layout(text, world_size=256)).step_s
 
     costs = [step_s(n, "select+core_attn") / step_s(n, "select") for n in (4096, 16384, 65536)]
@@ -170,7 +173,7 @@ def test_named_fixed_costs_are_told_apart() -> None:
 
     def host_s(text: str) -> float:
         layout = parse_layout(f"tp1,ep8,pp32,vpp3,{text}", world_size=256)
-        workload = Workload(seq_len=4096, global_batch=2048)
+        workload = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=2048)
         shares = estimate(model, workload, hardware, layout).shares
         return next((share.seconds for share in shares if share.part is TimePart.HOST), 0.0)
 

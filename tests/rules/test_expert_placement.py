@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moewright.codec import parse_layout
 from moewright.rules import expert_placement, routing
+from moewright.rules.expert_load import expected_load
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.workload import Routing, Workload
@@ -110,7 +111,7 @@ def test_a_plan_expects_the_load_of_the_placement_and_says_what_one_would_gain()
     even = parse_layout("ep2,expert_placement=balanced", world_size=2)
     replicas = replace(even, spare=2)
     load_factors = [
-        routing.expected_load_factor(Job(model=MODEL, workload=work, layout=layout))
+        expected_load(Job(model=MODEL, workload=work, layout=layout)).step
         for layout in (replicas, even, contiguous)
     ]
     assert load_factors[0] < load_factors[1] < load_factors[2]

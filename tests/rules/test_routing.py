@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from math import log, sqrt
-from typing import Any
+from math import log
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,78 +18,6 @@ from moewright.spec.workload import Routing, Workload
 
 QWEN = catalogue.model("Qwen3-235B-A22B")
 WORKLOAD = Workload(seq_len=4096, global_batch=2048)
-
-
-def test_expected_load_is_what_the_workload_says() -> None:
-    layout = Layout(world_size=8, ep=8)
-
-    def load(**fields: Any) -> float:
-        workload = Workload(seq_len=1, global_batch=1, **fields)
-        return routing.expected_load_factor(Job(model=QWEN, workload=workload, layout=layout))
-
-    assert load() == 1.0
-    assert load(routing=Routing.LEARNED, load_factor=1.7) == 1.7
-    assert load(routing=Routing.SKEWED, load_skew=0.0) == 1.0
-    even = (1,) * 128
-    hot = (2,) * 16 + (1,) * 112  # the first of eight ranks gets twice what the others do
-    measured = load(routing=Routing.MEASURED, load_histogram=(even, hot))
-    assert measured == pytest.approx((1.0 + 2 * 128 / 144) / 2)
-
-
-def test_expected_repeats_are_those_of_drawn_rows() -> None:
-    """Rows of every rank drawn one by one, in each layer and micro-batch of a step."""
-    layout = Layout(world_size=4, ep=4, rank_capacity=1.09)
-    workload = Workload(
-        seq_len=512, global_batch=8, routing=Routing.MEASURED, load_histogram=((1,) * 128,) * 94
-    )
-    job = Job(model=QWEN, workload=workload, layout=layout)
-    rows = np.random.default_rng(5).binomial(512 * 8, 1 / 4, size=(2000, 94 * 8))
-    repeats = float((rows > 1117).any(axis=1).mean())
-    assert 0.1 < repeats < 0.9
-    assert routing.expected_repeats(job) == pytest.approx(repeats, abs=0.05)
-    assert routing.expected_repeats(replace(job, layout=replace(layout, rank_capacity=4.0))) == 0
-    even = replace(workload, routing=Routing.BALANCED)
-    assert routing.expected_repeats(replace(job, workload=even)) == 0
-
-
-@pytest.mark.parametrize("ep", [2, 8, 32, 128])
-@pytest.mark.parametrize("skew", [0.2, 1.0])
-def test_skewed_load_is_that_of_shuffled_experts(ep: int, skew: float) -> None:
-    draw = random.Random(ep)
-    sigma = sqrt(log(1 + skew**2))
-    hottest = []
-    for _ in range(1000):
-        weights = [draw.lognormvariate(0, sigma) for _ in range(128)]
-        hottest.append(
-            expert_placement.rank_load_factor([round(1e6 * weight) for weight in weights], ep)
-        )
-    expected = routing.skewed_load_factor(128, ep, 8, skew)
-    assert expected - 1 == pytest.approx(sum(hottest) / 1000 - 1, rel=0.15)
-
-
-@pytest.mark.parametrize("capacity", [0.5, 1.0, 2.0, 5.0])
-def test_a_capacity_cuts_skewed_loads_expert_by_expert(capacity: float) -> None:
-    """The result is over the balanced load that a capacity keeps.
-
-    Drawn loads of 1000 layers are within 0.02 of their expectation.
-    """
-    draw = random.Random(7)
-    sigma = sqrt(log(1 + 2.0**2))
-    ep = 8
-    hottest = []
-    for _ in range(1000):
-        loads = [min(draw.lognormvariate(-(sigma**2) / 2, sigma), capacity) for _ in range(128)]
-        hottest.append(max(sum(loads[rank * 16 : (rank + 1) * 16]) / 16 for rank in range(ep)))
-    expected = routing.skewed_load_factor(128, ep, 8, 2.0, capacity=capacity)
-    assert expected == pytest.approx(sum(hottest) / 1000 / min(1.0, capacity), abs=0.06)
-    assert routing.skewed_load_factor(128, 1, 8, 2.0, capacity=capacity) <= max(1.0, capacity)
-
-
-def test_no_rank_gets_more_than_every_token_on_each_of_its_experts() -> None:
-    assert routing.skewed_load_factor(128, 128, 8, 100.0) == 128 / 8
-    loads = [routing.skewed_load_factor(128, 4, 8, skew) for skew in (0.0, 0.1, 1.0, 10.0, 100.0)]
-    assert loads == sorted(loads)
-    assert loads[-1] <= 4
 
 
 def test_a_histogram_must_be_of_the_model() -> None:

@@ -11,9 +11,9 @@ from moewright.search.ranking import is_safe
 from moewright.search.search import search
 from moewright.search.what_if import find_fewest, list_device_counts
 from moewright.spec.plan import RankingRule
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Routing, Workload
 
-WORK = Workload(seq_len=4096, global_batch=64)
+WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=64)
 
 
 def test_counts_are_parts_of_a_node_then_whole_nodes() -> None:

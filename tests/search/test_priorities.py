@@ -18,7 +18,7 @@ from moewright.search.search import SearchResult, search
 from moewright.search.space import build_search_space
 from moewright.spec.layout import CudaGraphScope, Overlap, Recompute
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Routing, Workload
 
 # What the runs of the table could use: a plain all-to-all, no graphs, no overlapped experts, no
 # offload.
@@ -28,7 +28,7 @@ PLAIN = "dispatcher=alltoall,graphs=none,overlap=none,offload=none,zero1"
 def _search(
     model: str, on: str, fixed: str = "", *, batch: int, seq_len: int = 4096, top: int = 1
 ) -> SearchResult:
-    workload = Workload(seq_len=seq_len, global_batch=batch)
+    workload = Workload(routing=Routing.BALANCED, seq_len=seq_len, global_batch=batch)
     return search(catalogue.model(model), workload, catalogue.hardware(on), fixed=fixed, top=top)
 
 
@@ -99,7 +99,7 @@ def test_dropping_tensor_parallelism_for_full_recompute_can_win() -> None:
     assert best.tp == 1
     assert best.recompute == (Recompute.FULL,)
     assert best.mbs in (2, 4)
-    workload = Workload(seq_len=4096, global_batch=4096)
+    workload = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=4096)
     usual = "tp2,ep8,pp32,vpp3,mbs1,recompute=select"
     model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH800")
     (line,) = explain.explain_objections(model, workload, hardware, ranked, usual)
@@ -124,7 +124,7 @@ def test_a_plan_says_what_keeping_to_what_is_usual_would_take() -> None:
     """Each departure has a sentence: a layout that follows the guideline, and how it is slower."""
     ranked = _search("Qwen3-30B-A3B", "8xH100", "zero1", batch=128)
     best = ranked.plans[0]
-    workload = Workload(seq_len=4096, global_batch=128)
+    workload = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=128)
     hardware = catalogue.hardware("8xH100")
     space = build_search_space(best.model, workload, hardware, "zero1")
     lines = [line for line in ranked.why if line.startswith("Departs from the usual")]

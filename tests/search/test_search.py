@@ -22,9 +22,9 @@ from moewright.spec.layout import Layout, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Verdict
 from moewright.spec.units import format_seconds
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Routing, Workload
 
-WORK = Workload(seq_len=4096, global_batch=128)
+WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=128)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,11 @@ def test_a_predicate_says_what_can_be_run(model: ModelSpec, hardware: Hardware) 
 
 
 def test_nothing_fits_is_an_answer(model: ModelSpec) -> None:
-    ranked = search(model, Workload(seq_len=4096, global_batch=16), catalogue.hardware("1xH100"))
+    ranked = search(
+        model,
+        Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=16),
+        catalogue.hardware("1xH100"),
+    )
     assert ranked.plans == ranked.why == ()
     assert [rule for rule, _ in ranked.rejected] == [DOES_NOT_FIT]
 
@@ -169,7 +173,7 @@ def test_devices_that_no_power_of_two_divides_are_searched_without_a_warning(
     model: ModelSpec,
 ) -> None:
     """A rank may own no element of the optimizer's states then."""
-    work = Workload(seq_len=4096, global_batch=1600)
+    work = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=1600)
     assert search(model, work, catalogue.hardware("100xH100"), top=1).plans
 
 
@@ -177,7 +181,7 @@ def test_expert_ranks_that_one_rack_holds_have_no_nodes() -> None:
     """64 ranks of experts lie on 64 of the 72 devices that NVLink joins."""
     wide = search(
         catalogue.model("DeepSeek-V3"),
-        Workload(seq_len=4096, global_batch=4096),
+        Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=4096),
         catalogue.hardware("256xGB200"),
         fixed="tp1,pp4,ep64,dispatcher=hybridep",
         top=1,

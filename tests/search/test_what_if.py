@@ -18,9 +18,9 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.plan import RankingRule
 from moewright.spec.units import GIB
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Routing, Workload
 
-WORK = Workload(seq_len=4096, global_batch=256)
+WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=256)
 PINS = "tp1,cp1,etp1,zero1"
 MODELS = ("OLMoE-1B-7B-0924", "Qwen3-30B-A3B", "Mixtral-8x7B-v0.1", "Qwen3-8B")
 MACHINES = ("8xH100", "16xH100", "16xH800", "32xA100", "8xB200")
@@ -67,7 +67,9 @@ def jobs(draw: st.DrawFn) -> tuple[str, Hardware, Workload, RankingRule]:
         fit_probability=draw(st.sampled_from((0.6, 0.9, 0.99))),
         risk=0.5,
     )
-    workload = Workload(seq_len=draw(st.sampled_from((2048, 4096))), global_batch=batch)
+    workload = Workload(
+        routing=Routing.BALANCED, seq_len=draw(st.sampled_from((2048, 4096))), global_batch=batch
+    )
     return draw(st.sampled_from(MODELS)), hardware, workload, rule
 
 

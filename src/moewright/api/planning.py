@@ -25,6 +25,7 @@ from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.limits.trainers import TargetTrainer, job_refusals, trainer_refusals
 from moewright.search import explain, what_if
+from moewright.search.imbalance import explain_imbalance
 from moewright.search.ranking import bound_s, is_safe, to_ranked_layout
 from moewright.search.search import DOES_NOT_FIT, SearchResult, build_plan, search
 from moewright.search.space import Objections, no_objections
@@ -130,7 +131,7 @@ def plan(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Dtype | str | None = None,
-    load: Path | str | None = None,
+    load: Path | str | float | None = None,
     top: int = 5,
     **choices: Unpack[PlanChoices],
 ) -> Plans:
@@ -145,7 +146,8 @@ def plan(
         seq_len: tokens a sequence; 4096 when neither this nor a job says it.
         global_batch: sequences a step; 16 a device when neither this nor a job says it.
         precision: "bf16" when neither this nor a job says it.
-        load: a file of measured tokens by expert; memory and time are the hottest rank's.
+        load: "balanced", the hottest expert rank's rows over the mean, or a file of measured
+            tokens by expert; published runs when neither this nor a job says it.
         top: how many layouts to return.
         **choices: `layout`, layout text whose keys are pinned; `fewest`, to plan for the fewest
             devices, up to those of `on`, on which a layout is safe; `fit_probability` (0.9) and
@@ -198,7 +200,7 @@ def workload_options(
     seq_len: int | None,
     global_batch: int | None,
     precision: Dtype | str | None,
-    load: Path | str | None = None,
+    load: Path | str | float | None = None,
 ) -> WorkloadOptions:
     """Return what the caller says of the workload; a wrong precision is refused by name."""
     if precision is not None:
@@ -212,7 +214,7 @@ def workload_options(
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
-        load=None if load is None else Path(load),
+        load=None if load is None else Path(str(load)),
     )
 
 
@@ -254,7 +256,7 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
             gambles=tuple(to_ranked_layout(plan, rule) for plan in result.gambles),
         )
         plans = (best, *plans[1:])
-        why = (*result.why, *explain.explain_bound(best))
+        why = (*result.why, *explain.explain_bound(best), *explain_imbalance(best))
     return Plans(
         request=request,
         plans=plans,
@@ -410,7 +412,7 @@ def estimate(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Dtype | str | None = None,
-    load: Path | str | None = None,
+    load: Path | str | float | None = None,
 ) -> Plan:
     """Predict memory, time and verdict of one layout; the answer is a Plan with its `estimate`.
 
@@ -422,7 +424,7 @@ def estimate(
         seq_len: tokens a sequence.
         global_batch: sequences a step.
         precision: compute precision.
-        load: a file of measured tokens by expert.
+        load: "balanced", the hottest rank's rows over the mean, or a file of measured tokens.
 
     `moewright estimate` exits with 0 where the verdict is "fits" or "uncertain", with 3 where it
     is "oom", and with 2 where something cannot be used.

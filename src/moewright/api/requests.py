@@ -14,6 +14,7 @@ from moewright.intake import catalogue, hub
 from moewright.intake.job import JobFile, read_job
 from moewright.intake.job_workload import (
     MAX_BATCH,
+    MAX_LOAD_FACTOR,
     MAX_SEQ_LEN,
     Int64s,
     read_expert_load,
@@ -249,11 +250,32 @@ def _pack_samples(request: PlanRequest, lengths: Int64s, path: Path) -> PlanRequ
     )
 
 
+def _read_load_factor(text: str) -> float:
+    """Return the load of the hottest rank that a text says as a number; 0 where it says none.
+
+    Raises:
+        BadInput: the number is no load.
+    """
+    try:
+        factor = float(text)
+    except ValueError:
+        return 0.0
+    if not 1 <= factor <= MAX_LOAD_FACTOR:
+        rule = f"must be the hottest rank's rows over the mean, in 1..{MAX_LOAD_FACTOR:g}"
+        raise BadInput(Reason(field="--load", value=text, rule=rule, nearest="1.5"))
+    return factor
+
+
 def _add_measured_load(request: PlanRequest, path: Path) -> Workload:
-    """Return the workload with the tokens of each expert that `path` holds."""
+    """Return the workload with the load that `path` says: a word, a number, or tokens measured."""
     if not request.model.moe_layer_count:
         rule = f"{request.model.name} has no experts"
         raise BadInput(Reason(field="--load", value=str(path), rule=rule))
+    if str(path) == Routing.BALANCED:
+        return replace(request.workload, routing=Routing.BALANCED)
+    factor = _read_load_factor(str(path))
+    if factor:
+        return replace(request.workload, routing=Routing.LEARNED, load_factor=factor)
     histogram = read_expert_load(path)
     workload = replace(request.workload, routing=Routing.MEASURED, load_histogram=histogram)
     job = Job(model=request.model, workload=workload, layout=Layout(world_size=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -156,7 +156,8 @@ def _read_sweep_job(spec: SweepSpec, path: Path) -> SweepJob:
         return SweepJob(model=job.model, workload=job.workload, hardware=read_job_hardware(job))
     options = WorkloadOptions(seq_len=spec.job.seq_len, global_batch=spec.job.global_batch)
     request = read_plan_request(spec.job.model, spec.job.on, options)
-    return SweepJob(model=request.model, workload=request.workload, hardware=request.hardware)
+    workload = replace(request.workload, routing=spec.job.routing)
+    return SweepJob(model=request.model, workload=workload, hardware=request.hardware)
 
 
 _RunSweepTrial = Callable[[SweepRowSpec, SweepJob, Workload, Path], SweepTrial]

@@ -17,6 +17,7 @@ from moewright.engine.kernels.fused.select import build_kernels
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.autograd import NormSettings, RmsNorm, Rotary
 from moewright.engine.runtime import torch_dtype
+from moewright.rules.expert_load import RankLoad
 from moewright.rules.job import Job
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
@@ -75,7 +76,7 @@ def _build_symbols(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> S
     return build_symbols(
         Job(model=model, workload=workload, layout=Layout(world_size=1)),
         device_kind=kind,
-        load=1.0,
+        load=RankLoad(),
         router_efficiency=1.0,
     )
 

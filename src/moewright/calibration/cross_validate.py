@@ -229,7 +229,7 @@ def _unexplained_peaks(rows: Sequence[MeasuredRow]) -> list[_UnexplainedPeak]:
     for row in rows:
         if row.peak is None or row.peak.kind is not PeakKind.DEVICE or row.duplicate_of:
             continue
-        prediction = estimate(row.model, row.peak_workload, row.hardware, row.layout)
+        prediction = estimate(row.model, row.workload, row.hardware, row.layout)
         missing = (row.peak.value - predict_peak(row, prediction)) * row.peak.unit_bytes
         unexplained_bytes = missing + Constants(row.hardware)[_STACK_BYTES]
         peaks.append(_UnexplainedPeak(row=row, unexplained_bytes=unexplained_bytes))

@@ -68,11 +68,13 @@ def _run_folders(folder: Path) -> list[Path]:
 def _with_measured_load(workload: Workload, record: RunRecord) -> Workload:
     """Return the workload with the load of the hottest expert rank, as the run recorded it."""
     ep = record.plan.layout.ep
+    if ep == 1:  # every rank has all experts
+        return replace(workload, routing=Routing.BALANCED)
     load_factors = [
         rank_load_factor(load.rank_counts or load.counts, ep)
         for step in steady_steps(record)
         for load in step.loads
     ]
-    if not load_factors or ep == 1:
+    if not load_factors:
         return workload
     return replace(workload, routing=Routing.LEARNED, load_factor=median(load_factors))

@@ -13,15 +13,13 @@ import numpy as np
 from moewright.calibration.fit import RUN_NOISE, Fit, FittedConstant, MeasuredRun
 from moewright.calibration.measured_row import MeasuredRow, RowStatement
 from moewright.calibration.readings import (
-    LOAD_SCALE,
     MixedStep,
     NaturalStep,
     PricedStep,
     Reading,
 )
-from moewright.calibration.software_facts import natural_load_factor
 from moewright.codec import format_layout
-from moewright.cost.constants import Constants
+from moewright.cost.constants import LOAD_SCALE, Constants
 from moewright.cost.estimate import estimate
 from moewright.cost.evidence import list_choices
 from moewright.cost.time.repricing import RepriceableStep
@@ -171,9 +169,11 @@ def _priced_step(row: MeasuredRow, reading: Reading, hardware: Hardware) -> Pric
         return RepriceableStep(row.model, reading.workload, hardware, reading.layout)
     steps: list[tuple[float, PricedStep]] = []
     for scale in _LOAD_SCALES:
-        load_factor = natural_load_factor(row.model, reading.layout, scale=scale)
-        workload = replace(reading.workload, load_factor=load_factor)
-        steps.append((scale, RepriceableStep(row.model, workload, hardware, reading.layout)))
+        scaled = Sourced(value=scale, kind=SourceKind.ASSUMED, source="varied")
+        loaded = replace(
+            hardware, constants=(*hardware.constants, Constant(name=LOAD_SCALE, value=scaled))
+        )
+        steps.append((scale, RepriceableStep(row.model, reading.workload, loaded, reading.layout)))
     return NaturalStep(steps, default=Constants(hardware)[LOAD_SCALE])
 
 

@@ -22,7 +22,6 @@ from moewright.calibration.software_facts import (
     fill_stated,
     find_device_name,
     infer_cells,
-    natural_peak_load_factor,
 )
 from moewright.calibration.speed import MeasuredSpeed, read_speed, trained_without_mtp
 from moewright.cost.estimate import estimate
@@ -137,14 +136,6 @@ class MeasuredRow:
     def job(self) -> Job:
         """Return the job that ran."""
         return Job(model=self.model, workload=self.workload, layout=self.layout)
-
-    @property
-    def peak_workload(self) -> Workload:
-        """Return the workload that the peak goes by, whose natural load is of one moment."""
-        if self.kind is not RowStatement.NATURAL or not self.cells:
-            return self.workload
-        load_factor = natural_peak_load_factor(self.model, self.layout)
-        return replace(self.workload, load_factor=load_factor)
 
     @property
     def group(self) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from moewright.cost.constants import LOAD_SCALE
 from moewright.cost.memory.estimate_memory import estimate_fullest_rank
 from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, Hardware
@@ -21,8 +22,6 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
-# The constant that multiplies the excess of the hottest rank's load under natural routing.
-LOAD_SCALE = "natural_load_scale"
 # Readings are kept, the likeliest first, until they make up this share, and at most so many.
 _KEPT_SHARE = 0.9
 _MOST_READINGS = 6

@@ -222,18 +222,15 @@ def _peak_residuals(point: _PredictedRow) -> Iterator[Residual]:
 def _predict(row: MeasuredRow, calibration: Calibration) -> _PredictedRow:
     hardware = replace(row.hardware, constants=(*row.hardware.constants, *calibration.constants))
     prediction = estimate(row.model, row.workload, hardware, row.layout)
-    at_peak = prediction
-    if row.peak_workload != row.workload:
-        at_peak = estimate(row.model, row.peak_workload, hardware, row.layout)
     tokens_per_s = prediction.tokens_per_s_per_device
     if calibration.step_s is not None:
         tokens_per_s *= prediction.step_s / calibration.step_s
     return _PredictedRow(
-        scored=_score_row(row, calibration, at_peak, tokens_per_s),
+        scored=_score_row(row, calibration, prediction, tokens_per_s),
         group=calibration.group,
         kind=(row.kind, row.model.moe is not None),
         log_sd=calibration.log_sd or prediction.step_sd,
-        peak_log_sd=_peak_log_sd(row, at_peak),
+        peak_log_sd=_peak_log_sd(row, prediction),
     )
 
 

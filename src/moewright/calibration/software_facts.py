@@ -2,8 +2,8 @@
 
 data/sources.toml states these facts, each with its evidence and the rows that it holds for:
 cells that the source states elsewhere or implies, dtypes of gradients and moments, constants of
-fused losses and weight copies, bytes that a device holds beyond the model, the load of an expert
-rank under natural routing, and the age of a release.
+fused losses and weight copies, bytes that a device holds beyond the model, and the age of a
+release.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from functools import cache
 from pathlib import Path
 
 from moewright.codec import from_data, read_toml_data
+from moewright.rules.expert_load import expected_load, has_natural_load
+from moewright.rules.job import Job
 from moewright.spec.hardware import Constant
 from moewright.spec.layout import Layout
-from moewright.spec.model import ModelSpec, MoeSpec
+from moewright.spec.model import ModelSpec
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import (
     AttentionBackend,
     Dtype,
     ExpertKernels,
     Fusion,
-    Routing,
     Workload,
 )
 
@@ -82,21 +83,6 @@ class ReleaseAge:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NaturalRouting:
-    """The load of the hottest expert rank over the mean where the router decides.
-
-    A step waits for the hottest rank of every layer: it takes 1 + an excess, by what evens the load
-    out, at most all rows that can go to one rank. A peak is of one moment, and grows as fewer
-    experts share a rank: 1 + `peak_excess` / (experts on a rank), where no bias evens it out.
-    """
-
-    aux_excess: float
-    bias_excess: float
-    peak_excess: float
-    evidence: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMonitor:
     """The bytes that a monitor of the whole device reads beside what a peak is made of."""
 
@@ -134,7 +120,6 @@ class SourceFacts:
     """The contents of data/sources.toml."""
 
     release_age: ReleaseAge
-    natural_routing: NaturalRouting
     device_monitor: DeviceMonitor
     device: tuple[DeviceName, ...]
     fact: tuple[SourceFact, ...]
@@ -270,10 +255,10 @@ def apply_software_facts(
         if fact.moment_dtype is not None:
             optimizer = replace(workload.optimizer, moment_dtype=fact.moment_dtype)
             workload = replace(workload, optimizer=optimizer)
-    if workload.routing is Routing.LEARNED and model.moe is not None:
-        load_factor = natural_load_factor(model, layout)
-        workload = replace(workload, load_factor=load_factor)
-        notes.append(f"natural routing: hottest rank taken at {load_factor:.2f} x the mean")
+    job = Job(model=model, workload=workload, layout=layout)
+    if has_natural_load(workload) and model.moe is not None:
+        load = expected_load(job).step
+        notes.append(f"natural routing: hottest rank taken at {load:.2f} x the mean")
     return CompletedJob(workload=workload, constants=tuple(constants.values()), notes=tuple(notes))
 
 
@@ -320,35 +305,6 @@ def matches(
 
 def _contains_any(cell: str, texts: Sequence[str]) -> bool:
     return any(text in cell for text in texts)
-
-
-def natural_load_factor(model: ModelSpec, layout: Layout, *, scale: float = 1.0) -> float:
-    """Return the rows of the hottest expert rank over the mean that a step's time goes by.
-
-    `scale` multiplies the excess over an even load.
-    """
-    if model.moe is None or layout.ep == 1:
-        return 1.0
-    natural = source_facts().natural_routing
-    router = model.moe.router
-    excess = natural.bias_excess if router.selection_bias else natural.aux_excess
-    return min(1 + scale * excess, _most_load(model.moe, layout))
-
-
-def natural_peak_load_factor(model: ModelSpec, layout: Layout) -> float:
-    """Return the rows of the hottest expert rank over the mean that its peak goes by."""
-    if model.moe is None or layout.ep == 1 or model.moe.router.selection_bias:
-        return 1.0
-    excess = source_facts().natural_routing.peak_excess * layout.ep / model.moe.experts
-    return min(1 + excess, _most_load(model.moe, layout))
-
-
-def _most_load(moe: MoeSpec, layout: Layout) -> float:
-    """Return the load of a rank that gets all rows that can go to it.
-
-    A token goes to distinct experts, so a rank gets as many of its rows as it has experts.
-    """
-    return layout.ep * min(moe.router.top_k, moe.experts // layout.ep) / moe.router.top_k
 
 
 def _constant(name: str, value: float, evidence: str) -> Constant:

@@ -56,6 +56,7 @@ def estimate(
     from moewright.api.views import view_estimate
     from moewright.report.console import print_defaults, print_estimate, print_measured_load
     from moewright.report.trace import write_trace
+    from moewright.search.imbalance import explain_imbalance
     from moewright.spec.plan import Verdict
 
     reading = None
@@ -89,6 +90,8 @@ def estimate(
             print_defaults(console, notes)
             print_estimate(console, plan, verbose=script.verbose)
         print_measured_load(console, plan, estimate_even_routing(plan))
+        for line in explain_imbalance(plan):
+            console.print(line, soft_wrap=True, markup=False)
     return DOES_NOT_FIT if plan.estimate.verdict is Verdict.OOM else 0
 
 

@@ -147,9 +147,10 @@ class PlanningOptions(BatchOptions):
     tokens
         Tokens of the training, such as 300B, in place of --steps.
     load
-        Tokens an expert of each layer, measured: a .json list of layers, a .csv with a line of
-        counts a layer (or the columns layer,expert,tokens), or the folder of a run. Memory and
-        time are then those of the hottest rank.
+        The load of the experts, in place of that of published runs whose routers decided:
+        balanced; the hottest rank's rows over the mean, such as 1.5; or tokens an expert of each
+        layer, measured: a .json list of layers, a .csv with a line of counts a layer (or the
+        columns layer,expert,tokens), or the folder of a run.
     lengths
         A histogram of the samples that are packed into sequences: a .csv with the columns
         tokens,samples. What packing leaves empty is told; attention stays within a sample.

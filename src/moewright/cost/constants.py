@@ -21,6 +21,7 @@ OFFLOAD_CONSTANTS = ("host_link_Bps", "host_link_efficiency", "host_optimizer_s_
 NVFP4_CONSTANTS = ("gemm_4bit_time_scale", "nvfp4_weight_copies_bytes", "nvfp4_input_bytes")
 LORA_CONSTANTS = ("frozen_weight_bytes",)
 # Nothing in most trainers.
+LOAD_SCALE = "natural_load_scale"
 EAGER_CONSTANTS = ("atomic_sum_s", "eager_loss_bytes", "host_s_per_token")
 EFA_CONSTANTS = (
     "efa_alltoall_share",
@@ -63,6 +64,10 @@ _OWN_SUMS = "seconds an element of token rows that atomics sum; kernels for it u
 _SHARDED_COPIES = "PyTorch's fully_shard copies weights out of gathered buffers, and gradients in"
 _FUSED_LOSS = "bytes a logit that an unfused loss moves beyond the fused one"
 _LOOPED_PRODUCT = "experts one by one: ten launches of about 12 us a product, forward and backward"
+_DROPPED_ROWS = (
+    "Megatron-LM's router takes the top tokens of every expert and masks again: about 20 launches"
+    " of 12 us"
+)
 _WEIGHT_TRAFFIC = "expert weights and their sums, the rest under products"
 _RECOMPUTED_MOE = "a MoE block launches about this share of its layer's forward; docs/findings.md 2"
 
@@ -163,6 +168,7 @@ _ACCELERATOR = (
     _fitted("host_s_per_narrow_expert", 0.000103, _fit_source(0.23, "casts of an expert")),
     _assumed("host_s_per_expert_product", 1.2e-4, _LOOPED_PRODUCT),
     _assumed("host_s_per_recompute_module", 1e-4, TIME_FINDINGS),
+    _assumed("host_s_per_drop", 2.4e-4, _DROPPED_ROWS),
     _assumed("host_s_per_token", 0.0, _NO_TOKEN_LOOP),
     _assumed("eager_loss_bytes", 0.0, _FUSED_LOSS),
     _assumed("atomic_sum_s", 0.0, _OWN_SUMS),
@@ -197,7 +203,7 @@ _ACCELERATOR = (
     _assumed("pair_time_sd", 0.015, "a pair of choices that no run made together; in squares"),
     _fitted("step_tail_s", 0.02, TIME_FINDINGS),
     _fitted("overlapped_dp_share", 0.269, _fit_source(0.19)),
-    _assumed("natural_load_scale", 1.0, "excess of the hottest rank's load over the expected one"),
+    _assumed(LOAD_SCALE, 1.0, "excess of the hottest rank's load over the expected one"),
     _datasheet("host_link_Bps", 64e9, "PCIe Gen5 x16, one direction"),
     _assumed("host_link_efficiency", 0.8, "pinned copies reach 50 of 64 GB/s"),
     _measured("host_optimizer_s_per_parameter", 1.68e-9, _OFFLOADED_OPTIMIZER),
@@ -269,6 +275,7 @@ _CPU = (
     _assumed("host_recomputed_moe_share", 0.6, _RECOMPUTED_MOE),
     _assumed("host_s_per_expert_product", 1.2e-4, _LOOPED_PRODUCT),
     _assumed("host_s_per_recompute_module", 1e-4, "a few launches"),
+    _assumed("host_s_per_drop", 0.0, _MEASURED_ENGINE),
     _assumed("host_s_per_token", 0.0, _NO_TOKEN_LOOP),
     _assumed("eager_loss_bytes", 0.0, _FUSED_LOSS),
     _assumed("atomic_sum_s", 0.0, _OWN_SUMS),
@@ -278,7 +285,7 @@ _CPU = (
     _assumed("sync_s_fused", 2e-3, "no such dispatcher on a CPU: as all-to-all"),
     _assumed("host_s_full_graph", 0.0, _NO_GRAPHS),
     _assumed("overlapped_dp_share", 1.0, _SHARED_CORES),
-    _assumed("natural_load_scale", 1.0, "loads of its runs are measured"),
+    _assumed(LOAD_SCALE, 1.0, "loads of its runs are measured"),
     _assumed("device_spread", 0.0, _MEASURED_ENGINE),
     _assumed("step_jitter_s", 0.0, "in the measured end of a step"),
     _assumed("network_hop_s", 0.0, _OTHER_COLLECTIVES),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import hypot, log
 
 from moewright.cost.constants import (
     EAGER_CONSTANTS,
     EFA_CONSTANTS,
+    LOAD_SCALE,
     LORA_CONSTANTS,
     NVFP4_CONSTANTS,
     OFFLOAD_CONSTANTS,
@@ -58,7 +60,15 @@ from moewright.cost.uncertainty import (
     step_interval,
 )
 from moewright.cost.volumes.collective_bytes import comm_rows
-from moewright.rules import grid, routing
+from moewright.rules import grid
+from moewright.rules.expert_load import (
+    TAIL_DEVIATIONS,
+    RankLoad,
+    expected_load,
+    expected_repeats,
+    has_natural_load,
+    step_rows,
+)
 from moewright.rules.expert_placement import describe_placements
 from moewright.rules.job import Job
 from moewright.rules.shapes import flops
@@ -67,7 +77,7 @@ from moewright.spec.hardware import Hardware, NetworkKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Ledger, MemoryRow, StepPhase, TimeRow
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Assumption, Estimate, TimePart, TimeShare
+from moewright.spec.plan import Assumption, Estimate, Imbalance, TimePart, TimeShare
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import TERA
 from moewright.spec.workload import DocumentMasking, Dtype, Routing, Workload
@@ -90,7 +100,8 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     counts = count_parts(model, layout, parts, chunks)
     rank_counts = split_by_rank(layout, chunks, counts)
     priced = price_model_ops(rates, collectives, sym, model_ops(sym))
-    part_times = Pricer(collectives, sym, priced).part_times(layout, parts)
+    pricer = Pricer(collectives, sym, priced)
+    part_times = pricer.part_times(layout, parts)
     times = tuple(stage_time(part_times, counts.sum(axis=0)) for counts in rank_counts)
     rank_parameters = [count_rank_parameters(rank_sets) for rank_sets in sets]
     tails = [step_tail(rates, collectives, sym, parameters) for parameters in rank_parameters]
@@ -108,7 +119,60 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     )
     joined = _join(hardware, rates, sym, ledgers, peaks, step, assumptions)
     bytes_per_load = peak_growth(rates.constants, sym, parts, sets, rank_counts, peaks)
-    return replace(joined, load_limit=_load_limit(sym, joined.margin_bytes, bytes_per_load))
+    joined = replace(joined, load_limit=_load_limit(sym, joined.margin_bytes, bytes_per_load))
+    load = expected_load(job, scale=rates.constants[LOAD_SCALE])
+    if load == RankLoad():
+        return joined
+    even = replace(sym, R=job.routed_rows())
+    even_times = _price_experts(rates, collectives, pricer, even).part_times(layout, parts)
+    even_stages = tuple(stage_time(even_times, count.sum(axis=0)) for count in rank_counts)
+    even_step = step_time(even, even_times, counts, even_stages, tails).scale(factor)
+    return _add_imbalance(joined, sym, load, even_step.step_s, bytes_per_load)
+
+
+def _price_experts(
+    rates: DeviceRates, collectives: CollectiveModel, pricer: Pricer, sym: Symbols
+) -> Pricer:
+    """Return the prices under another load of the experts; an eager stack shares none of them."""
+    if sym.is_fused:
+        return pricer.with_experts(rates, sym)
+    return Pricer(collectives, sym, price_model_ops(rates, collectives, sym, model_ops(sym)))
+
+
+def _add_imbalance(
+    joined: Estimate, sym: Symbols, load: RankLoad, even_step_s: float, bytes_per_load: float
+) -> Estimate:
+    """Return the estimate with what uneven routing costs, and intervals with its spread.
+
+    Seconds are linear in the rows of the hottest rank, bytes in its load.
+    """
+    even_rows = sym.job.routed_rows()
+    step_s = joined.step_s
+    step_p90_s = step_s
+    if even_rows != sym.R:
+        tail_rows = step_rows(sym.job, load.step_p90, load.within)
+        further = (tail_rows - sym.R) / (sym.R - even_rows)
+        step_p90_s += further * (step_s - even_step_s)
+    growth_bytes = bytes_per_load * (load.peak_p90 - load.peak)
+    routing_sd = log(max(step_p90_s / step_s, 1.0)) / TAIL_DEVIATIONS
+    step_sd = hypot(joined.step_sd, routing_sd)
+    peak_sd = hypot(joined.peak_sd_bytes, growth_bytes / TAIL_DEVIATIONS)
+    peak_bytes = joined.peak_bytes
+    return replace(
+        joined,
+        step_interval_80=step_interval(step_s, step_sd, 0.8),
+        step_interval_95=step_interval(step_s, step_sd, 0.95),
+        peak_interval_80=peak_interval(peak_bytes, peak_sd, 0.8),
+        peak_interval_95=peak_interval(peak_bytes, peak_sd, 0.95),
+        imbalance=Imbalance(
+            load=sym.R / even_rows,
+            peak_load=load.peak,
+            even_step_s=even_step_s,
+            cost=step_s / even_step_s - 1,
+            step_p90_s=step_p90_s,
+            peak_p90_bytes=round(peak_bytes + growth_bytes),
+        ),
+    )
 
 
 def _rate_assumptions(
@@ -142,7 +206,7 @@ def _load_limit(sym: Symbols, margin_bytes: int, bytes_per_load: float) -> float
     """Return the load of the hottest rank over the mean that fills the device; 0 for none."""
     if bytes_per_load <= 0:
         return 0.0
-    load = routing.expected_load_factor(sym.job)
+    load = expected_load(sym.job).peak
     limit = load + margin_bytes / bytes_per_load
     return max(0.0, limit) if limit < sym.layout.ep else 0.0
 
@@ -174,12 +238,13 @@ def _ledger(
 ) -> Ledger:
     """Return the ledger of the first rank of a pipeline stage, under the expected expert load."""
     rank = grid.stage_rank(sym.layout, pp_rank)
+    even_rows = sym.job.routed_rows()
     rows = count_expert_rows(
         sym.job,
         rank,
         micro_batches=sym.m,
         selection=None,
-        load=routing.expected_load_factor(sym.job),
+        load=sym.R / even_rows if even_rows else 1.0,
     )
     return Ledger(
         rank=rank,
@@ -342,15 +407,19 @@ def _assumptions(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterat
 
 def _workload_assumptions(sym: Symbols) -> Iterator[Assumption]:
     workload, layout = sym.workload, sym.layout
-    load = routing.expected_load_factor(sym.job)
+    load = expected_load(sym.job)
     is_measured = workload.routing is Routing.MEASURED
     yield Assumption(
         name="expert_load",
-        value=f"{load:.4g} x the mean on the hottest rank",
+        value=f"{load.step:.4g} x the mean on the hottest rank, {load.peak:.4g} x in peaks",
         kind=SourceKind.MEASURED if is_measured else SourceKind.ASSUMED,
-        source=f"workload.routing={workload.routing}",
+        source=(
+            "published runs whose routers decided"
+            if has_natural_load(workload)
+            else f"workload.routing={workload.routing}"
+        ),
     )
-    repeats = routing.expected_repeats(sym.job)
+    repeats = expected_repeats(sym.job)
     if repeats:
         yield Assumption(
             name="repeated_steps",

@@ -24,7 +24,7 @@ from moewright.spec.layout import LAYOUT_FIELDS, CpComm, ExpertPlacement, Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Evidence, EvidenceGrade
 from moewright.spec.sourced import SourceKind
-from moewright.spec.workload import ExpertKernels, Routing, Task, Workload
+from moewright.spec.workload import ExpertKernels, Task, Workload
 
 JOIN = " with "  # between the two choices of a pair
 OWN_RATES = "rates of this machine"
@@ -37,7 +37,6 @@ _SHARED_BY_LAYOUTS = frozenset(
         "dense",
         "part",
         "precision",
-        "routing",
         "experts",
         "mtp",
         "mixer",
@@ -153,11 +152,8 @@ def job_choices(model: ModelSpec, workload: Workload, hardware: Hardware) -> Ite
         yield f"network={hardware.fabric.network}"
     if workload.trainer.attention_backend.keeps_scores:
         yield "attention=unfused"
-    if model.moe_layer_count:
-        if workload.routing is not Routing.BALANCED:
-            yield f"routing={workload.routing.value}"
-        if workload.trainer.expert_kernels is not ExpertKernels.GROUPED:
-            yield f"experts={workload.trainer.expert_kernels.value}"
+    if model.moe_layer_count and workload.trainer.expert_kernels is not ExpertKernels.GROUPED:
+        yield f"experts={workload.trainer.expert_kernels.value}"
     if model.mtp_layers:
         yield "mtp"
     if model.recurrent is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moewright.rules.adapters import is_frozen, trained_share
+from moewright.rules.expert_load import RankLoad, step_rows
 from moewright.rules.job import Job
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.spec.hardware import DeviceKind
@@ -23,8 +24,9 @@ class Symbols:
     """The letters of docs/formulas.md as numbers of one layout, and the records they derive from.
 
     `c` is the bytes of an activation; `T` the tokens of a micro-batch on a tensor-parallel group,
-    of which one rank holds `t` under sequence parallelism; `R` the rows through the rank's experts;
-    `m` the micro-batches of a step. `attended_share` is the share of a sequence's pairs of tokens
+    of which one rank holds `t` under sequence parallelism; `R` the rows through the experts of the
+    rank that a step waits for, `R_peak` those that the fullest rank keeps of a micro-batch; `m` the
+    micro-batches of a step. `attended_share` is the share of a sequence's pairs of tokens
     that documents leave to attention, `router_efficiency` the router's share of the usual GEMM
     rate, `trained_share` the elements that train over those of the model (1 but for adapters).
     """
@@ -36,6 +38,7 @@ class Symbols:
     T: int
     t: int
     R: int
+    R_peak: int
     seq_len: int
     attended_share: float
     router_efficiency: float
@@ -97,7 +100,7 @@ def build_symbols(
     job: Job,
     *,
     device_kind: DeviceKind,
-    load: float,
+    load: RankLoad,
     router_efficiency: float,
 ) -> Symbols:
     """Return the symbols of a layout whose experts get `load` times the balanced rows."""
@@ -108,7 +111,8 @@ def build_symbols(
         c=activation_nbytes(job.workload),
         T=job.tp_group_tokens,
         t=job.micro_batch_tokens,
-        R=job.routed_rows(load),
+        R=step_rows(job, load.step, load.within),
+        R_peak=job.routed_rows(load.peak),
         seq_len=job.workload.seq_len,
         attended_share=job.workload.data.attended_share,
         router_efficiency=router_efficiency,

@@ -58,7 +58,7 @@ def read_expert_load(path: Path) -> ExpertCounts:
     if path.is_dir():
         return _read_run_counts(path)
     if path.suffix not in _SUFFIXES:
-        rule = "must be a .json or .csv file, or the folder of a run"
+        rule = "must be balanced, a factor, a .json or .csv file, or the folder of a run"
         nearest = closest_match(path.suffix, _SUFFIXES)
         raise BadInput(Reason(field="--load", value=str(path), rule=rule, nearest=nearest))
     if path.suffix == ".json":
@@ -168,6 +168,7 @@ def _is_count(text: str) -> bool:
 MAX_SEQ_LEN = 2**24
 MAX_BATCH = 2**24
 MAX_STEPS = 10**9
+MAX_LOAD_FACTOR = 1e6
 
 # Keys of [train] that say where the job runs and are no fields of a Workload.
 LAUNCH_KEYS = ("nproc", "hardware", "network")
@@ -317,7 +318,8 @@ def _workload_ranges(workload: Workload) -> Iterator[_Range]:
     yield "train.global_batch", workload.global_batch, 1, MAX_BATCH
     yield "train.steps", workload.steps, 0, MAX_STEPS
     yield "train.seed", workload.seed, 0, 2**62
-    yield "train.load_factor", workload.load_factor, 1, 1e6
+    least_load = 1 if workload.load_factor else 0
+    yield "train.load_factor", workload.load_factor, least_load, MAX_LOAD_FACTOR
     yield "train.load_skew", workload.load_skew, 0, 1e6
     yield "train.eval_every_steps", workload.eval_every_steps, 0, MAX_STEPS
     yield "train.router_log_every_steps", workload.router_log_every_steps, 0, MAX_STEPS

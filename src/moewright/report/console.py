@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moewright.codec import format_layout
-from moewright.rules.routing import layer_load_factors
+from moewright.rules.expert_load import layer_load_factors
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.plan import Assumption, Estimate, Plan, TimeShare, Verdict
 from moewright.spec.sourced import SourceKind
@@ -60,6 +60,8 @@ def print_verdict(console: Console, plan: Plan) -> None:
     console.print(job_title(plan), soft_wrap=True)
     console.print(Text(f"layout    {format_layout(plan.layout)}"), soft_wrap=True)
     console.print(_verdict_line(plan.estimate))
+    if text := describe_imbalance(plan.estimate):
+        console.print(Text(f"routing   {text}"), soft_wrap=True)
 
 
 def print_estimate_parts(console: Console, plan: Plan, *, verbose: bool = False) -> None:
@@ -111,6 +113,20 @@ def print_measured_load(console: Console, plan: Plan, even: Estimate | None) -> 
         f"{format_seconds(estimate.step_s)} instead of {format_seconds(even.step_s)}"
     )
     console.print(text, soft_wrap=True)
+
+
+def describe_imbalance(estimate: Estimate) -> str:
+    """Say what uneven routing does to the step and the peak; "" where routing is even."""
+    uneven = estimate.imbalance
+    if not uneven.even_step_s:
+        return ""
+    return (
+        f"the busiest expert-parallel rank is taken at {uneven.load:.2f} x its even share in steps "
+        f"and {uneven.peak_load:.2f} x in peaks; imbalance costs {uneven.cost:.1%} of an even step "
+        f"({format_seconds(uneven.even_step_s)}); in 1 run of 10 a step takes more than "
+        f"{format_seconds(uneven.step_p90_s)}, or the peak is above "
+        f"{format_bytes(uneven.peak_p90_bytes)}, for its load alone"
+    )
 
 
 def describe_load_limit(estimate: Estimate) -> str:

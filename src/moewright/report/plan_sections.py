@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moewright.codec import format_layout
-from moewright.report.console import describe_load_limit, format_flops, format_rate
+from moewright.report.console import (
+    describe_imbalance,
+    describe_load_limit,
+    format_flops,
+    format_rate,
+)
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, Plan
@@ -97,6 +102,8 @@ def _estimate_facts(estimate: Estimate) -> tuple[tuple[str, str], ...]:
         ("peak memory", peak),
         ("verdict", f"{estimate.verdict}; largest: {estimate.largest}"),
     ]
+    if estimate.imbalance.even_step_s:
+        facts.append(("imbalance", describe_imbalance(estimate)))
     if estimate.load_limit > 1:
         facts.append(("routing", describe_load_limit(estimate)))
     return tuple(facts)

@@ -15,6 +15,7 @@ from moewright.cost.evidence import JOIN, OWN_RATES
 from moewright.report.console import (
     STYLES,
     assumption_table,
+    describe_imbalance,
     describe_load_limit,
     draw_bar,
     format_rate,
@@ -111,8 +112,11 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
     """Yield lines on what the first plan rests on, what is faster, and the job's own layout."""
     first = plans[0]
     yield f"Evidence: {describe_evidence(first.estimate.evidence)}."
+    texts = [describe_imbalance(first.estimate)]
     if first.estimate.load_limit > 1:
-        yield f"Routing: {describe_load_limit(first.estimate)}."
+        texts.append(describe_load_limit(first.estimate))
+    if any(texts):
+        yield f"Routing: {'; '.join(text for text in texts if text)}."
     wanted = first.rule.fit_probability
     if first.estimate.fit_probability < wanted:
         yield (

@@ -1,12 +1,12 @@
-"""Routing arithmetic: what a dispatch moves, the load of the hottest rank, how even a load is."""
+"""Routing arithmetic: what a dispatch moves, and how even a load is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, comb, exp, log, sqrt
-from statistics import NormalDist, fmean
+from math import ceil, comb, log, sqrt
+from statistics import NormalDist
 
 import numpy as np
 
@@ -18,7 +18,13 @@ from moewright.spec.errors import Reason
 from moewright.spec.layout import CapacityFill, ExpertPlacement, Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec, RouterSpec
-from moewright.spec.workload import DropPolicy, RouterTraining, Routing, Workload
+from moewright.spec.workload import (
+    DropPolicy,
+    RouterForce,
+    RouterTraining,
+    Routing,
+    Workload,
+)
 
 # Copies of tokens that de-duplicating dispatchers send: the distinct places that tokens reach.
 
@@ -280,108 +286,10 @@ def round_robin_selection(job: Job) -> Selection | None:
     )
 
 
-def expected_load_factor(job: Job) -> float:
-    """Return the load of the hottest expert rank over the mean that a prediction assumes.
-
-    A layer waits for its hottest rank, so layers of different load add up: for a histogram it is
-    the mean over the layers.
-    """
-    if job.workload.routing is Routing.BALANCED or job.model.moe is None:
-        return 1.0
-    if job.workload.routing is Routing.LEARNED:
-        return job.workload.load_factor
-    if job.workload.routing is Routing.SKEWED:
-        return skewed_load_factor(
-            job.model.moe.experts,
-            job.layout.ep,
-            job.model.moe.router.top_k,
-            job.workload.load_skew,
-            capacity=job.layout.capacity,
-        )
-    return fmean(layer_load_factors(job.workload, job.layout))
-
-
-def expected_repeats(job: Job) -> float:
-    """Return the share of steps that are expected to be over their rank_capacity, and run twice.
-
-    The rows of a rank for the hottest rank of its group, which has `load` times the mean n, are
-    taken as normal with the variance of drawn ones, load n (1 - load / ep). A step is over where
-    one rank is in one layer and micro-batch (docs/formulas.md 3). Balanced loads never are.
-    """
-    workload = job.workload
-    layout = job.layout
-    moe = job.model.moe
-    if moe is None or not layout.rank_capacity or workload.routing is Routing.BALANCED:
-        return 0.0
-    tokens = micro_batch_tokens(workload, layout)
-    top_k = moe.router.top_k
-    budget = rows_for_peer(tokens, top_k, layout)
-    if budget >= tokens * min(top_k, moe.experts // layout.ep):
-        return 0.0
-    loads = (expected_load_factor(job),) * len(job.model.routed_layers)
-    if workload.routing is Routing.MEASURED:
-        loads = layer_load_factors(workload, layout)
-    even = tokens * top_k / layout.ep
-    sources = workload.global_batch / layout.mbs * layout.cp * (layout.tp if layout.sp else 1)
-    log_fits = 0.0
-    for load in loads:
-        deviation = sqrt(max(load * even * (1 - load / layout.ep), 1e-9))
-        fits = NormalDist().cdf((budget + 0.5 - load * even) / deviation)
-        log_fits += sources * log(max(fits, 1e-300))
-    return 1 - exp(log_fits)
-
-
-def layer_load_factors(workload: Workload, layout: Layout) -> tuple[float, ...]:
-    """Return the measured load of the hottest EP rank over the mean, of each layer with experts."""
-    return tuple(_layer_load_factor(counts, layout) for counts in workload.load_histogram)
-
-
-def _layer_load_factor(counts: tuple[int, ...], layout: Layout) -> float:
-    if layout.spare:
-        return expert_placement.place_with_replicas(counts, layout.ep, layout.spare).load_factor
-    if layout.expert_placement is ExpertPlacement.BALANCED:
-        counts = expert_placement.balanced_slot_loads(counts, layout.ep)
-    return expert_placement.rank_load_factor(counts, layout.ep)
-
-
-def skewed_load_factor(
-    experts: int, ep: int, top_k: int, skew: float, *, capacity: float = 0.0
-) -> float:
-    """Return the expected load of the hottest of `ep` ranks over the mean (docs/formulas.md 4).
-
-    The loads of experts have the standard deviation `skew` over their mean. A `capacity` cuts each
-    expert's load off: the kept loads have a smaller mean and spread, and the result is over the
-    mean that even loads have under that capacity.
-
-    A rank's mean of n = experts / ep loads, drawn without replacement, has the deviation d = skew
-    sqrt((1 - n / E) E / (E - 1) / n). Ranks are taken as log-normal: with s^2 = ln(1 + d^2) the
-    hottest of N is exp(s z - s^2 / 2), z the expected largest of N normal draws whose sum is 0
-    (Blom). No rank can get more than every token on each of its experts, nor more than everything.
-    """
-    if capacity > 0 and skew > 0:
-        kept, kept_skew = _truncated_moments(skew, capacity)
-        hottest = kept * skewed_load_factor(experts, ep, top_k, kept_skew)
-        return min(hottest, capacity) / min(1.0, capacity)
-    if ep == 1 or experts == 1:
-        return 1.0
-    local = experts // ep
-    deviation = skew * sqrt((1 - local / experts) / local * experts / (experts - 1))
-    largest = largest_of_centred(ep)
-    spread = min(sqrt(log(1 + deviation**2)), largest)  # beyond, the formula would fall again
-    return min(exp(spread * largest - spread**2 / 2), float(ep), max(1.0, experts / top_k))
-
-
-def _truncated_moments(skew: float, most: float) -> tuple[float, float]:
-    """Return the mean of min(X, most) and its deviation over that mean.
-
-    X is log-normal of mean 1 and deviation `skew`.
-    """
-    cdf = NormalDist().cdf
-    spread = sqrt(log(1 + skew**2))
-    edge = log(most) / spread + spread / 2
-    mean = cdf(edge - spread) + most * cdf(-edge)
-    square = (1 + skew**2) * cdf(edge - 2 * spread) + most**2 * cdf(-edge)
-    return mean, sqrt(max(0.0, square - mean**2)) / mean
+def is_even(workload: Workload) -> bool:
+    """Return whether every expert gets as many rows: assumed of the job, or forced by it."""
+    is_forced = workload.router.force is RouterForce.BALANCED
+    return is_forced or workload.routing is Routing.BALANCED
 
 
 def etp_gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
@@ -392,7 +300,7 @@ def etp_gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
     even or a capacity pads them.
     """
     is_fixed = layout.has_fixed_rows
-    if layout.etp == 1 or workload.routing is Routing.BALANCED or is_fixed or not rows:
+    if layout.etp == 1 or is_even(workload) or is_fixed or not rows:
         return rows
     mean = rows / layout.etp
     deviation = sqrt(mean * (1 - 1 / layout.etp))

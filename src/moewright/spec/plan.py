@@ -86,6 +86,23 @@ class Evidence:
     formula: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imbalance:
+    """What uneven routing does to a step and a peak; loads are over those of even routing.
+
+    `load` and `peak_load` are the rows of the hottest expert rank that the predicted step and peak
+    go by. Of ten runs, one has a longer step than `step_p90_s` and one a higher peak than
+    `peak_p90_bytes`, by the spread of loads alone. Zeros: routing is even.
+    """
+
+    load: float = 1.0
+    peak_load: float = 1.0
+    even_step_s: float = 0.0  # seconds of the step under even routing
+    cost: float = 0.0  # share of those seconds that uneven routing adds
+    step_p90_s: float = 0.0
+    peak_p90_bytes: int = 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Estimate(Record):
     """The expected memory and time of one layout.
@@ -123,6 +140,7 @@ class Estimate(Record):
     peak_interval_95: tuple[float, float] = (0.0, 0.0)
     fit_probability: float = 0.0  # that the peak stays within capacity
     evidence: Evidence = Evidence(grade=EvidenceGrade.FORMULA)
+    imbalance: Imbalance = Imbalance()
 
     def title(self) -> str:
         """Return the verdict with the peak, and the speed."""

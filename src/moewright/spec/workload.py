@@ -61,7 +61,7 @@ class Routing(StrEnum):
     """The load of the experts that a prediction assumes."""
 
     BALANCED = "balanced"  # every expert gets tokens * top_k / experts
-    LEARNED = "learned"  # the router decides; the prediction uses `load_factor`
+    LEARNED = "learned"  # the router decides; by `load_factor`, else as published runs show
     SKEWED = "skewed"  # experts differ by `load_skew` and lie on the ranks in order
     MEASURED = "measured"  # as many tokens as `load_histogram` counted
 
@@ -470,8 +470,9 @@ class Workload(Record):
     grad_dtype: Dtype = Dtype.FP32  # accumulation and reduction
     # what runs the operations between matrix products
     fused_kernels: FusedKernels = FusedKernels.AUTO
-    routing: Routing = Routing.BALANCED  # the expert load that plans assume
-    load_factor: float = 1.0  # load of the hottest expert rank over the mean
+    routing: Routing = Routing.LEARNED  # the expert load that plans assume
+    # load of the hottest expert rank over the mean; 0: not known
+    load_factor: float = 0.0
     load_skew: float = 0.0  # standard deviation of an expert's load over the mean
     # tokens of each expert, for each layer that has experts
     load_histogram: tuple[tuple[int, ...], ...] = ()

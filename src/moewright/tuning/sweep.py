@@ -1,6 +1,6 @@
 """Sweeps: a list of layouts of one job, estimated or run, next to published figures, as tables.
 
-A sweep file holds [job] (model, on, seq_len, global_batch, precision; or `file`, a job to run) and
+A sweep file holds [job] (model, on, seq_len, global_batch, routing; or `file`, a job to run) and
 [[table]]s with [[table.row]]s: `name` as it stands in the table, `layout`, and `global_batch`,
 `time_s`, `tokens`, `tflops` where the row has its own or was published; `routing` with
 `load_factor` or `load_skew` where its experts are not loaded as the job's. Each trial that was run
@@ -47,7 +47,7 @@ class SweepRowSpec:
     tokens: float = 0.0  # a second and device
     tflops: float = 0.0  # a device
     routing: Routing | None = None  # None: the job's, and its load with it
-    load_factor: float = 1.0
+    load_factor: float = 0.0
     load_skew: float = 0.0
 
 
@@ -72,6 +72,7 @@ class SweepJobSpec:
     file: str = ""
     seq_len: int = 0
     global_batch: int = 0
+    routing: Routing = Routing.LEARNED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,13 +158,13 @@ def read_sweep(path: Path) -> SweepSpec:
 def _check_load(row: SweepRowSpec, where: str) -> Iterator[Reason]:
     """Yield what is wrong with a row's statements of load."""
     one_routing = "is used with one routing alone"
-    if row.load_factor < 1:
+    if row.load_factor and not row.load_factor >= 1:
         value = f"{row.load_factor:g}"
         yield Reason(field=f"{where}: load_factor", value=value, rule="is at least 1", nearest="1")
     if row.load_skew < 0:
         value = f"{row.load_skew:g}"
         yield Reason(field=f"{where}: load_skew", value=value, rule="is at least 0", nearest="0")
-    if row.load_factor > 1 and row.routing is not Routing.LEARNED:
+    if row.load_factor and row.routing is not Routing.LEARNED:
         nearest = 'routing = "learned"'
         yield Reason(field=f"{where}: load_factor", rule=one_routing, nearest=nearest)
     if row.load_skew > 0 and row.routing is not Routing.SKEWED:

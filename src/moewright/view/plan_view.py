@@ -11,7 +11,7 @@ from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.errors import Reason
 from moewright.spec.ledger import Component, Ledger
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Plan, TimePart, Verdict
+from moewright.spec.plan import Imbalance, Plan, TimePart, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.units import format_bytes, format_seconds
 from moewright.view.layout_controls import LayoutControl, list_controls
@@ -93,6 +93,7 @@ class PlanView(Record):
     micro_batches: int
     bubble_fraction: float
     load_limit: float
+    imbalance: Imbalance
     stages: tuple[StageMemory, ...]
     parts: tuple[StepPart, ...]
     evidence: str
@@ -204,6 +205,7 @@ def build_plan_view(plan: Plan, notes: tuple[str, ...] = ()) -> PlanView:
         micro_batches=estimate.micro_batches,
         bubble_fraction=estimate.bubble_fraction,
         load_limit=estimate.load_limit,
+        imbalance=estimate.imbalance,
         stages=tuple(
             build_stage_memory(ledger, holds[ledger.pp_rank]) for ledger in estimate.ledgers
         ),

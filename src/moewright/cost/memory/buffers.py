@@ -138,7 +138,7 @@ def _adapted_experts_bytes(sym: Symbols) -> int:
     if moe is None or not sym.is_frozen or not sym.workload.fine_tuning.lora_experts:
         return 0
     first_width = (2 if sym.model.gated else 1) * moe.ffn_size // sym.layout.etp
-    return sym.c * sym.R * (2 * first_width + 3 * sym.model.expert_width)
+    return sym.c * sym.R_peak * (2 * first_width + 3 * sym.model.expert_width)
 
 
 def rank_layer_numel(model: ModelSpec, layout: Layout, pp_rank: int) -> Array:

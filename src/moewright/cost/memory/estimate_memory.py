@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moewright.cost.constants import Constants
+from moewright.cost.constants import LOAD_SCALE, Constants
 from moewright.cost.memory import peak
 from moewright.cost.memory.activations import policy_of
 from moewright.cost.memory.model_states import BucketSet, stage_bucket_sets
@@ -14,7 +14,7 @@ from moewright.cost.memory.snapshots import rank_table
 from moewright.cost.stage_parts import Array, StageParts, count_parts, list_parts
 from moewright.cost.symbols import Symbols, build_symbols
 from moewright.cost.time.op_time import DeviceRates
-from moewright.rules import routing
+from moewright.rules.expert_load import expected_load
 from moewright.rules.job import Job, routed_rows
 from moewright.rules.limits.legality import check_device, check_legality, check_precision
 from moewright.rules.timetable import stages
@@ -65,7 +65,7 @@ def expected_symbols(job: Job, hardware: Hardware, constants: Constants) -> Symb
     return build_symbols(
         job,
         device_kind=hardware.device.kind,
-        load=routing.expected_load_factor(job),
+        load=expected_load(job, scale=constants[LOAD_SCALE]),
         router_efficiency=constants["router_efficiency"],
     )
 
@@ -120,7 +120,7 @@ def peak_growth(
     if model.moe is None or layout.ep == 1:
         return 0.0
     fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
-    load = routing.expected_load_factor(sym.job) + 1
-    hotter = replace(sym, R=routed_rows(model, sym.workload, layout, load))
+    load = expected_load(sym.job).peak + 1
+    hotter = replace(sym, R_peak=routed_rows(model, sym.workload, layout, load))
     (grown,) = rank_peaks([fullest], constants, hotter, parts, sets, rank_counts)
     return float(grown.peak_bytes - peaks[fullest].peak_bytes)

@@ -97,7 +97,7 @@ class LayerMemory:
 def rank_load(sym: Symbols) -> float:
     """Return the expert rows of a rank over the mean, as the symbols expect them."""
     even = routed_rows(sym.model, sym.workload, sym.layout, 1.0)
-    return sym.R / even if even else 1.0
+    return sym.R_peak / even if even else 1.0
 
 
 def layer_memory(
@@ -105,7 +105,7 @@ def layer_memory(
 ) -> LayerMemory:
     """Count what a layer takes under the load that the symbols expect."""
     even = routed_rows(sym.model, sym.workload, sym.layout, 1.0)
-    load = sym.R / even if even else 1.0
+    load = sym.R_peak / even if even else 1.0
     kept = layer_activations(context, policies, part, load=load)
     mlp = mlp_gradient_bytes(sym, part.layer)
     attention = attention_gradient_bytes(sym)
@@ -474,9 +474,9 @@ def mlp_gradient_bytes(sym: Symbols, layer: int) -> int:
     ffn_widths = 3 if model.gated else 2
     if is_moe_layer(model, layer) and model.moe is not None:
         row_width = ffn_widths * model.moe.ffn_size // layout.etp + model.expert_width
-        gradients = sym.c * sym.R * row_width
+        gradients = sym.c * sym.R_peak * row_width
         if layout.etp > 1:
-            etp_rows = routing.etp_gathered_rows(sym.workload, layout, sym.R)
+            etp_rows = routing.etp_gathered_rows(sym.workload, layout, sym.R_peak)
             gradients += sym.c * model.expert_width * etp_rows
     elif model.has_mlp(layer):
         gradients = sym.c * sym.T * ffn_widths * model.dense_ffn_size // layout.tp

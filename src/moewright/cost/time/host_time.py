@@ -51,6 +51,8 @@ def layer_host_s(
     if sym.workload.trainer.expert_kernels is ExpertKernels.SEQUENTIAL:
         expert_s += c["host_s_per_expert_product"] * _expert_products(sym)
     seconds += expert_s * moe.experts / layout.ep
+    if layout.capacity:
+        seconds += c["host_s_per_drop"]
     if Overlap.EP in layout.overlap:
         seconds *= c["ep_overlap_host"]
     return seconds

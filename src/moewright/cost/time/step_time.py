@@ -54,8 +54,8 @@ from moewright.cost.time.op_time import DeviceRates, OpRow
 from moewright.cost.time.ops import expert_ops, layer_ops
 from moewright.cost.time.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
 from moewright.cost.time.step_tail import StepTail
+from moewright.rules.expert_load import expected_repeats
 from moewright.rules.job import routed_rows
-from moewright.rules.routing import expected_repeats
 from moewright.rules.timetable.simulate import StageSeconds
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.plan import TimePart
@@ -395,7 +395,7 @@ def _offloaded(constants: Constants, sym: Symbols, kind: LayerKind) -> Offloaded
         activation_context(constants, sym),
         policy_of(sym.layout),
         kind,
-        load=sym.R / even if even else 1.0,
+        load=sym.R_peak / even if even else 1.0,
     )
     return OffloadedActivations(bytes=float(sent.bytes[0]), modules=int(sent.modules[0]))
 

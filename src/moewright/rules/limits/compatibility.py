@@ -10,8 +10,9 @@ from enum import StrEnum
 from math import ceil
 
 from moewright.rules.context_parallel import cp_factors
+from moewright.rules.expert_load import expected_load, has_natural_load
 from moewright.rules.job import Job
-from moewright.rules.routing import counts_copies, expected_load_factor
+from moewright.rules.routing import counts_copies
 from moewright.rules.saved.activation_offload import activation_offloads
 from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
@@ -330,7 +331,9 @@ def _check_rank_capacity(job: Job) -> Iterator[Reason]:
     elif not layout.dispatcher.facts.pads_rows:
         rule = f"does not go with dispatcher={layout.dispatcher}, whose copies it does not count"
     else:
-        load = max(1.0, expected_load_factor(job))
+        # What routers usually do is no reason to refuse: a budget below it costs steps again.
+        is_stated = not has_natural_load(job.workload)
+        load = max(1.0, expected_load(job).step) if is_stated else 1.0
         if layout.rank_capacity >= load:
             return
         nearest = f"{ceil(100 * load) / 100:g}"
