@@ -138,8 +138,8 @@ def _parsed(text: str, source: str) -> Iterator[NamedOption]:
         values = "0" if action in _SWITCHES else _constant(keywords.get("nargs")) or "1"
         default = _constant(keywords.get("default"))
         for argument in call.args:
-            name = _constant(argument)
-            if name.startswith("--"):
+            name = argument.value if isinstance(argument, ast.Constant) else ""
+            if isinstance(name, str) and name.startswith("--"):
                 yield NamedOption(name=name, default=default or "", values=values, source=source)
 
 

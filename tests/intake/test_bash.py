@@ -235,3 +235,27 @@ def test_a_script_that_starts_itself_is_refused(folder):
     script.write_text("bash run.sh\n")
     with pytest.raises(BadInput, match="starts itself"):
         read_commands(script.read_text(), {}, script=script)
+
+
+def test_what_a_branch_starts_before_it_leaves_is_started(folder):
+    """Neither `exit`, `return` nor `break` takes back what stands before it."""
+    text = "if true; then torchrun a.py; exit 0; fi\ntorchrun b.py\n"
+    assert [command.words for command in read_commands(text, {}).commands] == [("torchrun", "a.py")]
+    text = "for i in 1 2; do torchrun $i.py; break; done\nf() { if true; then run x; return; fi; }; f\n"
+    words = [command.words for command in read_commands(text, {}).commands]
+    assert words == [("torchrun", "1.py"), ("run", "x")]
+
+
+def test_a_script_that_submits_itself_goes_on_in_its_job(folder):
+    script = folder / "job.sh"
+    script.write_text(
+        'if [ -z "$SLURM_JOB_ID" ]; then sbatch --nodes=4 "$0" "$@"; exit; fi\n'
+        "srun torchrun --nnodes=$SLURM_NNODES $1\n"
+    )
+    reading = read_commands(script.read_text(), {}, ("train.py",), script=script)
+    assert reading.commands[-1].words == ("srun", "torchrun", "--nnodes=4", "train.py")
+
+
+def test_a_variable_that_a_comparison_lacks_is_named():
+    with pytest.raises(BadInput, match="PP is not set, and -gt compares numbers"):
+        read_commands("if [ $PP -gt 1 ]; then A=1; fi\n", {})

@@ -34,7 +34,9 @@ def misspell(text: str) -> Iterator[tuple[str, str]]:
 
 def find_words(text: str) -> Iterator[tuple[int, str]]:
     is_script = text.startswith("#!")
-    pattern = r"--[\w-]{4,}" if is_script else r"(?:(?<=^)|(?<=[\s{,]))[\w-]{4,}(?=:(?:\s|$))"
+    pattern = (
+        r"(?<=\s)--[\w-]{4,}" if is_script else r"(?:(?<=^)|(?<=[\s{,]))[\w-]{4,}(?=:(?:\s|$))"
+    )
     for match in re.finditer(pattern, text, re.MULTILINE):
         yield match.start(), match[0]
 

@@ -213,10 +213,11 @@ class _Interpreter(ShellGrammar):
                 return
             text = file_text
             script = self.folder / called.path
-            if (script, called.arguments) in self.started:
+            if (script, called.arguments) in self.started and not self._is_resubmitted(called):
                 raise syntax_refusal(command.line, f"{called.path[:60]} starts itself")
         environment = {name: values[0] for name, values in self.inherited().items() if values}
-        inner = _Interpreter(environment | dict(command.exported), called.arguments, script)
+        started = environment | dict(command.exported) | called.scheduled
+        inner = _Interpreter(started, called.arguments, script)
         inner.depth = self.depth
         inner.started = {*self.started, (script, called.arguments)}
         inner.folder = self.folder
@@ -230,6 +231,10 @@ class _Interpreter(ShellGrammar):
             raise (_inside_file(called.path, error) if not called.text else error) from None
         finally:
             self.notes += inner.notes
+
+    def _is_resubmitted(self, called: CalledScript) -> bool:
+        """Whether a script hands itself to a scheduler, in whose job it goes on past that."""
+        return any(not self.variables.first(name) for name in called.scheduled)
 
     def print_output(self, text: str, line: int) -> str | None:
         """Return what the commands of $(...) print; None where only running tells."""

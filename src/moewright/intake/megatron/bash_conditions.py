@@ -164,7 +164,11 @@ class Condition:
             try:
                 numbers.append(int(value))
             except ValueError:
+                name = re.search(r"\$\{?(\w+)", word.text)
                 rule = f"{value!r} {sign} compares no numbers"
+                if not value.strip() and name is not None:
+                    variable = f"argument {name[1]}" if name[1].isdigit() else name[1]
+                    rule = f"{variable} is not set, and {sign} compares numbers: give it before"
                 raise syntax_refusal(self.line, rule) from None
         return bool(getattr(operator, sign[1:])(*numbers))
 

@@ -12,6 +12,7 @@ from moewright.intake.megatron.bash_patterns import matches_pattern
 from moewright.intake.megatron.bash_session import (
     MAX_DEPTH,
     Command,
+    FunctionReturn,
     LoopJump,
     Redirections,
     ScriptExit,
@@ -78,7 +79,13 @@ class ShellGrammar(ShellSession):
             is_negated ^= token.unquoted == "!"
             reader.take()
         start = reader.position
-        commands = list(self.element(reader, live))
+        commands: list[Command] = []
+        try:
+            for command in self.element(reader, live):
+                commands.append(command)
+        except (ScriptExit, FunctionReturn, LoopJump):
+            yield from commands  # they were started before the script went elsewhere
+            raise
         is_pipe = False
         while (token := reader.peek()) is not None and token.is_operator and token.text[0] == "|":
             if token.text == "||":

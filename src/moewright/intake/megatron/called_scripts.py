@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE
@@ -23,16 +24,23 @@ _ENVIRONMENT_SCRIPTS = (
     *("activate", ".bashrc", ".bash_profile", ".profile", ".zshrc", "conda.sh", "modules.sh"),
     *("lmod.sh", "bash", "setvars.sh", "vars.sh", "init.sh", "bashrc", "profile", "oneapi-vars.sh"),
 )
+_INSTALLATION = re.compile(r"(^|[_-])(env|venv|environment|modules|mpi_variables)s?([._-]|$)")
+# The variable by which a job of a scheduler knows that it is one.
+_JOBS = {"sbatch": "SLURM_JOB_ID", "qsub": "PBS_JOBID", "bsub": "LSB_JOBID"}
 _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalledScript:
-    """A script that a command starts: its text, or else its path, and its arguments."""
+    """A script that a command starts: its text, or else its path, and its arguments.
+
+    `scheduled` are the variables that a scheduler sets in the job of a submitted script.
+    """
 
     path: str
     text: str
     arguments: tuple[str, ...]
+    scheduled: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_called_script(words: list[str], stdin: str | None) -> CalledScript | None:
@@ -49,7 +57,9 @@ def find_called_script(words: list[str], stdin: str | None) -> CalledScript | No
         if name in _SHELLS:
             return _shell_script(words[place + 1 :], stdin)
         if name in _SUBMITTERS:
-            return _submitted_script(words[place + 1 :], stdin)
+            script = _submitted_script(words[place + 1 :], stdin)
+            variables = _scheduled_variables(words[place:])
+            return None if script is None else replace(script, scheduled=variables)
         if name.endswith((".sh", ".bash", ".slurm", ".sbatch")) and (place == 0 or "/" in word):
             return CalledScript(path=word, text="", arguments=tuple(words[place + 1 :]))
     return None
@@ -80,11 +90,23 @@ def _submitted_script(words: list[str], stdin: str | None) -> CalledScript | Non
     return CalledScript(path="", text=stdin, arguments=()) if stdin else None
 
 
+def _scheduled_variables(words: Sequence[str]) -> dict[str, str]:
+    """Return what a scheduler tells a job: that it is one, and on how many nodes."""
+    variables = {_JOBS[words[0].rpartition("/")[2]]: "1"}
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        if name in ("--nodes", "-N"):
+            nodes = value if equals else following
+            variables |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes)
+    return variables
+
+
 def is_environment_script(name: str) -> bool:
     """Whether a file prepares a shell or an installation, and no job."""
     path = Path(UNKNOWN_VALUE.sub("", name))
     is_system = name.startswith(("/etc/", "/opt/", "/usr/"))
-    return path.name in _ENVIRONMENT_SCRIPTS or is_system
+    is_installation = _INSTALLATION.search(path.name) is not None
+    return path.name in _ENVIRONMENT_SCRIPTS or is_system or is_installation
 
 
 def read_script_file(name: str, folders: Sequence[Path], written: Mapping[str, str]) -> str | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+from moewright.intake.megatron.mindspeed import DEPENDENT_OPTIONS
+
 
 class Treatment(StrEnum):
     """The treatment of an option that Megatron-LM's parser does not have."""
@@ -18,6 +20,7 @@ class Treatment(StrEnum):
     RENAMED = "same"  # other options mean the same today
     IGNORE = "drop"  # nothing in a plan depends on it
     SHARDING = "sharding"  # it is DeepSpeed's way to say ZeRO
+    DEPENDENT = "dependent"  # what it means depends on others
     REFUSE = "refuse"
 
 
@@ -26,7 +29,7 @@ class ForeignOption:
     """An option that Megatron-LM's parser does not have, with its treatment and the reason.
 
     `value_count` is the number of values behind it; `replacements` are the options that mean the
-    same today.
+    same today, which take its values.
     """
 
     treatment: Treatment
@@ -62,12 +65,18 @@ def _refused(reason: str, value_count: int = 0) -> ForeignOption:
     return ForeignOption(treatment=Treatment.REFUSE, reason=reason, value_count=value_count)
 
 
-def _renamed(reason: str, *replacements: str) -> ForeignOption:
-    return ForeignOption(treatment=Treatment.RENAMED, reason=reason, replacements=replacements)
+def _renamed(reason: str, *replacements: str, value_count: int = 0) -> ForeignOption:
+    return ForeignOption(
+        treatment=Treatment.RENAMED,
+        reason=reason,
+        value_count=value_count,
+        replacements=replacements,
+    )
 
 
 _DERIVED = "is derived, never given: Megatron-LM takes it from the other sizes; here it is checked"
 _DEEPSPEED = "is Megatron-DeepSpeed's"
+_MINDSPEED = "is MindSpeed's"
 _PAI = "belongs to Pai-Megatron-Patch; no plan depends on it"
 
 FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
@@ -138,6 +147,28 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--use-llama2-rotary-position-embeddings": _renamed(
             "is Pai-Megatron-Patch's", "--use-rotary-position-embeddings"
         ),
+        "--multi-head-latent-attention": _renamed(_MINDSPEED, "--multi-latent-attention"),
+        "--moe-intermediate-size": _renamed(_MINDSPEED, "--moe-ffn-hidden-size", value_count=1),
+        "--qk-nope-head-dim": _renamed(_MINDSPEED, "--qk-head-dim", value_count=1),
+        "--qk-rope-head-dim": _renamed(_MINDSPEED, "--qk-pos-emb-head-dim", value_count=1),
+        "--shared-expert-gate": _renamed(_MINDSPEED, "--moe-shared-expert-gate"),
+        "--fix-router": _renamed(_MINDSPEED, "--moe-router-force-load-balancing"),
+        "--moe-fb-overlap": _renamed(_MINDSPEED, "--overlap-moe-expert-parallel-comm"),
+        "--swap-optimizer": _renamed(
+            "is MindSpeed's, which brings states back in parts", "--optimizer-cpu-offload"
+        ),
+        "--use-qk-norm": _renamed("is of a fork", "--qk-layernorm"),
+        "--schedules-method": _refused(
+            "is MindSpeed's: its schedules cannot be planned here; left out, the rest is", 1
+        ),
+        "--noop-layers": _refused("is MindSpeed's: empty layers cannot be planned here", 1),
+        "--num-layer-list": _refused(
+            "is MindSpeed's; in Megatron-LM it is --pipeline-model-parallel-layout", 1
+        ),
+        "--lora-r": _refused("asks for adapters, which cannot be planned from a script", 1),
+        "--world-size": _checked("is derived, never given: here it is the number of ranks", 1),
+        "--rank": _ignored("is the rank that a launcher says", 1),
+        "--dist-url": _ignored("is the address that a launcher says", 1),
         "--no-delay-grad-reduce": _ignored("is gone: --no-align-grad-reduce"),
         "--delay-param-gather": _ignored("is gone: --no-align-param-gather"),
         "--log-batch-size-to-tensorboard": _ignored("is gone: always logged"),
@@ -147,6 +178,10 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--max-padding-length": _ignored(_PAI, 1),
         "--train-mode": _ignored(_PAI, 1),
         "--dataset": _ignored(_PAI, 1),
+        **{
+            name: ForeignOption(treatment=Treatment.DEPENDENT, reason=_MINDSPEED, value_count=count)
+            for name, count in DEPENDENT_OPTIONS.items()
+        },
     }
 )
 
@@ -162,6 +197,13 @@ FOREIGN_VALUES: Mapping[tuple[str, str], ForeignValue] = MappingProxyType(
                 "--exp-avg-dtype": ("fp8",),
                 "--exp-avg-sq-dtype": ("fp8",),
             },
+        ),
+        ("--moe-token-dispatcher-type", "alltoall_seq"): ForeignValue(
+            reason="was removed; alltoall sends the same tokens",
+            options={"--moe-token-dispatcher-type": ("alltoall",)},
+        ),
+        ("--moe-layer-freq", "-1"): ForeignValue(
+            reason="is MindSpeed's for --first-k-dense-replace alone", options={}
         ),
         ("--tokenizer-type", "BailingTokenizer"): ForeignValue(
             reason="is of the patch of Ling 2.0, and a tokenizer of Hugging Face",

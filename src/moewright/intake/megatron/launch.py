@@ -13,6 +13,7 @@ from moewright.intake.megatron.bash import UNKNOWN_VALUE, Command, ShellReading
 from moewright.intake.megatron.called_scripts import find_called_script
 from moewright.intake.megatron.config_files import (
     ConfiguredCommand,
+    configure,
     configure_words,
     is_configured,
 )
@@ -23,6 +24,7 @@ from moewright.intake.megatron.options import (
     take_values,
 )
 from moewright.intake.megatron.post_training import is_slime, slime_words
+from moewright.intake.megatron.swift import is_swift, swift_settings
 from moewright.intake.megatron.unread import (
     TrainerOption,
     find_fork_option,
@@ -62,6 +64,10 @@ _TRAINING_OPTIONS = (
 )
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _ELLIPSIS = "..."
+_TOKENIZER = "--tokenizer-type"
+_FORK_TABLES = ("pai", "mindspeed", "mindspeed_core", "slime")
+# Options that a fork hands on to an engine of generation, whatever their names are.
+_HANDED_ON = ("--sglang-", "--vllm-")
 # Nearer to an option than this, a name is a typing error and not an option of a fork.
 _SIMILAR = 0.88
 _ALIKE = 0.75
@@ -114,6 +120,10 @@ def find_launch(reading: ShellReading, folder: Path | None = None) -> LaunchComm
             )
         return _parse_command(words, _environment(training[0]), notes)
     for command in reading.commands:
+        if command.words[0] not in _PRINTERS and is_swift(command.words):
+            environment = _environment(command)
+            configured = configure(swift_settings(command.words, environment))
+            return parse_configured(configured, environment, reading.notes)
         words = _program_arguments(command.words) or []
         if is_configured(words):
             environment = _environment(command)
@@ -208,6 +218,8 @@ class _LaunchParser:
     def __init__(self, words: list[str]) -> None:
         self.words = words
         self.position = 0
+        self.current_option = ""
+        self.fork_notes: dict[str, list[str]] = {}
         self.table = option_table()
         self.launcher_options: dict[str, str] = {}
         self.options: dict[str, tuple[str, ...]] = {}
@@ -238,14 +250,18 @@ class _LaunchParser:
         Raises:
             BadInput: the number of nodes or ranks is no number.
         """
+        world = next(iter(self.foreign_options.get("--world-size", ())), "")
         return LaunchCommand(
             nodes=self._launcher_count("nnodes", "1"),
-            ranks_per_node=self._launcher_count("nproc-per-node", ""),
+            ranks_per_node=self._launcher_count("nproc-per-node", world),
             exported=exported,
             options=self.options,
             foreign_options=self.foreign_options,
             unknown_options=tuple(self.unknown_options),
-            notes=tuple(self.notes),
+            notes=(
+                *self.notes,
+                *(f"{reason}: {' '.join(names)}" for reason, names in self.fork_notes.items()),
+            ),
         )
 
     def _take_stray_word(self, word: str) -> None:
@@ -258,12 +274,21 @@ class _LaunchParser:
             self.notes.append(
                 "`...` leaves options out: those it stands for are taken at their defaults"
             )
+        elif self._is_placeholder():
+            self.notes.append(f"{self.current_option}: {word[:40]} is read as of a placeholder")
         else:
             rule = f"stands behind {previous[:60] or 'the program'} and no option takes it"
             self.faults.append(Reason(field=word[:60], rule=rule))
 
+    def _is_placeholder(self) -> bool:
+        """Whether words are of a path that a user still has to write, as in "your data path"."""
+        name = self.current_option
+        harmless = find_harmless(name, (*_FORK_TABLES, "megatron")) if name else None
+        return harmless is not None and harmless.is_of_files
+
     def _take_option(self, word: str) -> None:
         name, equals, value = word.partition("=")
+        self.current_option = name
         if name in _LAUNCHER_SWITCHES:
             return
         inline = value if equals else None
@@ -288,6 +313,9 @@ class _LaunchParser:
                 values = values[: int(fork.values)]
             self.position += len(values)
         self.unknown_options.append(name)
+        if name.startswith(_HANDED_ON):
+            self.fork_notes.setdefault("of an engine of generation", []).append(name)
+            return
         if fork is not None:
             self._take_fork_option(name, fork)
             return
@@ -303,24 +331,25 @@ class _LaunchParser:
     def _take_fork_option(self, name: str, fork: TrainerOption) -> None:
         harmless = find_harmless(name, (fork.trainer,))
         topic = find_topic(name)
-        if harmless is not None:
-            self.notes.append(f"{name} is of {fork.owner}: {harmless.reason}")
-        elif topic:
+        if harmless is not None and harmless.noted:
+            self.fork_notes.setdefault(harmless.reason, []).append(name)
+        elif harmless is not None or not topic:
+            self.fork_notes.setdefault(f"of {fork.owner}, left out", []).append(name)
+        else:
             rule = f"is of {fork.owner}, is about {topic}, and cannot be planned here"
             self.faults.append(Reason(field=name, rule=rule))
-        else:
-            self.notes.append(f"{name} is of {fork.owner} and is left out")
 
     def _nearest_option(self, name: str, cutoff: float) -> str:
         """Return the option that was meant; none that says the opposite."""
         spelled = name.replace("_", "-")
         is_negative = spelled.startswith("--no-")
         names = [
-            other
+            other.lstrip("-")
             for other in (*self.table, *FOREIGN_OPTIONS)
             if other.startswith("--no-") == is_negative
         ]
-        return next(iter(get_close_matches(spelled, names, n=1, cutoff=cutoff)), "")
+        near = get_close_matches(spelled.lstrip("-"), names, n=1, cutoff=cutoff)
+        return f"--{near[0]}" if near else ""
 
     def _take_launcher_option(self, name: str, inline: str | None) -> None:
         if inline is None:
@@ -336,6 +365,11 @@ class _LaunchParser:
         else:
             values = [inline]
         foreign = FOREIGN_VALUES.get((name, values[0] if values else ""))
+        choices = option.choices
+        is_listed = any(choice.casefold() == (*values, "")[0].casefold() for choice in choices)
+        if name == _TOKENIZER and values and not is_listed and foreign is None:
+            self.notes.append(f"{name} {values[0][:60]} is no tokenizer of Megatron-LM's")
+            return
         if foreign is not None:
             self.notes.append(
                 f"{name} {values[0]} is no value of Megatron-LM's: it {foreign.reason}"

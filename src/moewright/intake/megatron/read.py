@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from moewright.intake.megatron.config_files import configure_file
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment
 from moewright.intake.megatron.launch import LaunchCommand, find_launch, parse_configured
 from moewright.intake.megatron.layout import read_layout
+from moewright.intake.megatron.mindspeed import translate_options
 from moewright.intake.megatron.model import read_model
 from moewright.intake.megatron.parent_files import SUFFIXES
 from moewright.intake.megatron.unread import account_for_options
@@ -68,8 +69,7 @@ def interpret_launch(
     Raises:
         BadInput: options contradict each other or cannot be planned here.
     """
-    replacements = dict(_read_foreign_options(command))
-    replaced = {name: () for names in replacements.values() for name in names}
+    notes_on_forks, replaced = _read_foreign_options(command)
     arguments = Arguments({**command.options, **replaced})
     script_model = read_model(arguments, named_model)
     is_pipelined = arguments.size(LAYOUT_OPTIONS["pp"]) > 1
@@ -85,7 +85,7 @@ def interpret_launch(
     notes = (
         script_model.note,
         *command.notes,
-        *replacements,
+        *notes_on_forks,
         *layout_notes,
         *queue_notes,
         *batch_notes,
@@ -100,16 +100,27 @@ def interpret_launch(
     )
 
 
-def _read_foreign_options(command: LaunchCommand) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield a note on every option that is not Megatron-LM's, and the options to read instead."""
-    for name in command.foreign_options:
+def _read_foreign_options(
+    command: LaunchCommand,
+) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """Return notes on options that are not Megatron-LM's, and the options to read instead."""
+    notes: list[str] = []
+    dependent: dict[str, tuple[str, ...]] = {}
+    replaced: dict[str, tuple[str, ...]] = {}
+    for name, values in command.foreign_options.items():
         option = FOREIGN_OPTIONS[name]
         if option.treatment is Treatment.REFUSE:
             raise BadInput(Reason(field=name, rule=option.reason))
+        if option.treatment is Treatment.DEPENDENT:
+            dependent[name] = values
+            continue
         note = f"{name} {option.reason}"
         if option.replacements:
-            note += f": read as {' '.join(option.replacements)}"
-        yield note, option.replacements
+            note += f": read as {' '.join((*option.replacements, *values))}"
+            replaced |= dict.fromkeys(option.replacements, values)
+        notes.append(note)
+    translated, more = translate_options(dependent, {**command.options, **replaced})
+    return [*notes, *more], {**replaced, **translated}
 
 
 def _check_queues(queues: str, layout: Layout) -> tuple[str, ...]:

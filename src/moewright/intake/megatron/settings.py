@@ -81,12 +81,16 @@ def _leaves(data: Any, name: str) -> Iterator[tuple[str, Value]]:
             for key, inner in data.items():
                 yield from _leaves(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(data, list):
-        if all(isinstance(item, list) for item in data) and data:
+        if data and all(_is_stage(item) for item in data):
             yield name, "|".join(_stage_letters(item) for item in data)
         else:
             yield name, tuple(str(item) for item in data)
     else:
         yield name, "" if data is None else str(data)
+
+
+def _is_stage(item: Any) -> bool:
+    return isinstance(item, list) and all(isinstance(name, str) for name in item)
 
 
 def _stage_letters(names: Sequence[str]) -> str:

@@ -55,7 +55,7 @@ class Harmless:
 
     `names` are patterns of last names with underscores, `settings` of full names; they count for
     the trainers in `tables`, for all where there are none. What is `noted` changes something that a
-    plan leaves out, and is said each time.
+    plan leaves out, and is said each time; what `is_of_files` has paths for values.
     """
 
     reason: str
@@ -63,6 +63,7 @@ class Harmless:
     settings: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     noted: bool = False
+    is_of_files: bool = False
 
     def covers(self, name: str, tables: Sequence[str]) -> bool:
         """Whether an option of these trainers is among them."""
@@ -138,6 +139,7 @@ def list_harmless() -> tuple[Harmless, ...]:
             settings=tuple(entry.get("settings", ())),
             tables=tuple(entry.get("tables", ())),
             noted=entry.get("noted", False),
+            is_of_files=entry.get("is_of_files", False),
         )
         for entry in _read_no_plan()["option"]
     )

@@ -50,6 +50,8 @@ _MATRIX_UPDATES = {
     "muon": MatrixUpdate.MUON,
     "dist_muon": MatrixUpdate.MUON,
 }
+# What says nothing where scales are not taken from earlier tensors.
+_DELAYED_OPTIONS = ("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin")
 _MAX_STEPS = 10**9
 _DEFAULT_EVAL_BATCHES = 8
 _BALANCING = "--moe-router-load-balancing-type"
@@ -203,6 +205,7 @@ def _read_tensor_scaling(arguments: Arguments, precision: Dtype) -> TensorScalin
 
 def _read_delayed(arguments: Arguments, precision: Dtype) -> DelayedScalingSpec:
     """Return how delayed scales are taken: Megatron-LM's default is from the last amax alone."""
+    arguments.ignore(*_DELAYED_OPTIONS)
     if _read_tensor_scaling(arguments, precision) is not TensorScaling.DELAYED:
         return DelayedScalingSpec()
     return DelayedScalingSpec(
