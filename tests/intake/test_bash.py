@@ -241,7 +241,8 @@ def test_what_a_branch_starts_before_it_leaves_is_started(folder):
     """Neither `exit`, `return` nor `break` takes back what stands before it."""
     text = "if true; then torchrun a.py; exit 0; fi\ntorchrun b.py\n"
     assert [command.words for command in read_commands(text, {}).commands] == [("torchrun", "a.py")]
-    text = "for i in 1 2; do torchrun $i.py; break; done\nf() { if true; then run x; return; fi; }; f\n"
+    text = "for i in 1 2; do torchrun $i.py; break; done\n"
+    text += "f() { if true; then run x; return; fi; }; f\n"
     words = [command.words for command in read_commands(text, {}).commands]
     assert words == [("torchrun", "1.py"), ("run", "x")]
 

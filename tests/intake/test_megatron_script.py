@@ -448,10 +448,10 @@ def test_options_of_forks_are_left_out_or_refuse_where_a_plan_consists_of_them(t
     notes = back(QWEN, tmp_path, MORE=more).notes
     assert "--no-such-thing is no option of Megatron-LM and is left out" in notes
     assert any(note.startswith("--wandb-tag is no option") for note in notes)
-    assert any(note.startswith("--use-fused-rmsnorm is of Ascend/MindSpeed") for note in notes)
+    assert any(note == "of Ascend/MindSpeed, left out: --use-fused-rmsnorm" for note in notes)
     for option, words in (
         ("--my-offload-buffers 2", "sounds of memory"),
-        ("--moe-fb-overlap", "is of Ascend/MindSpeed, is about parallelism, and cannot be planned"),
+        ("--index-n-heads 4", "is of Ascend/MindSpeed-LLM, is about attention, and cannot be"),
         ("--use-la-module", "linear attention"),
         ("--sequence-paralel", "nearest legal value: --sequence-parallel"),
     ):

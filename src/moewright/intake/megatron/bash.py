@@ -216,7 +216,7 @@ class _Interpreter(ShellGrammar):
             if (script, called.arguments) in self.started and not self._is_resubmitted(called):
                 raise syntax_refusal(command.line, f"{called.path[:60]} starts itself")
         environment = {name: values[0] for name, values in self.inherited().items() if values}
-        started = environment | dict(command.exported) | called.scheduled
+        started = {**environment, **dict(command.exported), **called.scheduled}
         inner = _Interpreter(started, called.arguments, script)
         inner.depth = self.depth
         inner.started = {*self.started, (script, called.arguments)}
