@@ -22,6 +22,7 @@ from moewright.engine.model.micro_batch import build_micro_batch
 from moewright.engine.model.transformer import Transformer, draw_initial_value
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
+from moewright.rules.job import plan_job
 from moewright.rules.shapes.parameters import parameters
 from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.model import ModelSpec
@@ -36,8 +37,7 @@ def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
     job = build_plan(work, "", world_size=1, model=spec)
     counters = Counters()
     runtime = Runtime(
-        model=spec,
-        workload=work,
+        job=plan_job(job),
         mesh=build_mesh(job.layout, 0, counters),
         counters=counters,
         weight_grads=WeightGradStore(),

@@ -20,6 +20,7 @@ from moewright.engine.model.moe import MoeLayer
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.intake import hf
+from moewright.rules.job import Job
 from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
@@ -33,11 +34,11 @@ NARROW = replace(MODEL, moe=replace(MODEL.moe, latent_size=12, shared_ffn_size=1
 
 def build_layer() -> MoeLayer:
     """Build a layer of one process, weights drawn wide."""
+    job = Job(model=NARROW, workload=build_workload(DataSpec()), layout=Layout(world_size=1))
     counters = Counters()
     runtime = Runtime(
-        model=NARROW,
-        workload=build_workload(DataSpec()),
-        mesh=build_mesh(Layout(world_size=1), 0, counters),
+        job=job,
+        mesh=build_mesh(job.layout, 0, counters),
         counters=counters,
         weight_grads=WeightGradStore(),
         saved_tensors=SavedTensorManager(counters, replaces_tensors=False),

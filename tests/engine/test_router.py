@@ -66,8 +66,11 @@ def build_router(
     model: ModelSpec = replace(MODEL, moe=replace(moe, router=spec))
     counters = Counters()
     runtime = Runtime(
-        model=model,
-        workload=build_workload(DataSpec(), loss=loss, router=training),
+        job=Job(
+            model=model,
+            workload=build_workload(DataSpec(), loss=loss, router=training),
+            layout=Layout(world_size=1),
+        ),
         mesh=build_mesh(Layout(world_size=1), 0, counters),
         counters=counters,
         weight_grads=WeightGradStore(),

@@ -19,7 +19,7 @@ from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.launch import LaunchCommand, find_launch
 from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.read import interpret_launch, read_launch
-from moewright.rules.job import Job
+from moewright.rules.job import plan_job
 from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.search.search import build_plan, search
 from moewright.spec.errors import BadInput, Reason
@@ -187,9 +187,7 @@ def find_better_layouts(plan: Plan) -> BetterLayouts:
     """Search the layouts of a plan's job that Megatron-LM starts; its own stays among the best."""
 
     def object_to(layout: Layout) -> tuple[Reason, ...]:
-        reasons = megatron_refusals(
-            Job(model=plan.model, workload=plan.workload, layout=layout), plan.hardware
-        )
+        reasons = megatron_refusals(replace(plan_job(plan), layout=layout), plan.hardware)
         return tuple(reason for reason in reasons if reason.field.startswith("layout."))
 
     best = search(

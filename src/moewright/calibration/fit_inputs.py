@@ -23,7 +23,6 @@ from moewright.cost.constants import LOAD_SCALE, Constants
 from moewright.cost.estimate import estimate
 from moewright.cost.evidence import list_choices
 from moewright.cost.time.repricing import RepriceableStep
-from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Constant, Hardware
@@ -148,9 +147,7 @@ def run_from_row(
         prepared=prepared,
         hardware=row_hardware,
         measured_s=measured_step_s(row),
-        choices=list_choices(
-            Job(model=row.model, workload=row.workload, layout=row.layout), row_hardware
-        ),
+        choices=list_choices(row.job, row_hardware),
         weight=weight,
         publisher=row.publisher if row.cells else "",
         network=row.cells.get("network", ""),
@@ -248,9 +245,7 @@ def _unmeasured_runs(
         row_hardware = replace(hardware, count=row.hardware.count)
         for layout in _neighbouring_layouts(row.layout):
             text = format_layout(layout)
-            if text in seen or check_legality(
-                Job(model=row.model, workload=row.workload, layout=layout)
-            ):
+            if text in seen or check_legality(replace(row.job, layout=layout)):
                 continue
             if not can_run(row, layout):
                 continue

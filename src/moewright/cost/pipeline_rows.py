@@ -14,7 +14,7 @@ from moewright.cost.time.collective_time import CollectiveModel
 from moewright.cost.time.op_time import DeviceRates
 from moewright.cost.time.pipeline_time import TimetableRows
 from moewright.cost.time.step_time import Pricer, model_ops, price_model_ops
-from moewright.rules.job import Job
+from moewright.rules.job import Job, plan_job
 from moewright.rules.timetable import stages
 from moewright.rules.timetable.schedule import forward_order, split_backwards, timetable
 from moewright.rules.timetable.simulate import StageSeconds, row_end_times
@@ -58,7 +58,7 @@ class PipelineRows:
 
 def simulate_plan(plan: Plan) -> PipelineRows:
     """Return the timetable of a plan's step, up to the end of the last backward."""
-    job = Job(model=plan.model, workload=plan.workload, layout=plan.layout)
+    job = plan_job(plan)
     prices = price_stages(job, plan.hardware)
     micro_batches = plan.estimate.micro_batches
     if plan.layout.schedule.splits_backward:

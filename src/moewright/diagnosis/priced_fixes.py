@@ -17,7 +17,7 @@ from moewright.diagnosis.layout_changes import RemedyContext
 from moewright.diagnosis.remedies import REMEDIES
 from moewright.diagnosis.remedy import Remedy
 from moewright.diagnosis.traces.capture import TrainerMark
-from moewright.rules.job import Job
+from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Finding, Fix, PredictedChange, Wall
@@ -100,7 +100,7 @@ def _build_fix(remedy: Remedy, context: FixContext, *, is_memory: bool) -> Fix |
     layout = remedy.change(RemedyContext(model=job.model, hardware=job.hardware, layout=job.layout))
     if layout == job.layout:
         return None
-    if reasons := check_legality(Job(model=job.model, workload=job.workload, layout=layout)):
+    if reasons := check_legality(replace(plan_job(job), layout=layout)):
         return replace(fix, excluded=str(reasons[0]))
     try:
         changed = estimate(job.model, job.workload, job.hardware, layout)

@@ -22,7 +22,7 @@ from moewright.diagnosis.waterfall import (
     UNEXPLAINED,
     peak_flops,
 )
-from moewright.rules.job import Job
+from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.choices import FieldGroup
 from moewright.spec.errors import BadInput
@@ -343,7 +343,7 @@ def _published_layouts(job: Plan, runs: Sequence[PublishedRun]) -> Iterator[GapC
         if layout is None or layout == job.layout or format_layout(layout) in priced:
             continue
         priced.add(format_layout(layout))
-        if check_legality(Job(model=job.model, workload=job.workload, layout=layout)):
+        if check_legality(replace(plan_job(job), layout=layout)):
             continue
         try:
             other = estimate(job.model, job.workload, job.hardware, layout)

@@ -21,6 +21,7 @@ from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.observe.counters import Counters
 from moewright.rules.context_parallel import rank_positions
+from moewright.rules.job import Job
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, RouterDtype, Workload
@@ -36,8 +37,7 @@ class Runtime:
     rank_capacity. `offloading_layers` are the layers of this rank that offload activations.
     """
 
-    model: ModelSpec
-    workload: Workload
+    job: Job
     mesh: Mesh
     counters: Counters
     weight_grads: WeightGradStore
@@ -51,6 +51,16 @@ class Runtime:
     dispatch_library: DispatchLibrary | None = None
     row_budget: RowBudget | None = None
     offloading_layers: frozenset[int] = frozenset()
+
+    @property
+    def model(self) -> ModelSpec:
+        """The job's model."""
+        return self.job.model
+
+    @property
+    def workload(self) -> Workload:
+        """The job's workload."""
+        return self.job.workload
 
     @property
     def dtype(self) -> torch.dtype:

@@ -146,7 +146,7 @@ def _with_value(layout: Layout, key: str, value: Any) -> Layout:
 
 
 def _check_step(job: Job, layout: Layout, value: str) -> LayoutStep:
-    reasons = check_legality(Job(model=job.model, workload=job.workload, layout=layout))
+    reasons = check_legality(replace(job, layout=layout))
     rule = ""
     if reasons:
         rule = f"{reasons[0].field.removeprefix('layout.')}: {reasons[0].rule}"

@@ -42,7 +42,7 @@ from moewright.engine.model.router import ExpertChoice, Router
 from moewright.engine.runtime import Runtime
 from moewright.rules.expert_placement import rank_slots, slot_experts
 from moewright.rules.grid import group_ranks
-from moewright.rules.job import Job, capacity_rows, micro_batch_tokens, rows_for_peer
+from moewright.rules.job import capacity_rows, rows_for_peer
 from moewright.rules.routing import count_in_turn, drops_by_probability
 from moewright.spec.choices import Payload
 from moewright.spec.layout import CapacityFill, ExpertPlacement, Overlap, Recompute
@@ -199,9 +199,7 @@ class MoeLayer(torch.nn.Module):
         self._runtime = runtime
         self._spec = spec
         self.router = Router(runtime, spec.experts, layer_number)
-        slots = slot_experts(
-            Job(model=runtime.model, workload=runtime.workload, layout=layout), layer_number
-        )
+        slots = slot_experts(runtime.job, layer_number)
         self._assigner: SlotAssigner | None = None
         if slots != tuple(range(spec.experts)):
             self._assigner = SlotAssigner(runtime, slots, spec.experts)
@@ -394,11 +392,11 @@ def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispa
         return DedupDispatcher(groups, etp_group, slots, kernels, forced_counts=forced_counts)
     ep_group = mesh.group("ep")
     if layout.capacity_fill is CapacityFill.PADDED:
-        tokens = micro_batch_tokens(runtime.workload, layout)
+        tokens = runtime.job.micro_batch_tokens
         capacity = capacity_rows(tokens, spec.router.top_k, slots, layout.capacity)
         return PaddedAllToAllDispatcher(ep_group, etp_group, slots, kernels, capacity=capacity)
     if runtime.row_budget is not None:
-        tokens = micro_batch_tokens(runtime.workload, layout)
+        tokens = runtime.job.micro_batch_tokens
         return BudgetedAllToAllDispatcher(
             ep_group,
             etp_group,
@@ -432,9 +430,7 @@ def _forced_counts(runtime: Runtime) -> ForcedCounts | None:
         return None
     if drops_by_probability(layout, training):
         return None
-
-    job = Job(model=runtime.model, workload=runtime.workload, layout=layout)
     return tuple(
-        tuple(count_in_turn(job, source) for source in group_ranks(layout, "ep", peer))
+        tuple(count_in_turn(runtime.job, source) for source in group_ranks(layout, "ep", peer))
         for peer in group_ranks(layout, "etp", runtime.mesh.rank)
     )

@@ -25,7 +25,6 @@ from moewright.engine.pipeline.executor import (
 )
 from moewright.engine.pipeline.p2p import P2PChannel
 from moewright.engine.runtime import Runtime
-from moewright.rules.job import Job
 from moewright.rules.saved.activation_offload import chunk_to_fetch, fetches_chunks
 from moewright.rules.timetable.p2p import PipelineAction, pipeline_actions
 from moewright.rules.timetable.paired_passes import (
@@ -100,9 +99,7 @@ def _run_pair(
 ) -> None:
     """Run two passes beside each other; both are keyed by their micro-batch and chunk."""
     mesh = runtime.mesh
-    chunks = Job(model=runtime.model, workload=runtime.workload, layout=mesh.layout).rank_chunks(
-        mesh.coordinate("pp")
-    )
+    chunks = runtime.job.rank_chunks(mesh.coordinate("pp"))
     order = _pair_order(runtime.model, mesh.layout, chunks[forward_key[1]], chunks[backward_key[1]])
 
     def note(kind: RowKind | None) -> None:

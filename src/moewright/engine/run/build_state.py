@@ -159,8 +159,7 @@ def build_train_state(
     chunks = job.rank_chunks(mesh.coordinate("pp"))
     weight_grads = WeightGradStore()
     runtime = Runtime(
-        model=job.model,
-        workload=workload,
+        job=job,
         mesh=mesh,
         counters=counters,
         weight_grads=weight_grads,

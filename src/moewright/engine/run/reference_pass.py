@@ -32,7 +32,6 @@ from moewright.engine.pipeline.run_batch import evaluate_batch
 from moewright.engine.run.corpus_loader import build_from_rows
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import RankContext
-from moewright.rules.job import micro_batches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import format_seconds
 from moewright.spec.workload import Workload
@@ -110,7 +109,7 @@ def compute_reference(state: TrainState, corpus: ChatCorpus, context: RankContex
     sequences = StepSequences(
         corpora=(corpus.chats,), packs=(corpus.packs,), seq_len=runtime.workload.seq_len
     )
-    count = micro_batches(runtime.workload, layout)
+    count = runtime.job.micro_batches
     batch_size = count * layout.mbs * layout.dp
     # The ranks of a TP and of a CP group have the same sums: one of them adds them up.
     adds_up = not (runtime.mesh.coordinate("tp") or runtime.mesh.coordinate("cp"))

@@ -30,7 +30,6 @@ from moewright.engine.run.micro_batch_passes import (
 from moewright.engine.run.step_graph import GraphTensors
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
-from moewright.rules.job import micro_batches
 from moewright.spec.ledger import StepPhase, TimeRow
 from moewright.spec.run import PairRewards
 from moewright.spec.workload import Objective
@@ -370,7 +369,7 @@ def compute_heldout_loss(
     """
     runtime = state.runtime
     mesh = runtime.mesh
-    count = micro_batches(runtime.workload, mesh.layout)
+    count = runtime.job.micro_batches
     # The ranks of a TP group have the same nll: one of them adds it up.
     adds_up = mesh.coordinate("tp") == 0
     is_first = mesh.coordinate("cp") == 0

@@ -58,7 +58,7 @@ from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
 from moewright.rules.context_parallel import rank_positions
-from moewright.rules.job import Job, micro_batches
+from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import require_runnable
 from moewright.rules.shapes.parameters import parameters
 from moewright.spec.errors import BadInput, Reason
@@ -280,7 +280,7 @@ def _compute_outputs(state: TrainState, batches: FixedBatches) -> list[LocalShar
 
     batch = [
         batches.micro_batch(runtime, 0, number).to(runtime.device)
-        for number in range(micro_batches(runtime.workload, layout))
+        for number in range(runtime.job.micro_batches)
     ]
     evaluate_batch(runtime, state.model, batch, keep_outputs, needs_logits=True)
     return shards
