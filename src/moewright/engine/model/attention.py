@@ -70,8 +70,8 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionContext:
-    """The inputs of attention that all layers share in a micro-batch of `sequences` sequences.
+class MicroBatchContext:
+    """What all layers share in a micro-batch of `sequences` sequences, attention above all.
 
     Its tokens lie sequence after sequence. `blocks` say what each query attends, `window_blocks`
     what it attends in layers with a window; cos and sin [S, D/2] or [sequences, S, D/2] fp32 are
@@ -108,21 +108,21 @@ class AttentionContext:
         """Return the bounds [B,S,3] of keys of `rate` tokens (kernels.documents)."""
         return self.key_tables.bounds(rate).expand(self.sequences, -1, -1)
 
-    def for_compressed(self) -> AttentionContext:
+    def for_compressed(self) -> MicroBatchContext:
         """Return the context of layers that attend to compressed blocks."""
         if self.compressed_rotations is None:
             raise ValueError("the model has no compressed attention")
         (cos, sin), whole = self.compressed_rotations
         return replace(self, cos=cos, sin=sin, whole_rotation=whole)
 
-    def for_sequences(self) -> AttentionContext:
+    def for_sequences(self) -> MicroBatchContext:
         """Return the context of all tokens of the sequences, for rotations."""
         if self.whole_rotation is None:
             raise ValueError("the model has no compressed attention")
         cos, sin = self.whole_rotation
         return replace(self, cos=cos, sin=sin)
 
-    def select_tokens(self, tokens: slice) -> AttentionContext:
+    def select_tokens(self, tokens: slice) -> MicroBatchContext:
         """Return the context of some of the tokens, as one sequence, for rotations."""
         cos, sin = (
             x.expand(self.sequences, *x.shape[-2:]).flatten(0, 1)[tokens]
@@ -146,8 +146,8 @@ class AttentionContext:
         return torch.cat((rotated, plain), -1)
 
 
-class AttentionContextBuilder:
-    """A builder of attention contexts, with the rotary tables that they share.
+class MicroBatchContextBuilder:
+    """A builder of the contexts of micro-batches, with the rotary tables that they share.
 
     A table, cos and sin [S, D/2] fp32, covers the positions that this rank holds of a sequence. It
     covers all positions where they restart in every document, and in a model with compressed
@@ -177,7 +177,7 @@ class AttentionContextBuilder:
         segments: Segments | None,
         first_sequence: int | None,
         counted: CountedTokens | None = None,
-    ) -> AttentionContext:
+    ) -> MicroBatchContext:
         """Build the context of a micro-batch; `segments` None means one document per sequence."""
         blocks, window_blocks = self._full_blocks
         rotations = self._rotations
@@ -204,7 +204,7 @@ class AttentionContextBuilder:
             whole = rotations[0]
             cos, sin = self._take_own(whole)
             compressed = self._take_own(rotations[1]), rotations[1]
-        return AttentionContext(
+        return MicroBatchContext(
             sequences=sequences,
             blocks=blocks,
             window_blocks=window_blocks,
@@ -369,7 +369,7 @@ class Attention(nn.Module):
         if spec.out_bias:
             self.o.bias = Vector(runtime, hidden)
 
-    def forward(self, x_tH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, x_tH: torch.Tensor, context: MicroBatchContext) -> torch.Tensor:
         runtime = self._runtime
         spec = self._spec
         with runtime.counters.scopes.enter(Module.ATTENTION):
@@ -425,7 +425,7 @@ class Attention(nn.Module):
         return q, k, v, gate
 
     def _rotate(
-        self, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, context: AttentionContext
+        self, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, context: MicroBatchContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys, norm them where that comes after, and scale the queries."""
         spec = self._spec

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moewright.engine.model.attention import AttentionContext
+from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.autograd import Rotary
 from moewright.engine.model.context_parallel import join_sequences, sum_and_split_sequences
 from moewright.engine.model.key_tables import Blocks
@@ -57,7 +57,7 @@ def build_parts(runtime: Runtime, width: int, rate: int, *, overlaps: bool) -> C
 
 
 def compress(
-    runtime: Runtime, parts: CompressorParts, x_tH: torch.Tensor, context: AttentionContext
+    runtime: Runtime, parts: CompressorParts, x_tH: torch.Tensor, context: MicroBatchContext
 ) -> torch.Tensor:
     """Return the keys of complete blocks of documents [B,M,D], rotated (key_tables.Blocks)."""
     blocks = context.key_tables.blocks(parts.rate)
@@ -195,9 +195,9 @@ class BlockIndexer(Indexer):
         return tuple(owner.weight for owner in owners)
 
     def _make_keys(
-        self, x_tH: torch.Tensor, context: AttentionContext, own: AttentionContext
+        self, x_tH: torch.Tensor, context: MicroBatchContext, own: MicroBatchContext
     ) -> torch.Tensor:
         return compress(self._runtime, self._parts, x_tH, context).flatten(0, 1)
 
-    def _rotate(self, x_tIW: torch.Tensor, own: AttentionContext) -> torch.Tensor:
+    def _rotate(self, x_tIW: torch.Tensor, own: MicroBatchContext) -> torch.Tensor:
         return turn_last(self._runtime, x_tIW[None], own.cos, own.sin)[0]

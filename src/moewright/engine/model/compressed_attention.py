@@ -27,7 +27,7 @@ from moewright.engine.kernels.matmul import widen
 from moewright.engine.memory.saved_tensors import run_checkpointed
 from moewright.engine.memory.weight_gradients import Operands, WeightGradStore
 from moewright.engine.model.adapters import add_column_adapter
-from moewright.engine.model.attention import AttentionContext
+from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.autograd import CountedFunction, NormSettings, RmsNorm
 from moewright.engine.model.block_compressor import (
     BlockIndexer,
@@ -91,7 +91,7 @@ class CompressedAttention(nn.Module):
         if is_sparse:
             self.indexer = BlockIndexer(runtime)
 
-    def forward(self, x_tH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, x_tH: torch.Tensor, context: MicroBatchContext) -> torch.Tensor:
         runtime = self._runtime
         tp = runtime.mesh.tensor_parallel
         manager = runtime.saved_tensors
@@ -148,7 +148,7 @@ class CompressedAttention(nn.Module):
             )
             return self.indexer.add_objective(out_tH, inputs, sum_shares, context)
 
-    def _expand_queries(self, x_tQ: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def _expand_queries(self, x_tQ: torch.Tensor, context: MicroBatchContext) -> torch.Tensor:
         """Expand [t,Q] to [B,S,h,D]: each head normed without a weight, its last columns turned.
 
         S counts the tokens of all CP ranks, each of which has a part of the heads.
@@ -172,7 +172,7 @@ class CompressedAttention(nn.Module):
 
     def _attend(
         self,
-        context: AttentionContext,
+        context: MicroBatchContext,
         chosen_BSK: torch.Tensor | None,
         sinks: torch.Tensor,
         *read: torch.Tensor,
@@ -207,7 +207,7 @@ class CompressedAttention(nn.Module):
 class _CoreSettings:
     """What attention reads besides tensors; `context` has the rotation of its tokens."""
 
-    context: AttentionContext
+    context: MicroBatchContext
     window: int
     rate: int
     counters: Counters

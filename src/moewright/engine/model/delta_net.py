@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.engine.model.attention import AttentionContext
+from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.model.context_parallel import gather_heads, scatter_heads
 from moewright.engine.model.layers import Vector, Weight, project_out
@@ -58,7 +58,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = Weight(runtime, spec.head_dim)
         self.o = Weight(runtime, hidden, spec.value_width, sharding=TP_COLUMNS)
 
-    def forward(self, x_tH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, x_tH: torch.Tensor, context: MicroBatchContext) -> torch.Tensor:
         runtime = self._runtime
         spec = self._spec
         sharing = spec.heads // spec.key_heads

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moewright.engine.memory.saved_tensors import RoutingDecisions
-from moewright.engine.model.attention import Attention, AttentionContext
+from moewright.engine.model.attention import Attention, MicroBatchContext
 from moewright.engine.model.compressed_attention import CompressedAttention
 from moewright.engine.model.delta_net import GatedDeltaNet
 from moewright.engine.model.layers import HiddenNorm, Mlp
@@ -67,7 +67,7 @@ class TransformerLayer(nn.Module):
             self.mlp = Mlp(runtime, model.dense_ffn_size, Module.DENSE_MLP)
 
     def forward(
-        self, decisions: RoutingDecisions | None, context: AttentionContext, x_tH: torch.Tensor
+        self, decisions: RoutingDecisions | None, context: MicroBatchContext, x_tH: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return the new hidden state; after a MoE layer, its auxiliary losses and counts too.
 
@@ -82,7 +82,7 @@ class TransformerLayer(nn.Module):
                 return self._run_captured_moe(context, x_tH)
             return self._run_mlp(decisions, context, x_tH)
 
-    def _mix(self, context: AttentionContext, residual: torch.Tensor) -> tuple[torch.Tensor]:
+    def _mix(self, context: MicroBatchContext, residual: torch.Tensor) -> tuple[torch.Tensor]:
         runtime = self._runtime
         manager = runtime.saved_tensors
         with manager.offload(residual, enabled=runtime.offloads(Offload.ATTN_NORM)):
@@ -96,7 +96,7 @@ class TransformerLayer(nn.Module):
             return (self._leave_block(self.attention_streams, residual, attended, weights),)
 
     def _run_mlp(
-        self, decisions: RoutingDecisions | None, context: AttentionContext, residual: torch.Tensor
+        self, decisions: RoutingDecisions | None, context: MicroBatchContext, residual: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         runtime = self._runtime
         manager = runtime.saved_tensors
@@ -115,7 +115,7 @@ class TransformerLayer(nn.Module):
                 return after, aux_losses, sent_counts
 
     def _run_captured_moe(
-        self, context: AttentionContext, residual: torch.Tensor
+        self, context: MicroBatchContext, residual: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Run the MoE block of which norm and router are a part that is captured."""
         normed, aux_losses, weights, experts, counts, *mapped = self._router_part.run(
@@ -126,7 +126,7 @@ class TransformerLayer(nn.Module):
         return self._leave_block(None, residual, out, None), aux_losses, sent_counts
 
     def _norm_and_route(
-        self, context: AttentionContext, x_tH: torch.Tensor
+        self, context: MicroBatchContext, x_tH: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         with self._runtime.counters.scopes.enter(Module.NORM):
             normed = self.post_norm(x_tH)

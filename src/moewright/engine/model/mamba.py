@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moewright.engine.model.attention import AttentionContext
+from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.model.context_parallel import gather_heads, scatter_heads
 from moewright.engine.model.layers import Vector, Weight, project_out
@@ -59,7 +59,7 @@ class Mamba2(nn.Module):
         self.norm = Weight(runtime, spec.value_width, sharding=TP_ROWS)
         self.o = Weight(runtime, hidden, spec.value_width, sharding=TP_COLUMNS)
 
-    def forward(self, x_tH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, x_tH: torch.Tensor, context: MicroBatchContext) -> torch.Tensor:
         runtime = self._runtime
         spec = self._spec
         sharing = spec.heads // spec.key_heads

@@ -18,8 +18,8 @@ from moewright.engine.comm.autograd_collectives import GatherSequence
 from moewright.engine.kernels.sparse_attention import SUM_SHARES
 from moewright.engine.model.adapters import add_column_adapter
 from moewright.engine.model.attention import (
-    AttentionContext,
     CoreAttention,
+    MicroBatchContext,
     attend_and_project,
 )
 from moewright.engine.model.attention_blocks import BlocksBySource
@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
         if self._choice_source == layer_number:
             self.indexer = Indexer(runtime)
 
-    def forward(self, x_tH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, x_tH: torch.Tensor, context: MicroBatchContext) -> torch.Tensor:
         runtime = self._runtime
         manager = runtime.saved_tensors
         recomputes_up = runtime.recomputes(Recompute.MLA_UP_PROJ)
@@ -124,7 +124,7 @@ class LatentAttention(nn.Module):
     def _query_up(self) -> Weight:
         return self.q_up if self._spec.q_lora_rank else self.q
 
-    def _expand_queries(self, x_tQ: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def _expand_queries(self, x_tQ: torch.Tensor, context: MicroBatchContext) -> torch.Tensor:
         """Expand [t,Q] to [B,S,h,D].
 
         The last R columns of D are rotated, and all are scaled where yarn asks for it; CP may then
@@ -143,7 +143,7 @@ class LatentAttention(nn.Module):
         return scatter_heads(runtime, q_BShD if factor == 1.0 else q_BShD * factor)
 
     def _expand_kv(
-        self, x_tC: torch.Tensor, down_tCR: torch.Tensor, context: AttentionContext
+        self, x_tC: torch.Tensor, down_tCR: torch.Tensor, context: MicroBatchContext
     ) -> torch.Tensor:
         """Expand [t,C] and the down-projection [t,C+R] to keys and values side by side.
 
@@ -164,11 +164,11 @@ class LatentAttention(nn.Module):
         rotary = self._rotate(rotary, context).expand(-1, -1, heads, -1)
         return scatter_heads(runtime, torch.cat((plain, rotary, values), -1))
 
-    def _rotate(self, x_BShR: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def _rotate(self, x_BShR: torch.Tensor, context: MicroBatchContext) -> torch.Tensor:
         return context.rotate(x_BShR, interleaved=self._spec.rope.interleaved)
 
     def _choose(
-        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: AttentionContext
+        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: MicroBatchContext
     ) -> IndexInputs:
         """Choose the keys of each query, and return what the choice was made of.
 

@@ -34,7 +34,7 @@ from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.adapters import add_replicated_adapter
-from moewright.engine.model.attention import AttentionContext
+from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import Mlp, Weight
 from moewright.engine.model.parallel_linear import ReplicatedLinear
@@ -214,7 +214,7 @@ class MoeLayer(torch.nn.Module):
         self,
         x_TH: torch.Tensor,
         decisions: RoutingDecisions | None,
-        context: AttentionContext | None = None,
+        context: MicroBatchContext | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the layer; return its output, the auxiliary losses and the sent counts.
 
@@ -230,7 +230,7 @@ class MoeLayer(torch.nn.Module):
     def _block(
         self,
         decisions: RoutingDecisions | None,
-        context: AttentionContext | None,
+        context: MicroBatchContext | None,
         x_TH: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         choice, aux_losses = self.route(decisions, context, x_TH)
@@ -240,7 +240,7 @@ class MoeLayer(torch.nn.Module):
     def route(
         self,
         decisions: RoutingDecisions | None,
-        context: AttentionContext | None,
+        context: MicroBatchContext | None,
         x_TH: torch.Tensor,
     ) -> tuple[ExpertChoice, torch.Tensor]:
         """Choose the experts of every token; return the auxiliary losses too."""

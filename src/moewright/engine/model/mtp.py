@@ -17,7 +17,7 @@ from torch import nn
 from moewright.engine.comm.autograd_collectives import all_to_all
 from moewright.engine.comm.collectives import Group, all_gather_rows
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
-from moewright.engine.model.attention import AttentionContext
+from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import HiddenNorm, Weight, project_replicated
 from moewright.engine.model.parallel_linear import ColumnParallelLinear
@@ -73,7 +73,7 @@ class MtpDepth(nn.Module):
         self,
         embedded_tH: torch.Tensor,
         hidden_tH: torch.Tensor,
-        context: AttentionContext,
+        context: MicroBatchContext,
         recomputes: bool,
     ) -> tuple[torch.Tensor, ...]:
         """Run the depth, under full recompute (`recomputes`) as a checkpoint of its own."""
@@ -90,7 +90,7 @@ class MtpDepth(nn.Module):
     def _block(
         self,
         decisions: RoutingDecisions | None,
-        context: AttentionContext,
+        context: MicroBatchContext,
         embedded_tH: torch.Tensor,
         hidden_tH: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:

@@ -220,7 +220,7 @@ class Router(Weight):
         """Select experts and compute the auxiliary losses.
 
         `decisions` belong to the checkpointed block around this layer; None where there is none.
-        `first_sequence`, `counted` and `ids` as in AttentionContext.
+        `first_sequence`, `counted` and `ids` as in MicroBatchContext.
         """
         runtime = self._runtime
         noise = None

@@ -27,7 +27,7 @@ from moewright.engine.kernels.sparse_attention import (
     SPARSE_ATTENTION,
     SPARSE_ATTENTION_BACKWARD,
 )
-from moewright.engine.model.attention import AttentionContext
+from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.autograd import CountedFunction, LayerNorm, NormSettings
 from moewright.engine.model.context_parallel import join_sequences, sum_and_split_sequences
 from moewright.engine.model.layers import Vector, Weight, hidden_replica_group, project_replicated
@@ -118,7 +118,7 @@ class Indexer(nn.Module):
         self._build_weights(attention, spec)
 
     def forward(
-        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: AttentionContext
+        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: MicroBatchContext
     ) -> tuple[torch.Tensor, IndexInputs]:
         with torch.set_grad_enabled(self._is_trained and torch.is_grad_enabled()):
             return self._choose(x_tQ.detach(), x_tH.detach(), context)
@@ -128,7 +128,7 @@ class Indexer(nn.Module):
         out_tH: torch.Tensor,
         inputs: IndexInputs,
         sum_shares: Callable[[], torch.Tensor],
-        context: AttentionContext,
+        context: MicroBatchContext,
     ) -> torch.Tensor:
         """Return attention's output, through which the gradients of the objective pass.
 
@@ -162,7 +162,7 @@ class Indexer(nn.Module):
         return tuple(owner.weight for owner in owners if owner is not None)
 
     def _choose(
-        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: AttentionContext
+        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: MicroBatchContext
     ) -> tuple[torch.Tensor, IndexInputs]:
         runtime = self._runtime
         spec = self._spec
@@ -218,7 +218,7 @@ class Indexer(nn.Module):
         self.heads = Weight(runtime, spec.heads, hidden)
 
     def _make_keys(
-        self, x_tH: torch.Tensor, context: AttentionContext, own: AttentionContext
+        self, x_tH: torch.Tensor, context: MicroBatchContext, own: MicroBatchContext
     ) -> torch.Tensor:
         """Return the keys [T,W] of all tokens; `own` is the context of this rank's."""
         tp = self._runtime.mesh.tensor_parallel
@@ -228,7 +228,7 @@ class Indexer(nn.Module):
             k_TW = AllGatherRows.apply(k_TW, tp.group)
         return join_sequences(self._runtime, k_TW)
 
-    def _rotate(self, x_tIW: torch.Tensor, own: AttentionContext) -> torch.Tensor:
+    def _rotate(self, x_tIW: torch.Tensor, own: MicroBatchContext) -> torch.Tensor:
         """Rotate the first columns of each head by the positions of this rank's tokens."""
         widths = (self._rotary_width, x_tIW.shape[-1] - self._rotary_width)
         rotary, plain = x_tIW[None].split(widths, -1)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
-from moewright.engine.model.attention import AttentionContext, AttentionContextBuilder
+from moewright.engine.model.attention import MicroBatchContext, MicroBatchContextBuilder
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import (
     Embedding,
@@ -123,7 +123,7 @@ class Transformer(nn.Module):
         has_embedding = any(chunk.has_embedding for chunk in chunks)
         needs_embedding = has_embedding or has_mtp or (has_loss and is_tied)
         needs_head = (has_loss or has_mtp) and not is_tied
-        self._contexts = AttentionContextBuilder(runtime)
+        self._contexts = MicroBatchContextBuilder(runtime)
         self.embedding = Embedding(runtime) if needs_embedding else None
         self.layers = nn.ModuleDict(
             {
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
         """Run one chunk, from the hidden state after the chunk before it.
 
         The chunk that holds the embedding starts from the ids. `first_sequence` and
-        `objective_weight` as in AttentionContext; `needs_logits`: return all logits of this rank,
+        `objective_weight` as in MicroBatchContext; `needs_logits`: return all logits of this rank,
         also where the layout keeps none.
         """
         held_chunk = self.chunks[chunk]
@@ -240,7 +240,7 @@ class Transformer(nn.Module):
         self,
         batch: MicroBatch,
         layers_before: int,
-        context: AttentionContext,
+        context: MicroBatchContext,
         hidden_tH: torch.Tensor,
         results: _RouterResults,
     ) -> torch.Tensor:
@@ -274,7 +274,7 @@ class Transformer(nn.Module):
         self,
         layers: list[nn.Module],
         recomputes: bool,
-        context: AttentionContext,
+        context: MicroBatchContext,
         x_tH: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return the hidden state after the layers, and the results of their MoE layers."""
@@ -311,7 +311,7 @@ class Transformer(nn.Module):
 def _run_layers(
     layers: Sequence[nn.Module],
     decisions: Sequence[RoutingDecisions | None],
-    context: AttentionContext,
+    context: MicroBatchContext,
     x_tH: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     results: list[torch.Tensor] = []
