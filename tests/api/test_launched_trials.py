@@ -17,10 +17,10 @@ import moewright as mw
 import stand_in_slurm
 from moewright.api.launched_trials import LaunchedTrials, TrialStoppedError, launch_trials
 from moewright.api.trial_jobs import LocalQueue, SlurmQueue
-from moewright.api.trial_place import Launcher, TrialPlace, TrialTrainer
 from moewright.cli.main import main
 from moewright.codec import read_json
 from moewright.spec.errors import BadInput
+from moewright.spec.options import Launcher, TrialPlace, TrialTrainer
 from moewright.spec.plan import Plan
 from moewright.tuning.journal import read_journal
 from moewright.tuning.trial_runner import trial_workload

@@ -58,7 +58,7 @@ def test_a_pattern_of_layers() -> None:
                 top_k=2,
                 granularity=4,
                 scaling=UpcyclingScaling.PUBLISHED,
-                weighting=RouterWeighting.ALL,
+                weighting=RouterWeighting.PRE_SOFTMAX,
             ),
             16 ** (1 / 3),
             16 ** (1 / 3),
@@ -120,7 +120,7 @@ def test_factors(choice: UpcyclingSpec, up: float, down: float) -> None:
         ),
         (
             DENSE,
-            UpcyclingSpec(experts=2, top_k=1, weighting=RouterWeighting.ALL),
+            UpcyclingSpec(experts=2, top_k=1, weighting=RouterWeighting.PRE_SOFTMAX),
             "router=pre-softmax: .* post-softmax",
         ),
     ],

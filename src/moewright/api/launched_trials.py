@@ -15,7 +15,7 @@ from types import FrameType
 
 from moewright.api.machines import Tell
 from moewright.api.trial_jobs import JobQueue, JobState, LocalQueue, SlurmQueue
-from moewright.api.trial_place import Launcher, TrialPlace, TrialTrainer
+from moewright.api.trial_place import plan_start
 from moewright.api.trial_results import (
     TrialProgress,
     classify_failure,
@@ -39,6 +39,7 @@ from moewright.exporters.trial_script import (
     sbatch_options,
 )
 from moewright.spec.errors import BadInput
+from moewright.spec.options import Launcher, TrialPlace, TrialTrainer
 from moewright.spec.plan import Plan
 from moewright.spec.printable import Verbatim
 from moewright.tuning.trials import TrialFailure, TrialLength, TrialOutcome, TrialRequest
@@ -104,7 +105,7 @@ class LaunchedTrials:
     ) -> None:
         self._gate = gate or _SignalGate()
         self._folder = folder / TRIALS_FOLDER
-        self._start = place.to_start()
+        self._start = plan_start(place)
         self._trainer = place.trainer
         self._at_once = place.at_once
         self._queue = queue

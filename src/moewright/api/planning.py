@@ -34,6 +34,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import SearchOptions
 from moewright.spec.plan import Estimate, Plan, RankingRule
 from moewright.spec.record import Record, Row
 from moewright.spec.units import plural
@@ -52,18 +53,6 @@ class PlanChoices(TypedDict, total=False):
     risk: float
     fewest: bool
     runs_on: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchOptions:
-    """How many layouts are wanted, which keys are pinned, and the risks that a ranking takes."""
-
-    top: int = 5
-    layout: str = ""
-    fewest: bool = False  # plan for the fewest devices on which a layout is safe
-    fit_probability: float = RankingRule().fit_probability
-    risk: float = RankingRule().risk
-    runs_on: str = ""  # a TargetTrainer that has to start the layouts; "": any layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

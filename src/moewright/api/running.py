@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from moewright.codec import read_run
 from moewright.codec.files import name_shards
@@ -20,10 +20,10 @@ from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.rules.limits.torchtitan_limits import torchtitan_refusals
 from moewright.rules.limits.trainers import TargetTrainer, job_refusals, trainer_refusals
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.options import ExportTarget
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
 
-Target = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
 _TRAINERS = ("megatron", "bridge", "torchtitan")
 
 
@@ -71,7 +71,9 @@ def engine_refusals(plan: Plan) -> tuple[Reason, ...]:
     return trainer_refusals(TargetTrainer.ENGINE, plan_job(plan), plan.hardware)
 
 
-def export(plan: Plan, *, to: Target, job: str = "", image: str = "", run_dir: str = ".") -> str:
+def export(
+    plan: Plan, *, to: ExportTarget, job: str = "", image: str = "", run_dir: str = "."
+) -> str:
     """Render a plan as the launch file of a trainer; what the target cannot say is refused.
 
     Args:
@@ -93,8 +95,8 @@ def export(plan: Plan, *, to: Target, job: str = "", image: str = "", run_dir: s
         >>> "--expert-model-parallel-size 8" in mw.export(plan, to="megatron")
         True
     """
-    if to not in get_args(Target):
-        names = ", ".join(get_args(Target))
+    if to not in get_args(ExportTarget):
+        names = ", ".join(get_args(ExportTarget))
         raise BadInput(Reason(field="--to", value=to, rule=f"must be one of {names}"))
     if job and to in _TRAINERS:
         rule = f"says nothing to {to}"

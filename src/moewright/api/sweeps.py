@@ -10,7 +10,7 @@ from statistics import median
 from moewright.api.launched_trials import LaunchedTrials, launch_trials
 from moewright.api.machines import Tell, read_job_hardware
 from moewright.api.requests import WorkloadOptions, read_plan_request
-from moewright.api.trial_place import HERE, TrialPlace
+from moewright.api.trial_place import plan_start
 from moewright.codec import fingerprint, parse_layout, read_run
 from moewright.cost.estimate import estimate
 from moewright.intake.job import read_job
@@ -26,6 +26,7 @@ from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import HERE, TrialPlace
 from moewright.spec.plan import Estimate, Plan
 from moewright.spec.printable import Verbatim
 from moewright.spec.record import Record, Row
@@ -125,7 +126,7 @@ def read_sweep_tables(
     spec = read_sweep(path)
     job = _read_sweep_job(spec, path)
     if not predict:
-        start = place.to_start()
+        start = plan_start(place)
         if not spec.job.file and not start.trainer_script:
             rule = "is needed to run a sweep; a model on other machines can be estimated"
             raise BadInput(Reason(field=f"{path.name}: job.file", rule=rule, nearest="--predict"))

@@ -26,7 +26,7 @@ from moewright.api.requests import (
     to_job_keys,
     translate_fields,
 )
-from moewright.api.trial_place import HERE, Launcher, TrialPlace
+from moewright.api.trial_place import plan_start
 from moewright.api.trial_results import classify_failure, describe_failure
 from moewright.codec import (
     PLAN_FILE,
@@ -50,6 +50,7 @@ from moewright.spec.finding import Basis
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import HERE, Launcher, TrialPlace
 from moewright.spec.plan import Plan
 from moewright.spec.printable import Verbatim
 from moewright.spec.workload import Workload
@@ -166,7 +167,7 @@ def read_tuning_request(
     data = ""
     torch_version = ""
     with translate_fields(to_job_keys(job)):
-        start = place.to_start()
+        start = plan_start(place)
         if not predict and not start.trainer_script:
             data, torch_version = _check_runnable(job_file, place)
         measures_here = not predict and place.launcher is not Launcher.SLURM

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from moewright.api.budgets import check_budget_figures, price_devices, scale_devices
 from moewright.api.planning import (
     Plans,
-    SearchOptions,
     explain_empty_search,
     is_plan_file,
     search_request,
@@ -33,6 +32,7 @@ from moewright.search.what_if import find_fewest
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import SearchOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record
 from moewright.spec.workload import Dtype

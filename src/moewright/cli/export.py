@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moewright.cli.answers import STANDARD_OUTPUT, write_answer
-from moewright.cli.options import EngineJobOptions, ExportTarget, JsonOption, LaunchScriptOptions
+from moewright.cli.options import EngineJobOptions, JsonOption, LaunchScriptOptions
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.options import ExportTarget
 
 if TYPE_CHECKING:
     from moewright.spec.plan import Plan

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, Token
 
+from moewright.rules.upcycling import RouterWeighting, UpcyclingSpec
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.options import SearchOptions, TrialPlace
 from moewright.spec.workload import BaseQuantization, Dtype, Task
 
 if TYPE_CHECKING:
     from moewright.api.requests import WorkloadOptions
-    from moewright.api.trial_place import TrialPlace
 
 # An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
 SetOption = Annotated[list[str] | None, Parameter(name="--set", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
-ExportTarget = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
 
 
 def _read_json_path(_: type, tokens: Sequence[Token]) -> Path:
@@ -219,7 +219,7 @@ class FineTuningOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankingOptions:
+class RankingOptions(SearchOptions):
     """Options that say which layouts are shown, and in which order.
 
     Parameters
@@ -243,11 +243,7 @@ class RankingOptions:
     """
 
     top: Count = 5
-    layout: str = ""
     fewest: Flag = False
-    fit_probability: float = 0.9
-    risk: float = 0.1
-    runs_on: str = ""
     why_not: str = ""
 
 
@@ -294,7 +290,7 @@ class PageOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrialOptions(PageOptions):
+class TrialOptions(TrialPlace):
     """Where trials run, what runs in them, and where the answer goes besides the terminal.
 
     Parameters
@@ -315,29 +311,15 @@ class TrialOptions(PageOptions):
         Options of sbatch, in quotes: "--partition gpu --account me --time 30".
     at_once
         Trials that may run at the same time in Slurm's queue; those known ahead are one job array.
+    html
+        Write the answer to this file, one page that opens offline.
     """
 
-    launcher: Literal["local", "torchrun", "slurm"] = "local"
-    trainer: Literal["ours", "megatron"] = "ours"
-    megatron: Path | None = None
     megatron_args: ShellWords = ""
     setup: ShellWords = ""
     sbatch: ShellWords = ""
     at_once: Count = 1
-
-    def to_place(self) -> TrialPlace:
-        """Return the options as the face of the package takes them."""
-        from moewright.api.trial_place import Launcher, TrialPlace, TrialTrainer
-
-        return TrialPlace(
-            launcher=Launcher(self.launcher),
-            trainer=TrialTrainer(self.trainer),
-            megatron=self.megatron,
-            megatron_args=self.megatron_args,
-            setup=self.setup,
-            sbatch=self.sbatch,
-            at_once=self.at_once,
-        )
+    html: Path | None = None
 
 
 @Parameter(name="*")
@@ -422,7 +404,7 @@ class EngineJobOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UpcyclingOptions:
+class UpcyclingOptions(UpcyclingSpec):
     """The model that a dense one becomes.
 
     Parameters
@@ -440,7 +422,7 @@ class UpcyclingOptions:
     scaling
         exact keeps the function; published spreads the factor over gate, up and down, which keeps
         it only about.
-    router
+    weighting
         post-softmax: the weights of the chosen experts sum to 1; pre-softmax: they are shares of
         all.
     """
@@ -450,8 +432,7 @@ class UpcyclingOptions:
     granularity: Count = 1
     dense_first: Count = 0
     every: Count = 1
-    scaling: Literal["exact", "published"] = "exact"
-    router: Literal["post-softmax", "pre-softmax"] = "post-softmax"
+    weighting: Annotated[RouterWeighting, Parameter(name="--router")] = RouterWeighting.POST_SOFTMAX
 
 
 @Parameter(name="*")

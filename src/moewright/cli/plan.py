@@ -45,7 +45,7 @@ def plan(
         Write the best plan (model, workload, hardware, layout, estimate) to this file; "-": to
         standard output, and the tables to standard error.
     """
-    from moewright.api.planning import SearchOptions, explain_empty_search, search_request
+    from moewright.api.planning import explain_empty_search, search_request
     from moewright.api.planning import why_not as find_objections
     from moewright.api.requests import read_plan_request, to_options, translate_fields
     from moewright.api.views import view_plans
@@ -55,15 +55,7 @@ def plan(
     # A layout that cannot be read is refused before the search, which may take a while.
     with translate_fields(to_options("--why-not")):
         parse_layout(ranking.why_not, world_size=request.hardware.count)
-    options = SearchOptions(
-        top=ranking.top,
-        layout=ranking.layout,
-        fewest=ranking.fewest,
-        fit_probability=ranking.fit_probability,
-        risk=ranking.risk,
-        runs_on=ranking.runs_on,
-    )
-    plans = search_request(request, Path(model), options)
+    plans = search_request(request, Path(model), ranking)
     objections: tuple[str, ...] = ()
     if ranking.why_not:
         objections = tuple(find_objections(plans, ranking.why_not).lines)

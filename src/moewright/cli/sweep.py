@@ -44,10 +44,9 @@ def bench_sweep(
     from moewright.view.table_view import TableView, build_table
 
     folder = out or Path("runs") / sweep.stem
-    place = trials.to_place()
     try:
         with reserve_stdout(json):
-            tables = read_sweep_tables(sweep, folder, predict=predict, tell=print_now, place=place)
+            tables = read_sweep_tables(sweep, folder, predict=predict, tell=print_now, place=trials)
     except TrialStoppedError:
         print(f"stopped; the same command goes on with {folder}", flush=True)
         return STOPPED

@@ -61,20 +61,19 @@ def tune(
     from moewright.view.tuning_view import view_tuning
 
     tuning.check_budget(budget_minutes)
-    place = trials.to_place()
-    if on and not predict and place.is_in_process:
+    if on and not predict and trials.is_in_process:
         rule = "trials run on this machine"
         raise BadInput(Reason(field="--on", value=on, rule=rule, nearest="--predict beside it"))
     folder = out or Path("runs") / f"{job.stem}_tune"
     request = tuning.read_tuning_request(
-        job, on=on, predict=predict, overrides=tuple(set_ or ()), tell=print_now, place=place
+        job, on=on, predict=predict, overrides=tuple(set_ or ()), tell=print_now, place=trials
     )
     try:
         if predict:
             answer = tuning.tune_by_predictions(request, folder, print_now)
         else:
             answer = tuning.tune_by_trials(
-                request, folder, budget_minutes=budget_minutes, tell=print_now, place=place
+                request, folder, budget_minutes=budget_minutes, tell=print_now, place=trials
             )
     except TrialStoppedError:
         print(f"stopped; the same command goes on with {folder}", flush=True)

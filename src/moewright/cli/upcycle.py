@@ -35,34 +35,20 @@ def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: Count
     from moewright.codec import write_text
     from moewright.intake.hub import locate_folder
     from moewright.rules.shapes.parameters import count_parameters
-    from moewright.rules.upcycling import (
-        RouterWeighting,
-        UpcyclingScaling,
-        UpcyclingSpec,
-        upcycle_model,
-    )
+    from moewright.rules.upcycling import upcycle_model
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         rule = "holds something already"
         raise BadInput(Reason(field="--out", value=str(out), rule=rule, nearest=f"{out}-2"))
-    spec = UpcyclingSpec(
-        experts=options.experts,
-        top_k=options.top_k,
-        granularity=options.granularity,
-        dense_first=options.dense_first,
-        every=options.every,
-        scaling=UpcyclingScaling(options.scaling),
-        weighting=RouterWeighting(options.router),
-    )
     source, open_parameters = _open_dense(locate_folder(dense, "dense"))
     with translate_fields(_option_of_field):
-        model = upcycle_model(source, spec)
+        model = upcycle_model(source, options)
     config = _complete_config(model)
 
     from moewright.engine.run.upcycle import upcycle as write_upcycled
 
     with open_parameters as read_parameter:
-        write_upcycled(read_parameter, source, model, spec, seed=seed, out=out)
+        write_upcycled(read_parameter, source, model, options, seed=seed, out=out)
     write_text(out / "config.json", json.dumps(config, indent=1) + "\n")
     before = count_parameters(source)
     after = count_parameters(model)

@@ -28,8 +28,8 @@ class UpcyclingScaling(StrEnum):
 class RouterWeighting(StrEnum):
     """The experts over which the router's softmax is taken."""
 
-    CHOSEN = "post-softmax"  # the chosen experts, whose weights sum to 1
-    ALL = "pre-softmax"  # all experts
+    POST_SOFTMAX = "post-softmax"  # the chosen experts, whose weights sum to 1
+    PRE_SOFTMAX = "pre-softmax"  # all experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class UpcyclingSpec:
     dense_first: int = 0
     every: int = 1
     scaling: UpcyclingScaling = UpcyclingScaling.EXACT
-    weighting: RouterWeighting = RouterWeighting.CHOSEN
+    weighting: RouterWeighting = RouterWeighting.POST_SOFTMAX
 
     @property
     def copies(self) -> int:
@@ -56,7 +56,7 @@ class UpcyclingSpec:
     def weight_factors(self) -> tuple[float, float]:
         """The factor of gate and up, and the factor of down."""
         total = float(self.granularity)
-        if self.weighting is RouterWeighting.ALL:
+        if self.weighting is RouterWeighting.PRE_SOFTMAX:
             total *= self.experts / self.top_k
         if self.scaling is UpcyclingScaling.EXACT:
             return 1.0, total
@@ -77,8 +77,8 @@ def upcycle_model(dense: ModelSpec, spec: UpcyclingSpec) -> ModelSpec:
     assert forms is not None  # else there were a reason
     router = RouterSpec(
         top_k=spec.top_k,
-        pre_softmax=spec.weighting is RouterWeighting.ALL,
-        renormalize=spec.weighting is RouterWeighting.CHOSEN,
+        pre_softmax=spec.weighting is RouterWeighting.PRE_SOFTMAX,
+        renormalize=spec.weighting is RouterWeighting.POST_SOFTMAX,
     )
     return replace(
         dense,
@@ -137,10 +137,10 @@ def _check_counts(dense: ModelSpec, spec: UpcyclingSpec) -> Iterator[Reason]:
     if not any(_moe_layers(dense, spec)):
         rule = f"leaves none of the {dense.layers} layers to experts"
         yield Reason(field="dense_first", value=str(spec.dense_first), rule=rule, nearest="0")
-    if spec.scaling is UpcyclingScaling.EXACT and spec.weighting is RouterWeighting.ALL:
+    if spec.scaling is UpcyclingScaling.EXACT and spec.weighting is RouterWeighting.PRE_SOFTMAX:
         rule = (
             "the chosen experts' share of a softmax over all differs by token: no factor makes up "
             "for it exactly"
         )
-        near = f"{RouterWeighting.CHOSEN}, or --scaling published"
+        near = f"{RouterWeighting.POST_SOFTMAX}, or --scaling published"
         yield Reason(field="router", value=spec.weighting, rule=rule, nearest=near)

@@ -9,6 +9,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import SearchOptions
 from moewright.spec.record import Record, Row
 from moewright.spec.sourced import SourceKind
 from moewright.spec.units import GIB
@@ -181,8 +182,8 @@ class RankingRule:
     is the predicted step itself.
     """
 
-    fit_probability: float = 0.9
-    risk: float = 0.1
+    fit_probability: float = SearchOptions().fit_probability
+    risk: float = SearchOptions().risk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

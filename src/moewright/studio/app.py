@@ -18,10 +18,11 @@ from starlette.routing import Route
 
 from moewright.api.catalogues import hardware as list_hardware
 from moewright.api.catalogues import models as list_models
-from moewright.api.running import Target, export
+from moewright.api.running import export
 from moewright.api.views import view_comparison, view_plan, view_timetable
 from moewright.report.trace import build_trace
 from moewright.spec.errors import BadInput
+from moewright.spec.options import ExportTarget
 from moewright.spec.record import Record, format_json
 from moewright.spec.workload import Dtype
 from moewright.studio.drops import read_dropped_model, read_dropped_script
@@ -180,7 +181,7 @@ def _render_launch_file(params: Mapping[str, str]) -> str:
     """Return a query's plan as the launch file of the target that the address names."""
     target = params.get("to", "")
     plan = read_query(params).build()
-    return export(plan, to=cast(Target, target), job=params.get("job", ""))
+    return export(plan, to=cast(ExportTarget, target), job=params.get("job", ""))
 
 
 async def _send_file(render: Callable[[], str], media_type: str) -> Response:

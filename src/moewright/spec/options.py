@@ -1,0 +1,63 @@
+"""Options that a verb of the command line and a function of the package both take.
+
+The command line derives records of its own from these, with its help and its spellings, and hands
+them on as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+# What a plan is written for: a trainer, or what starts ours.
+ExportTarget = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchOptions:
+    """How many layouts are wanted, which keys are pinned, and the risks that a ranking takes."""
+
+    top: int = 5
+    layout: str = ""
+    fewest: bool = False  # plan for the fewest devices on which a layout is safe
+    fit_probability: float = 0.9
+    risk: float = 0.1
+    runs_on: str = ""  # a TargetTrainer that has to start the layouts; "": any layout
+
+
+class Launcher(StrEnum):
+    """What starts a trial."""
+
+    LOCAL = "local"
+    TORCHRUN = "torchrun"
+    SLURM = "slurm"
+
+
+class TrialTrainer(StrEnum):
+    """What runs in a trial."""
+
+    OURS = "ours"
+    MEGATRON = "megatron"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialPlace:
+    """Where trials run and what runs in them; `at_once` of them wait or run at the same time."""
+
+    launcher: Launcher = Launcher.LOCAL
+    trainer: TrialTrainer = TrialTrainer.OURS
+    megatron: Path | None = None
+    megatron_args: str = ""
+    setup: str = ""
+    sbatch: str = ""
+    at_once: int = 1
+
+    @property
+    def is_in_process(self) -> bool:
+        """Return whether this program itself starts the ranks of our engine."""
+        return self.launcher is Launcher.LOCAL and self.trainer is TrialTrainer.OURS
+
+
+HERE = TrialPlace()  # our engine, on this machine
