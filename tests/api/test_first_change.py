@@ -97,3 +97,48 @@ def test_a_family_of_known_parts_is_a_record_and_its_row(tmp_path: Path) -> None
     families = "src/moewright/families"
     sources = {file for file in touched if file.startswith("src/")}
     assert sources == {f"{families}/tulip.py", f"{families}/table.py"}
+
+
+TWO_RANKS = """
+import sys
+
+import torch
+import torch.distributed as dist
+
+from moewright.engine.comm.collectives import Group
+from moewright.engine.dispatch.deepep import open_library, verify_library
+from moewright.engine.dispatch.library import LibrarySizes
+from moewright.engine.observe.counters import Counters
+from moewright.spec.layout import DispatcherKind
+
+sys.path.append("site")
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+counters = Counters()
+group = Group(name="ep", ranks=(0, 1), index=rank, handle=dist.group.WORLD, counters=counters)
+alone = Group(name="etp", ranks=(rank,), index=0, handle=None, counters=counters)
+sizes = LibrarySizes(experts=4, hidden=8, max_tokens=64, nvlink_domain_size=2)
+kind = DispatcherKind.GATHEREP
+library = open_library(kind, group, sizes, torch.device("cpu"))
+verify_library(library, kind, alone, experts=4, hidden=8, like=torch.zeros(1))
+print("equal to the plain all-to-all", flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_the_dispatcher_of_the_walk_moves_tokens_between_two_ranks(tmp_path: Path) -> None:
+    take_walk("A dispatcher", tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "store")],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        output, _ = process.communicate(timeout=120)
+        assert "equal to the plain all-to-all" in output
