@@ -1,6 +1,8 @@
 """Options that verbs share with their help, and records of options that belong together.
 
-A record is one parameter of a verb; its fields are options of the command line.
+A record is one parameter of a verb; its fields are options of the command line. A record that
+derives from one of the package states again what has a converter here, and what has an enumeration
+for its type: annotations are read by the names of this module.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, Token
 
-from moewright.rules.upcycling import RouterWeighting, UpcyclingSpec
+from moewright.rules.upcycling import RouterWeighting, UpcyclingScaling, UpcyclingSpec
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.options import SearchOptions, TrialPlace
+from moewright.spec.options import Launcher, SearchOptions, TrialPlace, TrialTrainer
 from moewright.spec.workload import BaseQuantization, Dtype, Task
 
 if TYPE_CHECKING:
@@ -315,6 +317,8 @@ class TrialOptions(TrialPlace):
         Write the answer to this file, one page that opens offline.
     """
 
+    launcher: Launcher = Launcher.LOCAL
+    trainer: TrialTrainer = TrialTrainer.OURS
     megatron_args: ShellWords = ""
     setup: ShellWords = ""
     sbatch: ShellWords = ""
@@ -432,6 +436,7 @@ class UpcyclingOptions(UpcyclingSpec):
     granularity: Count = 1
     dense_first: Count = 0
     every: Count = 1
+    scaling: UpcyclingScaling = UpcyclingScaling.EXACT
     weighting: Annotated[RouterWeighting, Parameter(name="--router")] = RouterWeighting.POST_SOFTMAX
 
 

@@ -96,18 +96,17 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
     return layout
 
 
-def _implied_value(layout: Layout, field: LayoutField) -> Any:
-    """Return the value that a field has where the text of the other fields leaves it out.
+def _implied_values(layout: Layout) -> dict[str, Any]:
+    """Return the values that fields have where text leaves them out, if they are no defaults.
 
     On a V the virtual stages are always written.
     """
-    if field.name == "sp":
-        return layout.tp > 1
-    if field.name == "schedule" and layout.vpp > 1:
-        return Schedule.INTERLEAVED
-    if field.name == "vpp" and layout.schedule.is_v_shaped:
-        return None
-    return field.default
+    implied: dict[str, Any] = {"sp": layout.tp > 1}
+    if layout.vpp > 1:
+        implied["schedule"] = Schedule.INTERLEAVED
+    if layout.schedule.is_v_shaped:
+        implied["vpp"] = None
+    return implied
 
 
 def _format_field(layout: Layout, field: LayoutField) -> str:
@@ -139,11 +138,12 @@ def format_layout(layout: Layout) -> str:
 
     Degrees come first; tp, pp, ep and mbs are always shown.
     """
+    implied = _implied_values(layout)
     return ",".join(
         _format_field(layout, field)
         for field in _TEXT_ORDER
         if field.facts.is_always_shown
-        or getattr(layout, field.name) != _implied_value(layout, field)
+        or getattr(layout, field.name) != implied.get(field.name, field.default)
     )
 
 

@@ -93,6 +93,11 @@ class LayoutField:
             return ""
         return self.facts.key or self.name
 
+    @property
+    def least(self) -> int:
+        """The least number that is legal, which may be a default that text never spells."""
+        return min(self.facts.least, int(self.default))
+
     def format(self, value: Any) -> str:
         """Return a value of the field as layout text has it; a set without members is "none"."""
         if self.kind is FieldKind.SET:

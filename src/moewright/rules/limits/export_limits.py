@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
-from moewright.spec.choices import FieldFacts
-from moewright.spec.layout import LAYOUT_FIELDS, Layout
+from moewright.spec.choices import LayoutField
+from moewright.spec.layout import Layout
 from moewright.spec.workload import Objective, Task, Workload
 
 
@@ -28,14 +28,13 @@ def unexported_training(workload: Workload) -> Iterator[tuple[str, object, str, 
 
 
 def missing_choices(
-    layout: Layout, instead: Callable[[FieldFacts], str]
+    layout: Layout, only_defaults: Iterable[tuple[LayoutField, str]]
 ) -> Iterator[tuple[str, str, str, str]]:
     """Yield field, value, rule and default of choices of which a trainer has the default alone.
 
-    `instead` returns what it does in place of all others, as a field's facts have it.
+    `only_defaults` are those fields, each with what the trainer does.
     """
-    for field in LAYOUT_FIELDS:
+    for field, rule in only_defaults:
         value = getattr(layout, field.name)
-        rule = instead(field.facts)
-        if rule and value != field.default:
+        if value != field.default:
             yield field.name, field.format(value), rule, field.format(field.default)

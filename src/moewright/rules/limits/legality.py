@@ -30,6 +30,16 @@ from moewright.spec.workload import Dtype, Workload
 _MAX_WORLD = 2**20
 _MAX_SEQ_LEN = 2**27
 _MAX_BATCH = 2**24
+# Every layout that is priced is checked: what is legal of each field is built once.
+_WHOLE_NUMBERS = tuple(
+    (field, field.facts.levels or range(field.least, field.facts.most + 1))
+    for field in LAYOUT_FIELDS
+    if field.kind is FieldKind.NUMBER
+)
+# A fraction behind a word is checked beside what it is a fraction of.
+_FACTORS = tuple(
+    field for field in LAYOUT_FIELDS if field.kind is FieldKind.FACTOR and field.facts.word is None
+)
 
 
 def check_legality(job: Job) -> tuple[Reason, ...]:
@@ -127,7 +137,7 @@ def _check_bounds(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
     """
     reasons = [
         *_check_range("layout.world_size", layout.world_size, 1, _MAX_WORLD),
-        *(reason for field in LAYOUT_FIELDS for reason in _check_field(layout, field)),
+        *(reason for field in _out_of_range(layout) for reason in _check_field(layout, field)),
     ]
     if reasons:
         return tuple(reasons)
@@ -159,19 +169,28 @@ def _check_range(field: str, value: int, low: int, high: int, *, step: int = 1) 
         yield Reason(field=field, value=_show(value), rule=rule, nearest=str(near))
 
 
+def _out_of_range(layout: Layout) -> Iterator[LayoutField]:
+    """Yield the numbers of a layout that are none or out of their ranges."""
+    for field, legal in _WHOLE_NUMBERS:
+        value = getattr(layout, field.name)
+        if type(value) is not int or value not in legal:
+            yield field
+    for field in _FACTORS:
+        if not _is_factor(getattr(layout, field.name)):
+            yield field
+
+
 def _check_field(layout: Layout, field: LayoutField) -> Iterator[Reason]:
-    """Yield why a number of a layout is none, or out of its range."""
+    """Yield the rule that a number of a layout breaks, which is none or out of its range."""
     name = f"layout.{field.name}"
     value = getattr(layout, field.name)
     facts = field.facts
-    if field.kind is FieldKind.NUMBER and facts.levels:
-        if type(value) is not int or value not in facts.levels:
-            rule = facts.describe_levels()
-            yield Reason(field=name, value=_show(value), rule=rule, nearest=str(field.default))
+    if facts.levels:
+        rule = facts.describe_levels()
+        yield Reason(field=name, value=_show(value), rule=rule, nearest=str(field.default))
     elif field.kind is FieldKind.NUMBER:
-        # Some have a default, such as 0 for all, that text never spells.
-        yield from _check_range(name, value, min(facts.least, field.default), facts.most)
-    elif field.kind is FieldKind.FACTOR and facts.word is None and not _is_factor(value):
+        yield from _check_range(name, value, field.least, facts.most)
+    else:
         rule = "must be a finite number, 0 or more"
         nearest = field.format(field.default)
         yield Reason(field=name, value=_show(value), rule=rule, nearest=nearest)

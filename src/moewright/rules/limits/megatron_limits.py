@@ -16,6 +16,7 @@ from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
+    LAYOUT_FIELDS,
     CapacityFill,
     CpComm,
     CudaGraphScope,
@@ -66,6 +67,10 @@ _WRITTEN = frozenset(
 MLA_YARN_DEFAULTS = (4096, 32.0, 1.0)
 # The original length that its llama3 scaling is written for.
 LLAMA3_POSITIONS = 8192
+
+_ONLY_DEFAULTS = tuple(
+    (field, field.facts.megatron_instead) for field in LAYOUT_FIELDS if field.facts.megatron_instead
+)
 
 
 def megatron_refusals(job: Job, hardware: Hardware) -> tuple[Reason, ...]:
@@ -273,7 +278,7 @@ def _check_layout(layout: Layout) -> Iterator[Reason]:
         yield _refusal("layout.dispatcher", layout.dispatcher, rule, nearest_kind)
     if layout.shard and layout.zero != 1:
         yield _refusal("layout.shard", layout.shard, "export has no hybrid sharding", "all ranks")
-    for field, value, rule, default in missing_choices(layout, lambda f: f.megatron_instead):
+    for field, value, rule, default in missing_choices(layout, _ONLY_DEFAULTS):
         yield _refusal(f"layout.{field}", value, rule, default)
     if Recompute.LOSS in layout.recompute:
         others = "+".join(item for item in layout.recompute if item is not Recompute.LOSS)

@@ -15,6 +15,7 @@ from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
     DEFAULT_LAYOUT,
+    LAYOUT_FIELDS,
     CpComm,
     Layout,
     Overlap,
@@ -52,6 +53,11 @@ FLAVOURS = {
     "Qwen/Qwen3-235B-A22B": ("qwen3", "235B-A22B"),
 }
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule.facts.torchtitan)
+_ONLY_DEFAULTS = tuple(
+    (field, field.facts.torchtitan_instead)
+    for field in LAYOUT_FIELDS
+    if field.facts.torchtitan_instead
+)
 _MTP_FAMILY = "deepseek_v3"  # the models that predict further tokens
 
 
@@ -79,7 +85,7 @@ def torchtitan_refusals(job: Job, hardware: Hardware) -> Iterator[Reason]:
     if model.mtp_layers and (family != _MTP_FAMILY or layout.pp > 1):
         rule = "has MTP only in deepseek_v3, and without a pipeline"
         yield _refusal("model.mtp_layers", model.mtp_layers, rule, 0)
-    for field, value, rule, nearest in missing_choices(layout, lambda f: f.torchtitan_instead):
+    for field, value, rule, nearest in missing_choices(layout, _ONLY_DEFAULTS):
         yield _refusal(f"layout.{field}", value, rule, nearest)
     yield from _check_sharding(layout, model)
     yield from _check_memory(layout)
