@@ -1,9 +1,9 @@
-"""The terms of a peak stand in one list: a new one reaches estimates and scores alike."""
+"""The terms of a peak and of a step stand in lists: a new one reaches estimates and scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -23,7 +23,9 @@ from moewright.cost.memory.peak_terms import (
 from moewright.cost.memory.rank_batch import EVERY_MODULE, Booked, RankBatch, StageRank
 from moewright.cost.stage_parts import count_parts, list_parts
 from moewright.cost.symbols import Symbols
+from moewright.cost.time import step_tail
 from moewright.cost.time.op_time import DeviceRates
+from moewright.cost.time.step_tail import TailContext, TailSeconds
 from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.rules.timetable import stages
@@ -32,7 +34,8 @@ from moewright.search.screening import Screener
 from moewright.search.space import build_search_space, degree_groups
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import CpComm, DispatcherKind, Offload, Overlap
-from moewright.spec.ledger import Component, Module
+from moewright.spec.ledger import Component, Module, StepPhase
+from moewright.spec.plan import Estimate, TimePart
 from moewright.spec.workload import (
     CheckpointSpec,
     Dtype,
@@ -49,8 +52,17 @@ MORE_BYTES = 3 * 2**30
 WORK = Workload(seq_len=4096, global_batch=64)
 
 
-def _score_and_estimate() -> tuple[float, int]:
-    """Return the bytes of one layout as a search scores it, and as its estimate has them."""
+@dataclass(frozen=True, kw_only=True)
+class ScoredLayout:
+    """A layout's bytes and seconds as a search scores it, and its estimate."""
+
+    score_bytes: float
+    score_s: float
+    estimate: Estimate
+
+
+def _score_and_estimate() -> ScoredLayout:
+    """Score and estimate a layout."""
     model, hardware = catalogue.model("Qwen3-30B-A3B"), catalogue.hardware("16xH100")
     space = build_search_space(model, WORK, hardware, "tp2,cp1,pp2,vpp1,ep8,etp1,mbs1,zero1")
     screener = Screener(space)
@@ -60,7 +72,11 @@ def _score_and_estimate() -> tuple[float, int]:
     assert scores is not None
     place = tuple(np.argwhere(np.isfinite(scores.step_s))[0].tolist())
     layout = screener.layout(scores, *place)
-    return float(scores.peak_bytes[place]), estimate(model, WORK, hardware, layout).peak_bytes
+    return ScoredLayout(
+        score_bytes=float(scores.peak_bytes[place]),
+        score_s=float(scores.step_s[place]),
+        estimate=estimate(model, WORK, hardware, layout),
+    )
 
 
 def _book_more(ranks: RankBatch, _: Booked) -> Booked:
@@ -91,11 +107,12 @@ def _add_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_term_moves_estimates_and_scores_alike(
     add: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score_before, estimate_before = _score_and_estimate()
+    before = _score_and_estimate()
     add(monkeypatch)
-    score, estimated = _score_and_estimate()
-    assert estimated - estimate_before > MORE_BYTES / 8
-    assert score - score_before == pytest.approx(estimated - estimate_before, abs=64)
+    after = _score_and_estimate()
+    more = after.estimate.peak_bytes - before.estimate.peak_bytes
+    assert more > MORE_BYTES / 8
+    assert after.score_bytes - before.score_bytes == pytest.approx(more, abs=64)
 
 
 def _stage_rank(job: Job, hardware: Hardware) -> StageRank:
@@ -112,6 +129,22 @@ def _stage_rank(job: Job, hardware: Hardware) -> StageRank:
         parts=parts,
         counts=split_by_rank(job.layout, chunks, counts)[0],
     )
+
+
+def _wait_once(_: TailContext) -> TailSeconds:
+    return TailSeconds(phase=StepPhase.OPTIMIZER, part=TimePart.HOST, exposed_s=2.0)
+
+
+def test_a_new_term_of_a_step_moves_estimates_and_scores_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = _score_and_estimate()
+    monkeypatch.setattr(step_tail, "TAIL_TERMS", (*step_tail.TAIL_TERMS, _wait_once))
+    after = _score_and_estimate()
+    assert after.score_s - before.score_s == pytest.approx(2.0, rel=1e-9)
+    assert after.estimate.step_s - before.estimate.step_s == pytest.approx(2.0, rel=1e-9)
+    shares = {share.part: share.seconds for share in after.estimate.shares}
+    assert shares[TimePart.HOST] >= 2.0
 
 
 OTHER_VALUES: dict[str, object] = {

@@ -272,9 +272,7 @@ def _phases(
         unscaled = {
             StepPhase.FORWARD: sym.m * stage.forward_s,
             StepPhase.BACKWARD: sym.m * (stage.total_s - stage.forward_s),
-            StepPhase.GRAD_REDUCE: tail.reduce_s,
-            StepPhase.OPTIMIZER: tail.optimizer_s,
-            StepPhase.PARAM_GATHER: tail.gather_s,
+            **tail.by_phase(),
         }
         seconds = {phase: factor * phase_s for phase, phase_s in unscaled.items()}
         seconds[StepPhase.OTHER] = step.step_s - sum(seconds.values())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
+from typing import TypeVar
 
 from moewright.cost.constants import Constants
 from moewright.cost.memory.model_states import MOMENTUM_BYTES
@@ -18,6 +21,8 @@ from moewright.rules.routing import largest_of
 from moewright.rules.shapes import fsdp
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap
+from moewright.spec.ledger import StepPhase
+from moewright.spec.plan import TimePart
 from moewright.spec.workload import Dtype, MatrixUpdate
 
 _FP32_BYTES = 4
@@ -35,22 +40,34 @@ class RankParameters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepTail:
-    """Seconds of the work that a step does once, after its micro-batches.
+class TailSeconds:
+    """The seconds of one term of what a step does once, and where they are booked.
 
-    `hidden_s` are the seconds of collectives that run beside micro-batches, and are hidden as far
-    as these take as long; the other fields are exposed.
+    `hidden_s` are those of collectives that run beside micro-batches, and are hidden as far as
+    these take as long; `exposed_s` come after them.
     """
 
-    reduce_s: float
-    gather_s: float
-    optimizer_s: float
-    hidden_s: float
+    phase: StepPhase
+    part: TimePart
+    exposed_s: float
+    hidden_s: float = 0.0
 
-    @property
+
+@dataclass(frozen=True, kw_only=True)
+class StepTail:
+    """Seconds of the work that a step does once, after its micro-batches, by term."""
+
+    terms: tuple[TailSeconds, ...]
+
+    @cached_property
+    def hidden_s(self) -> float:
+        """The seconds of what runs beside the micro-batches."""
+        return sum(term.hidden_s for term in self.terms)
+
+    @cached_property
     def total_s(self) -> float:
         """The seconds after the micro-batches."""
-        return self.reduce_s + self.gather_s + self.optimizer_s
+        return sum(term.exposed_s for term in self.terms)
 
     @property
     def least_s(self) -> float:
@@ -60,6 +77,24 @@ class StepTail:
     def step_s(self, pipeline_s: float) -> float:
         """Return the seconds of a step whose micro-batches take `pipeline_s`."""
         return max(pipeline_s + self.total_s, self.least_s)
+
+    def by_phase(self) -> dict[StepPhase, float]:
+        """Return the seconds after the micro-batches by phase."""
+        return _sum_by((term.phase, term.exposed_s) for term in self.terms)
+
+    def by_part(self) -> dict[TimePart, float]:
+        """Return the seconds after the micro-batches by part of a step."""
+        return _sum_by((term.part, term.exposed_s) for term in self.terms)
+
+
+_K = TypeVar("_K")
+
+
+def _sum_by(pairs: Iterable[tuple[_K, float]]) -> dict[_K, float]:
+    sums: dict[_K, float] = {}
+    for key, seconds in pairs:
+        sums[key] = sums.get(key, 0.0) + seconds
+    return sums
 
 
 def count_owned_parameters(layout: Layout, parameters: RankParameters) -> tuple[int, int]:
@@ -71,56 +106,143 @@ def count_owned_parameters(layout: Layout, parameters: RankParameters) -> tuple[
     return parameters.dense // dense_shards, parameters.expert // expert_shards
 
 
+@dataclass(frozen=True, kw_only=True)
+class TailContext:
+    """What the terms of a tail are priced from: a rank with so many parameters."""
+
+    rates: DeviceRates
+    collectives: CollectiveModel
+    sym: Symbols
+    parameters: RankParameters
+
+    @cached_property
+    def exchanges(self) -> dict[str, _StateExchange]:
+        """The exchanges of the parameters that each group reduces."""
+        parameters = self.parameters
+        return {
+            group: _state_exchange(self.collectives, self.sym, group, numel, calls)
+            for group, numel, calls in (
+                ("dp_cp", parameters.dense, parameters.dense_calls),
+                ("edp", parameters.expert, parameters.expert_calls),
+            )
+            if numel
+        }
+
+    @property
+    def hideable(self) -> list[_StateExchange]:
+        """The exchanges that other work may hide: not those of experts that have replicas."""
+        return [
+            exchange
+            for group, exchange in self.exchanges.items()
+            if not self.sym.layout.spare or group != "edp"
+        ]
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of a hideable exchange that runs beside the micro-batches."""
+        if not self.sym.is_fused:
+            return 0.0
+        return 1 - self.collectives.constants["overlapped_dp_share"]
+
+    @property
+    def replica_numel(self) -> float:
+        """The elements of a rank's replicas of experts."""
+        model, layout = self.sym.model, self.sym.layout
+        if not layout.spare or model.moe is None:
+            return 0.0
+        return layout.spare * self.parameters.expert * layout.ep / model.moe.experts
+
+    def replica_exchange_s(self, element_bytes: int) -> float:
+        """Return the seconds in which ranks exchange replicas of experts with their owners."""
+        if not self.replica_numel:
+            return 0.0
+        span = self.collectives.span(self.sym.layout, "ep")
+        nbytes = element_bytes * self.replica_numel
+        return self.collectives.seconds(Collective.ALL_TO_ALL, span, nbytes)
+
+
+def reduce_gradients(tail: TailContext) -> TailSeconds:
+    """Return the reduction of gradients.
+
+    zero=2 and 3 reduce after every micro-batch. Under hybrid sharding the ranks that hold replicas
+    of a shard then sum its gradient, once a step. Replicas of experts send gradients to the
+    experts' owners after backward, before the owners reduce: neither is hidden.
+    """
+    layout = tail.sym.layout
+    hidden_s = 0.0
+    if Overlap.GRAD in layout.overlap or layout.zero >= 2:
+        hidden_s = tail.hidden_share * sum(exchange.reduce_s for exchange in tail.hideable)
+    reduce_s = sum(
+        exchange.reduce_s + exchange.replica_sums_s for exchange in tail.exchanges.values()
+    )
+    return TailSeconds(
+        phase=StepPhase.GRAD_REDUCE,
+        part=TimePart.DP_COMM,
+        exposed_s=reduce_s + tail.replica_exchange_s(_FP32_BYTES) - hidden_s,
+        hidden_s=hidden_s,
+    )
+
+
+def gather_weights(tail: TailContext) -> TailSeconds:
+    """Return the gathers of weights.
+
+    zero=3 gathers for each forward and backward. Replicas of experts receive weights at the end of
+    the step, which nothing hides.
+    """
+    layout = tail.sym.layout
+    hidden_s = 0.0
+    if Overlap.PARAM in layout.overlap or layout.zero == 3:
+        hidden_s = tail.hidden_share * sum(exchange.gather_s for exchange in tail.hideable)
+    gather_s = sum(exchange.gather_s for exchange in tail.exchanges.values())
+    return TailSeconds(
+        phase=StepPhase.PARAM_GATHER,
+        part=TimePart.DP_COMM,
+        exposed_s=gather_s + tail.replica_exchange_s(tail.sym.c) - hidden_s,
+        hidden_s=hidden_s,
+    )
+
+
+def exchange_momentum(tail: TailContext) -> TailSeconds:
+    """Return the exchange of Muon's momentum."""
+    exchange_s = _momentum_exchange_s(tail.collectives, tail.sym, tail.parameters)
+    return TailSeconds(phase=StepPhase.PARAM_GATHER, part=TimePart.DP_COMM, exposed_s=exchange_s)
+
+
+def copy_flat_weights(tail: TailContext) -> TailSeconds:
+    """Return the copies from and to the buffers of zero=3's collectives."""
+    copies_s = _flat_copies_s(tail.rates, tail.sym, tail.parameters)
+    return TailSeconds(phase=StepPhase.PARAM_GATHER, part=TimePart.DP_COMM, exposed_s=copies_s)
+
+
+def add_shards(tail: TailContext) -> TailSeconds:
+    """Return the sums of reduced shards and the gradients of the step."""
+    sums_s = _shard_sums_s(tail.rates, tail.sym, tail.parameters)
+    return TailSeconds(phase=StepPhase.PARAM_GATHER, part=TimePart.DP_COMM, exposed_s=sums_s)
+
+
+def update_weights(tail: TailContext) -> TailSeconds:
+    """Return the optimizer, and the wait for the rank whose host comes last."""
+    update_s = _optimizer_s(tail.rates, tail.sym, tail.parameters)
+    return TailSeconds(phase=StepPhase.OPTIMIZER, part=TimePart.OPTIMIZER, exposed_s=update_s)
+
+
+# What a step does once. Estimates book the terms by phase and part, searches sum them.
+TAIL_TERMS: tuple[Callable[[TailContext], TailSeconds], ...] = (
+    reduce_gradients,
+    gather_weights,
+    exchange_momentum,
+    copy_flat_weights,
+    add_shards,
+    update_weights,
+)
+
+
 def step_tail(
     rates: DeviceRates, collectives: CollectiveModel, sym: Symbols, parameters: RankParameters
 ) -> StepTail:
-    """Return gradient reduction, optimizer and weight gather of a rank with so many parameters.
-
-    zero=2 and 3 reduce after every micro-batch, zero=3 gathers for each forward and backward, with
-    copies from and to the buffers of its collectives that nothing hides; both add each reduced
-    shard to the gradients of the step. Under hybrid sharding the ranks that hold replicas of a
-    shard then sum its gradient, once a step.
-    Replicas of experts send gradients to the experts' owners after backward, before the owners
-    reduce, and receive weights at the end of the step: none of that, nor the owners' reduction and
-    gather, is hidden.
-    """
-    layout = sym.layout
-    reduce_s, gather_s, replica_sums_s = 0.0, 0.0, 0.0
-    hideable_reduce_s, hideable_gather_s = 0.0, 0.0  # what other work may hide
-    for group, numel, calls in (
-        ("dp_cp", parameters.dense, parameters.dense_calls),
-        ("edp", parameters.expert, parameters.expert_calls),
-    ):
-        if not numel:
-            continue
-        exchange = _state_exchange(collectives, sym, group, numel, calls)
-        reduce_s += exchange.reduce_s
-        gather_s += exchange.gather_s
-        replica_sums_s += exchange.replica_sums_s
-        if not layout.spare or group != "edp":
-            hideable_reduce_s = reduce_s
-            hideable_gather_s = gather_s
-    if layout.spare and sym.model.moe is not None:
-        span = collectives.span(layout, "ep")
-        replicas = layout.spare * parameters.expert * layout.ep / sym.model.moe.experts
-        reduce_s += collectives.seconds(Collective.ALL_TO_ALL, span, _FP32_BYTES * replicas)
-        gather_s += collectives.seconds(Collective.ALL_TO_ALL, span, sym.c * replicas)
-    gather_s += _momentum_exchange_s(collectives, sym, parameters)
-    hidden_share = 1 - collectives.constants["overlapped_dp_share"] if sym.is_fused else 0.0
-    hidden_reduce_s, hidden_gather_s = 0.0, 0.0
-    if Overlap.GRAD in layout.overlap or layout.zero >= 2:
-        hidden_reduce_s = hidden_share * hideable_reduce_s
-    if Overlap.PARAM in layout.overlap or layout.zero == 3:
-        hidden_gather_s = hidden_share * hideable_gather_s
-    return StepTail(
-        reduce_s=reduce_s - hidden_reduce_s + replica_sums_s,
-        gather_s=gather_s
-        - hidden_gather_s
-        + _flat_copies_s(rates, sym, parameters)
-        + _shard_sums_s(rates, sym, parameters),
-        optimizer_s=_optimizer_s(rates, sym, parameters),
-        hidden_s=hidden_reduce_s + hidden_gather_s,
-    )
+    """Return what a rank with so many parameters does once a step."""
+    tail = TailContext(rates=rates, collectives=collectives, sym=sym, parameters=parameters)
+    return StepTail(terms=tuple(term(tail) for term in TAIL_TERMS))
 
 
 def _flat_copies_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cached_property
 
 import numpy as np
@@ -181,6 +182,27 @@ def reprice_experts(rates: DeviceRates, priced: PricedModelOps, sym: Symbols) ->
         for kind, rows in priced.layers.items()
     }
     return replace(priced, layers=layers)
+
+
+class _Outside(Enum):
+    """What of a stage is priced outside its layers."""
+
+    MTP = auto()
+    EMBEDDING = auto()
+    HEAD = auto()
+
+
+_Source = tuple[LayerKind, bool] | _Outside  # a kind of layer and whether it offloads, or another
+
+
+def _part_sources(parts: StageParts) -> list[list[_Source]]:
+    """Return what each part of a model is made up of, in the order of StageParts."""
+    layers: list[list[_Source]] = [
+        [(part.kind, part.offloads), *([_Outside.MTP] if part.is_mtp else [])]
+        for part in parts.layers
+    ]
+    mtp_input: list[_Source] = []  # what keeps an MTP depth's input takes no time
+    return [*layers, [_Outside.EMBEDDING], [_Outside.HEAD], mtp_input]
 
 
 class Pricer:
@@ -451,13 +473,14 @@ def step_time(
     waiting_s = still_s - sym.m * totals[slowest] if sym.layout.pp > 1 else 0.0
     last = max(tails, key=lambda tail: tail.step_s(still_s + sending_s))
     uncovered_s = max(0.0, last.hidden_s - still_s - sending_s)
-    parts = {
-        **own.exposed,
-        TimePart.PP_COMM: sending_s,
-        TimePart.BUBBLE: waiting_s,
-        TimePart.DP_COMM: last.reduce_s + last.gather_s + uncovered_s,
-        TimePart.OPTIMIZER: last.optimizer_s,
-    }
+    parts = dict(own.exposed)
+    for part, seconds in (
+        (TimePart.PP_COMM, sending_s),
+        (TimePart.BUBBLE, waiting_s),
+        *last.by_part().items(),
+        (TimePart.DP_COMM, uncovered_s),
+    ):
+        parts[part] = parts.get(part, 0.0) + seconds
     exposed = {part: seconds for part, seconds in parts.items() if seconds > 0}
     hidden = {**own.hidden, TimePart.DP_COMM: last.hidden_s - uncovered_s}
     return StepTime(
