@@ -142,3 +142,18 @@ def test_the_dispatcher_of_the_walk_moves_tokens_between_two_ranks(tmp_path: Pat
     for process in ranks:
         output, _ = process.communicate(timeout=120)
         assert "equal to the plain all-to-all" in output
+
+
+def test_a_cost_formula_is_a_line_for_its_bytes_and_one_for_its_seconds(tmp_path: Path) -> None:
+    """Estimates and scores have the made-up terms."""
+    touched = take_walk("A cost formula", tmp_path)
+    sources = {file for file in touched if file.startswith("src/")}
+    cost = "src/moewright/cost"
+    assert sources == {f"{cost}/memory/peak_terms.py", f"{cost}/time/step_tail.py"}
+
+
+def test_a_view_is_a_record_and_its_page(tmp_path: Path) -> None:
+    """The studio answers for the made-up page."""
+    pytest.importorskip("starlette", reason="the studio extra is not installed")
+    touched = take_walk("A view", tmp_path)
+    assert len({file for file in touched if file.startswith("src/")}) <= 5
