@@ -134,7 +134,7 @@ def _engine_step(state: TrainState) -> TrainStep:
             stop_requested=False,
             count_ledger=False,
         )
-        return result.loss
+        return result.backward.loss
 
     return step
 

@@ -427,7 +427,7 @@ def _train_curve(
             state, step=step, lr=lr, stop_requested=False, count_ledger=step == _COUNTED_STEP
         )
         assert not result.skipped
-        steps.append((result.loss, result.aux_loss, result.grad_norm))
+        steps.append((result.backward.loss, result.backward.aux_loss, result.backward.grad_norm))
         if step in digest_steps:
             state.optimizer.finish_pending()
             digests.append(dict(_digest_weights(state)))

@@ -97,7 +97,7 @@ def _build_step(state: TrainState) -> Turn:
                 stop_requested=False,
                 count_ledger=False,
             )
-            return result.loss
+            return result.backward.loss
 
         return run_step
 

@@ -108,7 +108,11 @@ def test_a_run_has_the_losses_of_plain_operations(kernels: KernelSet) -> None:
             train_step(state, step=step, lr=1e-3, stop_requested=False, count_ledger=step == 3)
             for step in (1, 2, 3, 4)
         ]
-        losses[name] = [value for result in results for value in (result.loss, result.grad_norm)]
+        losses[name] = [
+            value
+            for result in results
+            for value in (result.backward.loss, result.backward.grad_norm)
+        ]
         flops = sum(state.runtime.counters.flops.values())
         losses[f"{name} ledger"] = [float(flops), float(state.runtime.counters.census.totals.kept)]
     assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-4)

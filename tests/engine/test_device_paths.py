@@ -75,7 +75,7 @@ def build_state(data: Any) -> TrainState:
 def test_a_step_without_a_target_has_no_loss_and_goes_on() -> None:
     state = build_state(NoTargets())
     result = train_step(state, step=1, lr=1e-3, stop_requested=False, count_ledger=False)
-    assert result.loss == 0.0
+    assert result.backward.loss == 0.0
     assert not result.skipped
     heldout = compute_heldout_loss(state, state.train_data, 1, lambda: None)
     assert (heldout.loss, heldout.terms) == (0.0, 0)

@@ -256,7 +256,9 @@ def train_curve(workload: Workload, steps: int) -> list[float]:
         initial_value=draw_initial_value,
     )
     return [
-        train_step(state, step=step, lr=1e-3, stop_requested=False, count_ledger=False).loss
+        train_step(
+            state, step=step, lr=1e-3, stop_requested=False, count_ledger=False
+        ).backward.loss
         for step in range(1, steps + 1)
     ]
 

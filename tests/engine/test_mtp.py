@@ -59,9 +59,10 @@ def gradients(text: str, documents: DocumentMasking) -> dict[str, torch.Tensor]:
         rank=0, pp_rank=0, state=state.optimizer.memory_rows(), time=(), notes=()
     )
     counts = tuple(
-        tuple((tuple(layer),) for layer in of_batch) for of_batch in result.expert_counts.tolist()
+        tuple((tuple(layer),) for layer in of_batch)
+        for of_batch in result.backward.expert_counts.tolist()
     )
-    attended = () if documents is DocumentMasking.JOINED else (result.attended_pairs,)
+    attended = () if documents is DocumentMasking.JOINED else (result.backward.attended_pairs,)
     selection = Selection(step=1, counts=counts, attended=attended)
     assert_equal_lines(predict_ledger(plan, rank=0, selection=selection), ledger)
     return results

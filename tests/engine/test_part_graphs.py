@@ -87,7 +87,7 @@ def run_steps(shape: str, layout: str, *, counted: int = 2) -> Trained:
             count_ledger=step == counted,
             before_update=keep_gradients,
         )
-        curve.append((result.loss, result.aux_loss, result.grad_norm))
+        curve.append((result.backward.loss, result.backward.aux_loss, result.backward.grad_norm))
     state.optimizer.finish_pending()
     graphs = state.runtime.part_graphs
     return Trained(

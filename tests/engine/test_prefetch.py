@@ -56,7 +56,9 @@ def run_steps(source: NotedBatches, stop: int, workload: Workload = WORKLOAD) ->
     batches = PrefetchedBatches(source, stop=stop)
     state = build_state(batches, workload)
     losses = [
-        train_step(state, step=step, lr=1e-2, stop_requested=False, count_ledger=False).loss
+        train_step(
+            state, step=step, lr=1e-2, stop_requested=False, count_ledger=False
+        ).backward.loss
         for step in range(1, STEPS + 1)
     ]
     batches.close()
@@ -80,7 +82,7 @@ def test_a_fault_of_the_data_comes_up_in_its_step() -> None:
     batches = PrefetchedBatches(NotedBatches(bad_step=1), stop=STEPS)
     state = build_state(batches, WORKLOAD)
     result = train_step(state, step=1, lr=1e-2, stop_requested=False, count_ledger=False)
-    assert result.loss > 0
+    assert result.backward.loss > 0
     with pytest.raises(BadInput, match="has shrunk"):
         train_step(state, step=2, lr=1e-2, stop_requested=False, count_ledger=False)
     batches.close()

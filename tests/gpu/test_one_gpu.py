@@ -150,7 +150,9 @@ def test_the_gpu_trains_and_its_idle_share_is_measured(
     device = torch.device("cuda", 0)
     state = overhead.build_state(device)
     losses = [
-        train_step(state, step=step, lr=1e-3, stop_requested=False, count_ledger=False).loss
+        train_step(
+            state, step=step, lr=1e-3, stop_requested=False, count_ledger=False
+        ).backward.loss
         for step in range(1, 4)
     ]
     assert all(map(torch.isfinite, map(torch.tensor, losses)))
@@ -207,7 +209,9 @@ def run_losses(layout: str) -> list[float]:
         initial_value=draw_initial_value,
     )
     losses = [
-        train_step(state, step=step, lr=1e-3, stop_requested=False, count_ledger=False).loss
+        train_step(
+            state, step=step, lr=1e-3, stop_requested=False, count_ledger=False
+        ).backward.loss
         for step in range(1, WARMUP_STEPS + 4)
     ]
     full = 0 if state.graph is None else state.graph.replays

@@ -47,8 +47,8 @@ def _gather_selection(
     layout = runtime.mesh.layout
     # [pipeline rank, rank of its stage, micro-batch, layer, expert]; a layer's counts are 0 on all
     # stages but its own, so their sum over the pipeline is that layer's count.
-    shape = (layout.pp, world_size // layout.pp, *result.expert_counts.shape)
-    by_rank = torch.tensor(collectives.gather_json(result.expert_counts.tolist()))
+    shape = (layout.pp, world_size // layout.pp, *result.backward.expert_counts.shape)
+    by_rank = torch.tensor(collectives.gather_json(result.backward.expert_counts.tolist()))
     ranks = sorted(
         range(world_size),
         key=lambda rank: (coordinate(layout, rank, "pp"), stage_index(layout, rank)),
@@ -66,9 +66,9 @@ def _gather_selection(
     attended: tuple[Any, ...] = ()
     near: tuple[Any, ...] = ()
     if runtime.workload.data.documents is not DocumentMasking.JOINED:
-        attended = tuple(collectives.gather_json(result.attended_pairs))
+        attended = tuple(collectives.gather_json(result.backward.attended_pairs))
         if runtime.model.max_window:
-            near = tuple(collectives.gather_json(result.window_pairs))
+            near = tuple(collectives.gather_json(result.backward.window_pairs))
     return Selection(
         step=step,
         counts=_to_tuples(counts[..., :experts].tolist()),
@@ -76,12 +76,12 @@ def _gather_selection(
         nodes=nodes,
         attended=attended,
         near=near,
-        is_repeated=result.is_repeated,
+        is_repeated=result.backward.is_repeated,
     )
 
 
 def _describe_repeat(result: StepResult) -> tuple[str, ...]:
-    if not result.is_repeated:
+    if not result.backward.is_repeated:
         return ()
     return (
         "some rank had more rows than its rank_capacity: the step was run again with all rows, and "

@@ -40,7 +40,7 @@ from moewright.spec.workload import DocumentMasking, Objective
 class StepSums:
     """The sums over the micro-batches of a step on this rank."""
 
-    expert_counts: torch.Tensor  # as in StepResult
+    expert_counts: torch.Tensor  # as in BackwardResult
     router_losses: torch.Tensor
     nll: torch.Tensor  # fp64, on the device like all sums: the host waits once a step
     mtp_loss: torch.Tensor  # of all MTP depths, weighted; fp64
@@ -259,7 +259,7 @@ def _round_like(number: float | torch.Tensor, like: torch.Tensor) -> float | tor
 
 
 def count_attended_pairs(runtime: Runtime, batches: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Return attended_pairs and window_pairs of StepResult."""
+    """Return attended_pairs and window_pairs of BackwardResult."""
     group = runtime.mesh.group("cp_kv")
     seq_len = runtime.workload.seq_len
     positions = rank_positions(seq_len, group.size, group.index)

@@ -34,14 +34,14 @@ def report_nonfinite(
     # experts.
     own_suspects = [
         next(_find_bad_weights(state), ""),
-        "" if isfinite(result.local_nll) else "the loss",
+        "" if isfinite(result.backward.local_nll) else "the loss",
         next(_find_bad_gradients(state), ""),
     ]
     suspects = collectives.gather_json(own_suspects)
     culprit, name = _find_first_suspect(suspects)
     has_bad_weight = any(names[0] for names in suspects)
     has_skips_left = consecutive_skips < _MAX_CONSECUTIVE_SKIPS
-    if isfinite(result.loss) and has_skips_left and not has_bad_weight:
+    if isfinite(result.backward.loss) and has_skips_left and not has_bad_weight:
         if rank == 0:
             message = f"step {step} is skipped: {name} of rank {culprit} is not finite"
             print(message, file=sys.stderr, flush=True)

@@ -82,7 +82,7 @@ def build_step_record(plan: Plan, step: int, lr: float, result: StepResult) -> S
     """Build the record of a step from its result, without what was timed around it."""
     workload = plan.workload
     step_s = sum(row.seconds for row in result.phases)
-    sequences = len(result.expert_counts) * plan.layout.mbs * plan.layout.dp
+    sequences = len(result.backward.expert_counts) * plan.layout.mbs * plan.layout.dp
     tokens = sequences * workload.seq_len
     tokens_per_s_per_rank = tokens / plan.layout.world_size / step_s
     flops_per_s = tokens_per_s_per_rank * model_flops_per_token(
@@ -96,10 +96,10 @@ def build_step_record(plan: Plan, step: int, lr: float, result: StepResult) -> S
     logs_loads = every > 0 and step % every == 0
     return StepRecord(
         step=step,
-        loss=clamp_to_finite(result.loss),
-        aux_loss=clamp_to_finite(result.aux_loss),
+        loss=clamp_to_finite(result.backward.loss),
+        aux_loss=clamp_to_finite(result.backward.aux_loss),
         lr=lr,
-        grad_norm=clamp_to_finite(result.grad_norm),
+        grad_norm=clamp_to_finite(result.backward.grad_norm),
         tokens=tokens,
         step_s=step_s,
         tokens_per_s_per_rank=tokens_per_s_per_rank,
@@ -108,8 +108,8 @@ def build_step_record(plan: Plan, step: int, lr: float, result: StepResult) -> S
         samples_per_s=tokens / workload.seq_len / step_s,
         hfu=mfu * _hfu_over_mfu(plan),
         skipped=result.skipped,
-        is_repeated=result.is_repeated,
-        rewards=result.rewards,
+        is_repeated=result.backward.is_repeated,
+        rewards=result.backward.rewards,
         phases=result.phases,
         loads=_build_loads(plan, result, tokens) if logs_loads else (),
     )
@@ -136,7 +136,7 @@ def _build_loads(plan: Plan, result: StepResult, tokens: int) -> tuple[LayerLoad
     chosen_rows = tokens * plan.model.moe.router.top_k if plan.layout.capacity else 0
     return build_layer_loads(
         result.expert_loads,
-        result.router_losses,
+        result.backward.router_losses,
         slots,
         ep=plan.layout.ep,
         chosen_rows=chosen_rows,

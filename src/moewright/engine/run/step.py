@@ -36,15 +36,14 @@ from moewright.spec.workload import Objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """The result of one step.
+class BackwardResult:
+    """The result of a step once its gradients are reduced.
 
     expert_counts [micro-batches, MoE layers, E] are the token rows of this rank for each expert, 0
     in layers of other ranks. Where copies are counted (rules.routing), the last dim goes on with
-    this rank's copies to each EP rank, then to each node. expert_loads [MoE layers, E] are the rows
-    of tokens that count, summed over micro-batches and all ranks. router_losses [MoE layers, 4]
-    fp64 are the auxiliary losses of each layer as a Router returns them; `aux_loss` is their sum
-    plus the loss of the MTP depths.
+    this rank's copies to each EP rank, then to each node. router_losses [MoE layers, 4] fp64 are
+    the auxiliary losses of each layer as a Router returns them; `aux_loss` is their sum plus the
+    loss of the MTP depths.
 
     attended_pairs and window_pairs are `attended` and `near` of a Selection, for this rank; 0 where
     documents do not bound attention.
@@ -52,30 +51,10 @@ class StepResult:
 
     loss: float
     aux_loss: float
-    grad_norm: float
-    skipped: bool
-    stop_agreed: bool  # some rank was asked to stop
-    local_nll: float  # summed over this rank's own targets
-    rewards: PairRewards
-    attended_pairs: int
-    window_pairs: int
-    expert_counts: torch.Tensor
-    expert_loads: torch.Tensor
-    router_losses: torch.Tensor
-    phases: tuple[TimeRow, ...]
-    is_repeated: bool  # run again, since some rank had more rows than its budget
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardResult:
-    """The result of a step once its gradients are reduced; fields are those of StepResult."""
-
-    loss: float
-    aux_loss: float
     grad_norm: float  # before clipping
     is_finite: bool
-    stop_agreed: bool
-    local_nll: float
+    stop_agreed: bool  # some rank was asked to stop
+    local_nll: float  # summed over this rank's own targets
     rewards: PairRewards
     attended_pairs: int
     window_pairs: int
@@ -83,6 +62,24 @@ class BackwardResult:
     router_losses: torch.Tensor  # on the CPU
     counts_all_tokens: bool  # False where padding and masked tokens are left out of statistics
     is_repeated: bool  # run again, since some rank had more rows than its budget
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """The result of one step: that of its passes, and what its end adds.
+
+    expert_loads [MoE layers, E] are the rows of tokens that count, summed over micro-batches and
+    all ranks.
+    """
+
+    backward: BackwardResult
+    expert_loads: torch.Tensor
+    phases: tuple[TimeRow, ...]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated, since a gradient was not finite."""
+        return not self.backward.is_finite
 
 
 def train_step(
@@ -131,22 +128,7 @@ def _train_step(
     gc_every = runtime.workload.gc_every_steps
     if gc_every and step % gc_every == 0:
         gc.collect()
-    return StepResult(
-        loss=backward.loss,
-        aux_loss=backward.aux_loss,
-        grad_norm=backward.grad_norm,
-        skipped=not backward.is_finite,
-        stop_agreed=backward.stop_agreed,
-        local_nll=backward.local_nll,
-        rewards=backward.rewards,
-        attended_pairs=backward.attended_pairs,
-        window_pairs=backward.window_pairs,
-        expert_counts=backward.expert_counts,
-        expert_loads=expert_loads,
-        router_losses=backward.router_losses,
-        phases=clock.time_rows(),
-        is_repeated=backward.is_repeated,
-    )
+    return StepResult(backward=backward, expert_loads=expert_loads, phases=clock.time_rows())
 
 
 def _update_scales(runtime: Runtime) -> None:

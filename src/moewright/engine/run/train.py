@@ -396,7 +396,7 @@ def _train_rank(
             consecutive_skips = 0
         if is_counted:
             record_ledger(state, run_dir, step, result, context)
-        stopped = result.stop_agreed and step < last_step
+        stopped = result.backward.stop_agreed and step < last_step
         is_last = stopped or step == last_step
         # A run that is asked to stop saves at once, without an evaluation before.
         is_evaluated = is_last or _is_due(step, workload.eval_every_steps)
