@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: trainer-names wheel slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts
+.PHONY: trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -159,6 +159,16 @@ $(VENV)/.ready: $(VENV)/constraints.txt pyproject.toml
 $(VENV)/.dev: $(VENV)/constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $< -e '.[dev]'
 	touch $@ $(VENV)/.ready
+
+# Every package of constraints.txt by its hash, and the project without a build that fetches anything.
+lock: | $(VENV)/.ready
+	$(BIN)/python -m docs.tools.lock
+
+locked:
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	cp constraints.txt $(VENV) && touch $(VENV)/.ready $(VENV)/.dev $(VENV)/.docs
 
 $(VENV)/.docs: $(VENV)/constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $< -e '.[docs]'
