@@ -202,6 +202,8 @@ def write_model(
             nn.init.normal_(parameter, 0.0, 0.2)
         if name.endswith(("hc.scale", "hc_scale")):
             nn.init.uniform_(parameter, 0.5, 1.5)
+        if not parameter.any():  # routers of AFMoE start at zero
+            nn.init.normal_(parameter, 0.0, 0.2)
         if "conv1d" in name:
             nn.init.normal_(parameter, 0.0, 0.6)
         if name.endswith("mixer.D"):

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from moewright.families.afmoe import AFMOE
+from moewright.families.olmo import FLEX_OLMO
+from moewright.families.tiny import TINY
 from moewright.intake import hf
 from moewright.rules.limits import engine_features
 from moewright.rules.shapes import parameters
@@ -19,6 +22,8 @@ transformers = pytest.importorskip("transformers")
 
 # Transformers' names without "Config", with settings of a tiny model.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "Afmoe": {**TINY, **AFMOE.tiny},
+    "FlexOlmo": {**TINY, **FLEX_OLMO.tiny},
     "Glm4Moe": {
         "vocab_size": 97,
         "hidden_size": 32,
@@ -331,7 +336,7 @@ def build(name: str) -> tuple[Any, int]:
 
 def is_trained(key: str) -> bool:
     """Whether gradients reach a weight: the bias that selects experts is state of the router."""
-    return "e_score_correction_bias" not in key
+    return not key.endswith(("e_score_correction_bias", "expert_bias"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -355,7 +360,6 @@ def refused_features(name: str) -> Iterator[str]:
         ("GraniteMoe", "multipliers.attention"),
         ("KimiLinear", "mixers"),
         ("Jamba", "mixers"),
-        ("Olmo3", "norm_placement"),
     ],
 )
 def test_the_engine_refuses_by_name_what_it_does_not_compute(name: str, field: str) -> None:

@@ -26,6 +26,7 @@ from moewright.spec.model import (
     MixerKind,
     ModelSpec,
     NormKind,
+    NormPlacement,
     QkNorm,
     RopeSpec,
     RouterSpec,
@@ -641,6 +642,35 @@ def test_ledgers_of_layer_norms_a_biased_head_and_a_sparse_mixer_are_equal(
     )
     workload = tiny_jobs.build_workload(data, steps=2, precision=precision, loss=loss)
     plan = tiny_jobs.build_plan(workload, layout, world_size=2, model=model)
+    assert_ledgers_equal(plan, tmp_path)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("placement", "world_size", "layout", "precision"),
+    [
+        (NormPlacement.AFTER, 2, "tp2,ep2,recompute=layernorm+mlp", Dtype.BF16),
+        (NormPlacement.AROUND, 2, "tp2,ep2,recompute=layernorm+moe", Dtype.BF16),
+        thorough(NormPlacement.AFTER, 1, "mbs2,recompute=full", Dtype.FP32),
+        thorough(NormPlacement.AFTER, 2, "pp2,mbs2,layout='Et|ttL'", Dtype.BF16),
+        thorough(NormPlacement.AFTER, 2, "ep2,zero3,mbs2", Dtype.BF16),
+        thorough(NormPlacement.AROUND, 2, "ep2,mbs2", Dtype.FP8),
+        thorough(NormPlacement.AROUND, 2, "cp2,ep2,offload=mlp_norm+core_attn", Dtype.BF16),
+        thorough(NormPlacement.AROUND, 2, "pp2,schedule=zb-h1,layout='Et|ttL'", Dtype.BF16),
+        thorough(NormPlacement.AROUND, 4, "pp2,ep2,overlap=ep,vpp2,layout='E|t|tt|L'", Dtype.BF16),
+    ],
+)
+def test_ledgers_of_norms_after_blocks_are_equal(
+    placement: NormPlacement,
+    world_size: int,
+    layout: str,
+    precision: Dtype,
+    data: DataSpec,
+    tmp_path: Path,
+) -> None:
+    model = replace(tiny_jobs.MODEL, norm_placement=placement)
+    workload = tiny_jobs.build_workload(data, steps=2, precision=precision)
+    plan = tiny_jobs.build_plan(workload, layout, world_size=world_size, model=model)
     assert_ledgers_equal(plan, tmp_path)
 
 

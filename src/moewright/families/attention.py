@@ -150,15 +150,17 @@ class Window:
     """The sliding window of attention, in all layers or in those that `layer_types` names.
 
     Without that list it is in every `every`-th layer from the first, or in all but every
-    `full_every`-th where that is given; a family that `needs_types` has it only by the list, and
-    then only where `use_sliding_window` is on. `default` is the window where the config does not
-    say. With `is_plain`, the field is always there, null for none, and the list only where layers
-    differ. With `within_positions`, a window of all positions is none.
+    `full_every`-th where that is given, of which the field `full_every_name` may say another; a
+    family that `needs_types` has it only by the list, and then only where `use_sliding_window` is
+    on. `default` is the window where the config does not say. With `is_plain`, the field is always
+    there, null for none, and the list only where layers differ. With `within_positions`, a window
+    of all positions is none.
     """
 
     default: int = 0
     every: int = 1
     full_every: int = 0
+    full_every_name: str = ""
     needs_types: bool = False
     writes_switch: bool = False
     is_plain: bool = False
@@ -172,10 +174,12 @@ class Window:
         window = fields.integer("sliding_window", low=0, high=MAX_POSITION, default=self.default)
         if self.within_positions and window >= draft["max_position"]:
             return
-        if kinds is None and self.full_every:
-            kinds = tuple(
-                SLIDING if (layer + 1) % self.full_every else FULL for layer in range(layers)
-            )
+        full_every = self.full_every
+        if self.full_every_name:
+            name = self.full_every_name
+            full_every = fields.integer(name, low=1, high=MAX_LAYERS, default=full_every)
+        if kinds is None and full_every:
+            kinds = tuple(SLIDING if (layer + 1) % full_every else FULL for layer in range(layers))
         if kinds is not None:
             self._read_kinds(fields, draft, kinds, window)
         elif is_used and window:
@@ -191,6 +195,8 @@ class Window:
         if not window:
             if self.is_plain:
                 config["sliding_window"] = None
+            if self.full_every:
+                config["layer_types"] = write_local_words(model, SLIDING)
             return
         config["sliding_window"] = window
         if self.writes_switch:

@@ -252,11 +252,12 @@ class AllLayers:
 class DenseFirst:
     """Experts in the layers after the first dense ones, in every n-th of these, or as listed.
 
-    `default` is the number of dense layers where the config does not say. `words` writes the list,
+    `default` is the number of dense layers where `name` does not say. `words` writes the list,
     and `first` the number of dense layers; `every` writes n too.
     """
 
     default: int = 0
+    name: str = "first_k_dense_replace"
     first: bool = True
     every: bool = False
     words: bool = False
@@ -265,7 +266,7 @@ class DenseFirst:
         """Read the number, or the list."""
         layers = draft["layers"]
         first = fields.integer(
-            "first_k_dense_replace",
+            self.name,
             low=0,
             high=layers,
             bound="num_hidden_layers",
@@ -285,7 +286,7 @@ class DenseFirst:
         """Add what the family writes, and n where it is not 1."""
         first = model.moe_layers.index(True)
         if self.first:
-            config["first_k_dense_replace"] = first
+            config[self.name] = first
         if self.words:
             config["mlp_layer_types"] = [
                 "sparse" if is_moe else "dense" for is_moe in model.moe_layers

@@ -47,6 +47,8 @@ class _HunyuanExperts:
             shared = _read_alike(fields, "num_shared_expert", layers, default=1)
         dense = fields.integer("intermediate_size", low=1, high=MAX_FFN)
         width = _read_alike(fields, "moe_intermediate_size", layers, default=dense)
+        if not width:
+            raise fields.refusal("moe_intermediate_size", "must be above 0", "1")
         draft["moe.router.top_k"] = chosen
         draft["moe.ffn_size"] = width
         draft["moe.shared_ffn_size"] = shared * width

@@ -1,6 +1,9 @@
-"""OLMoE, and the dense OLMo 3 with norms after each block."""
+"""OLMoE; FlexOlmo and the dense OLMo 3, with norms after each block."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from moewright.families.attention import KvHeads, Window, grouped_query
 from moewright.families.decoder import SWIGLU, Decoder, norm_eps
@@ -16,8 +19,18 @@ from moewright.families.keys import Fixed, Neutral
 from moewright.families.record import Family
 from moewright.families.rope import Rope
 from moewright.families.tiny import EIGHT_EXPERTS
+from moewright.families.weight_names import WeightNames, whole
 from moewright.spec.model import NormPlacement, QkNorm
 
+_EXPERTS = Experts(
+    parts=(
+        expert_count("num_experts"),
+        top_k(),
+        DenseWidthOfExperts(),
+        Renormalize(default=False),
+        AllLayers(),
+    )
+)
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
@@ -28,22 +41,42 @@ OLMOE = Family(
             kv_heads=KvHeads(is_optional=True),
             qk_norm=QkNorm.FULL,
         ),
-        experts=Experts(
-            parts=(
-                expert_count("num_experts"),
-                top_k(),
-                DenseWidthOfExperts(),
-                Renormalize(default=False),
-                AllLayers(),
-            )
-        ),
+        experts=_EXPERTS,
     ),
+    tiny={**EIGHT_EXPERTS, "intermediate_size": 16, "pad_token_id": None},
+)
+_NORMS_AFTER: Mapping[str, Any] = {"norm_placement": NormPlacement.AFTER}
+_NAMES_AFTER = WeightNames(
+    layers={
+        "attention_norm.weight": whole("post_attention_layernorm.weight"),
+        "mlp_norm.weight": whole("post_feedforward_layernorm.weight"),
+    }
+)
+FLEX_OLMO = Family(
+    model_type="flex_olmo",
+    architecture="FlexOlmoForCausalLM",
+    config=Decoder(
+        style=(SWIGLU, norm_eps(), Fixed(values=_NORMS_AFTER)),
+        attention=grouped_query(
+            kv_heads=KvHeads(is_optional=True), qk_norm=QkNorm.FULL, rope=Rope(theta=500000.0)
+        ),
+        experts=_EXPERTS,
+    ),
+    weights=_NAMES_AFTER,
     tiny={**EIGHT_EXPERTS, "intermediate_size": 16, "pad_token_id": None},
 )
 OLMO3 = Family(
     model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    weights=_NAMES_AFTER,
+    tiny={
+        "num_hidden_layers": 4,
+        "intermediate_size": 48,
+        "sliding_window": 6,
+        "pad_token_id": None,
+    },
     config=Decoder(
-        style=(SWIGLU, norm_eps(), Fixed(values={"norm_placement": NormPlacement.AFTER})),
+        style=(SWIGLU, norm_eps(), Fixed(values=_NORMS_AFTER)),
         attention=grouped_query(
             kv_heads=KvHeads(is_optional=True),
             window=Window(default=4096, full_every=4),

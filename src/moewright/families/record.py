@@ -69,6 +69,11 @@ class Family:
         """Whether the bounds of a yarn ramp are rounded."""
         return all(part.rounds for part in self.config.parts if isinstance(part, Rope))
 
+    @property
+    def scales_full_layers_alone(self) -> bool:
+        """Whether a scaling of the rotation is for layers without a window alone."""
+        return any(part.kinds for part in self.config.parts if isinstance(part, Rope))
+
     def read_model(self, fields: FieldReader, name: str) -> ModelSpec:
         """Read the model of a table of fields.
 

@@ -26,16 +26,17 @@ SHARE = "partial_rotary_factor"
 class Rope:
     """The rotation of heads that are `width` wide (a field of the model).
 
-    `share` is the part of a head that turns where the config does not say; None where all of it
-    turns in every config. `has_share_width` families may give the part as a width, `rotary_dim`.
-    `more_types` are further types of the family; what is not read of their tables changes numbers
-    alone, not the shape. A config is refused that rounds the bounds of its yarn ramp where the
-    family does not (`rounds`), or the other way. `kinds` are tables for kinds of layers: the first
-    counts, of which the others differ by the scaling alone. `passive` fields of the table say
-    nothing of text.
+    `theta` is the base where the config does not say, `share` the part of a head that turns; None
+    where all of it turns in every config. `has_share_width` families may give the part as a width,
+    `rotary_dim`. `more_types` are further types of the family; what is not read of their tables
+    changes numbers alone, not the shape. A config is refused that rounds the bounds of its yarn
+    ramp where the family does not (`rounds`), or the other way. `kinds` are tables for kinds of
+    layers: the first counts, of which the others differ by the scaling alone. `passive` fields of
+    the table say nothing of text.
     """
 
     width: str = "attention.head_dim"
+    theta: float = USUAL_THETA
     share: float | None = None
     share_written: Written = Written.ALWAYS
     has_share_width: bool = False
@@ -52,7 +53,7 @@ class Rope:
         is_equal = fields.raw_value("rope_parameters") == fields.raw_value("rope_scaling")
         if new_table and old_table and not is_equal:
             raise fields.refusal("rope_scaling", "disagrees with rope_parameters", "leave one out")
-        theta = fields.number("rope_theta", low=1, high=MAX_THETA, default=USUAL_THETA)
+        theta = fields.number("rope_theta", low=1, high=MAX_THETA, default=self.theta)
         table = new_table or old_table
         if self.kinds and new_table is not None:
             new_table.ignore(*self.kinds[1:])
@@ -71,7 +72,7 @@ class Rope:
         """Add the old form."""
         rope = model.attention.rope
         is_always = self.written is Written.ALWAYS
-        if is_always or rope.theta != USUAL_THETA:
+        if is_always or rope.theta != self.theta:
             config["rope_theta"] = rope.theta
         if is_always or rope.scaling != "default":
             config["rope_scaling"] = self._scaling_table(rope)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from moewright.families.afmoe import AFMOE
 from moewright.families.bailing import LING, LING2
 from moewright.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, KIMI_K2
 from moewright.families.deepseek_v4 import DEEPSEEK_V4
@@ -23,16 +24,16 @@ from moewright.families.llama4 import LLAMA4
 from moewright.families.minimax import MINIMAX_M2
 from moewright.families.mixtral import MIXTRAL
 from moewright.families.nemotron import NEMOTRON, NEMOTRON_H
-from moewright.families.olmo import OLMO3, OLMOE
+from moewright.families.olmo import FLEX_OLMO, OLMO3, OLMOE
 from moewright.families.phimoe import PHIMOE
 from moewright.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL
 from moewright.families.qwen_hybrid import QWEN3_5, QWEN3_NEXT
 from moewright.families.record import Family, Parts
 
 _ALL = (
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_VL, OLMOE, GPT_OSS),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_VL, OLMOE, FLEX_OLMO, GPT_OSS),
     *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, DOTS1, GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN),
-    *(MINIMAX_M2, ERNIE, HUNYUAN, LING, LING2, PHIMOE, JAMBA, HY3, GRANITE, GRANITE_SHARED),
+    *(AFMOE, MINIMAX_M2, ERNIE, HUNYUAN, LING, LING2, PHIMOE, JAMBA, HY3, GRANITE, GRANITE_SHARED),
     *(LLAMA4, GROK1, QWEN3_NEXT, QWEN3_5, KIMI_LINEAR, NEMOTRON_H),
     *(DEEPSEEK_V32, GLM_MOE_DSA, DEEPSEEK_V4),
     *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO3, NEMOTRON, GPT2),

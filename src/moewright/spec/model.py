@@ -63,6 +63,16 @@ class NormPlacement(StrEnum):
     AFTER = "after"  # OLMo 2 and 3
     AROUND = "around"  # before and after (Grok-1)
 
+    @property
+    def is_before(self) -> bool:
+        """Whether a norm stands before what mixes tokens, and one before the MLP."""
+        return self is not NormPlacement.AFTER
+
+    @property
+    def is_after(self) -> bool:
+        """Whether a norm stands after what mixes tokens, and one after the MLP."""
+        return self is not NormPlacement.BEFORE
+
 
 class Activation(StrEnum):
     """The nonlinearity of an MLP."""

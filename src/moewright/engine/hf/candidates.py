@@ -169,7 +169,7 @@ def _expand(
             whole_shape = shape[len(index) :]
             rows: tuple[range, ...] = ()
             if pattern.head_parts:
-                rows = tuple(_head_rows(model, pattern.head_parts, number))
+                rows = tuple(_head_rows(model, pattern, number))
                 whole_shape = (sum(map(len, rows)), *shape[1:])
             hf_shape = list(whole_shape)
             if pattern.dim_order:
@@ -207,18 +207,22 @@ def _fuse(model: ModelSpec, part: str, shape: Sequence[int]) -> tuple[tuple[int,
     return (sum(widths.values()), *shape[1:]), range(start, start + widths[part])
 
 
-def _head_rows(model: ModelSpec, head_parts: tuple[str, ...], number: int) -> Iterator[range]:
+def _head_rows(model: ModelSpec, pattern: NamePattern, number: int) -> Iterator[range]:
     """Yield which of our rows tensor `number` has, part by part and head by head."""
-    spec = model.recurrent
-    assert spec is not None  # its layers alone have such names
-    sharing = spec.heads // spec.key_heads
-    value = sharing * spec.head_dim
-    widths = {"q": spec.key_dim, "k": spec.key_dim, "v": value, "z": value}
-    widths |= {"b": sharing, "a": sharing}
-    letters = "".join(head_parts)
+    heads = model.attention.heads
+    widths = {"q": model.attention.head_dim, "g": model.attention.head_dim}
+    if pattern.recurrent:
+        spec = model.recurrent
+        assert spec is not None  # its layers alone have such names
+        heads = spec.key_heads
+        sharing = spec.heads // heads
+        value = sharing * spec.head_dim
+        widths = {"q": spec.key_dim, "k": spec.key_dim, "v": value, "z": value}
+        widths |= {"b": sharing, "a": sharing}
+    letters = "".join(pattern.head_parts)
     head_width = sum(widths[letter] for letter in letters)
-    for letter in head_parts[number]:
+    for letter in pattern.head_parts[number]:
         first = sum(widths[other] for other in letters[: letters.index(letter)])
-        for head in range(spec.key_heads):
+        for head in range(heads):
             start = head * head_width + first
             yield range(start, start + widths[letter])

@@ -24,7 +24,7 @@ from moewright.spec.model import AttentionKind, MixerKind, RecurrentKind
 
 
 class TransformerLayer(nn.Module):
-    """A pre-norm mixer and MLP or MoE, each added to the residual stream [t,H].
+    """A mixer and an MLP or MoE, each normed before, after or around it, added to the stream [t,H].
 
     A layer of Nemotron-H has one of them alone. One of DeepSeek-V4 has parallel streams [t,NH].
     """
@@ -34,17 +34,23 @@ class TransformerLayer(nn.Module):
         model = runtime.model
         is_grouped = model.attention.kind is AttentionKind.GQA
         has_streams = model.residual_streams > 1
+        placement = model.norm_placement
+        self._is_normed_after = placement.is_after
         self._runtime = runtime
         self._number = layer_number
         self._residual_factor = model.multipliers.residual
-        self._recomputes_norms = runtime.recomputes(Recompute.LAYERNORM)
+        self._recomputes_norms = placement.is_before and runtime.recomputes(Recompute.LAYERNORM)
         # The stacks that the rules are compared with fuse this norm into the QKV projection of GQA.
         self._recomputes_input_norm = not is_grouped and self._recomputes_norms
         self._has_mixer = model.mixer(layer_number) is not MixerKind.NONE
         if self._has_mixer:
             self.attention_streams = StreamMix(runtime) if has_streams else None
-            self.input_norm = HiddenNorm(runtime, recompute=self._recomputes_input_norm)
+            self.input_norm = _build_norm(
+                runtime, is_there=placement.is_before, recompute=self._recomputes_input_norm
+            )
             self.attention = _build_mixer(runtime, layer_number)
+            if placement.is_after:
+                self.attention_norm = HiddenNorm(runtime)
             is_recurrent = model.mixer(layer_number) is MixerKind.RECURRENT
             self._mixer_part = runtime.part_graphs.add_part(
                 CudaGraphScope.MAMBA if is_recurrent else CudaGraphScope.ATTN,
@@ -55,7 +61,9 @@ class TransformerLayer(nn.Module):
         if not self._has_mlp:
             return
         self.mlp_streams = StreamMix(runtime) if has_streams else None
-        self.post_norm = HiddenNorm(runtime, recompute=self._recomputes_norms)
+        self.post_norm = _build_norm(
+            runtime, is_there=placement.is_before, recompute=self._recomputes_norms
+        )
         # MTP depths are like the last layer.
         self._is_moe = model.moe_layers[min(layer_number, model.layers - 1)]
         if self._is_moe:
@@ -65,6 +73,8 @@ class TransformerLayer(nn.Module):
             )
         else:
             self.mlp = Mlp(runtime, model.dense_ffn_size, Module.DENSE_MLP)
+        if placement.is_after:
+            self.mlp_norm = HiddenNorm(runtime)
 
     def forward(
         self, decisions: RoutingDecisions | None, context: MicroBatchContext, x_tH: torch.Tensor
@@ -93,6 +103,9 @@ class TransformerLayer(nn.Module):
                 normed, self.input_norm, x_tH, enabled=self._recomputes_input_norm
             ):
                 attended = self.attention(normed, context)
+                if self._is_normed_after:
+                    with runtime.counters.scopes.enter(Module.NORM):
+                        attended = self.attention_norm(attended)
             return (self._leave_block(self.attention_streams, residual, attended, weights),)
 
     def _run_mlp(
@@ -108,11 +121,20 @@ class TransformerLayer(nn.Module):
                 normed, self.post_norm, x_tH, enabled=self._recomputes_norms
             ):
                 if not self._is_moe:
-                    out = self.mlp(normed)
+                    out = self._norm_output(self.mlp(normed))
                     return (self._leave_block(self.mlp_streams, residual, out, weights),)
                 out, aux_losses, sent_counts = self.moe(normed, decisions, context)
+                out = self._norm_output(out)
                 after = self._leave_block(self.mlp_streams, residual, out, weights)
                 return after, aux_losses, sent_counts
+
+    def _norm_output(self, out_tH: torch.Tensor) -> torch.Tensor:
+        """Return the output of an MLP or of experts as it joins the residual stream."""
+        if not self._is_normed_after:
+            return out_tH
+        with self._runtime.counters.scopes.enter(Module.NORM):
+            normed: torch.Tensor = self.mlp_norm(out_tH)
+        return normed
 
     def _run_captured_moe(
         self, context: MicroBatchContext, residual: torch.Tensor
@@ -154,6 +176,11 @@ def _enter_block(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the input [t,H] of a block, and the weights with which parallel streams go on."""
     return (residual, None) if streams is None else streams.collapse(residual)
+
+
+def _build_norm(runtime: Runtime, *, is_there: bool, recompute: bool) -> nn.Module:
+    """Build the norm before a block; without one, the block takes the stream as it is."""
+    return HiddenNorm(runtime, recompute=recompute) if is_there else nn.Identity()
 
 
 def _build_mixer(runtime: Runtime, layer_number: int) -> nn.Module:

@@ -12,7 +12,6 @@ from moewright.spec.model import (
     MixerKind,
     ModelSpec,
     MoeSpec,
-    NormPlacement,
     PositionKind,
     QkNorm,
     RecurrentKind,
@@ -50,16 +49,21 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
         if not is_wide and not spec.sinks:
             positions.append(PositionKind.ALIBI)
     yield "position", model.position, model.position not in positions, "rope"
+    # Parallel streams mix around the output of a block as it is.
     placement = model.norm_placement
-    yield "norm_placement", placement, placement is not NormPlacement.BEFORE, "before"
+    has_both = placement.is_after and model.residual_streams > 1
+    yield "norm_placement", placement, has_both, "before"
     # The two forms of an MLP: a gate, or the square of a ReLU.
     activation = Activation.SILU if model.gated else Activation.RELU_SQUARED
     yield "activation", model.activation, model.activation is not activation, activation
-    has_factor = find_family(model.family).has_score_factor
+    family = find_family(model.family)
+    scaling = spec.rope.scaling
+    has_two = family.scales_full_layers_alone and scaling != "default" and model.max_window > 0
+    yield "attention.rope.scaling", scaling, has_two, "default"
     attention = model.multipliers.attention
     # There 1 is a factor of scores, which the record has as "none".
     nearest = f"{model.attention.head_dim**-0.5:g}"
-    yield "multipliers.attention", attention, has_factor and attention == 1, nearest
+    yield "multipliers.attention", attention, family.has_score_factor and attention == 1, nearest
     # A head that is the embedding has no tensors of its own.
     yield "head_bias", True, model.head_bias and model.tie_embeddings, "false"
     yield "score_cap", model.score_cap, model.score_cap > 0, "0"

@@ -40,6 +40,7 @@ from moewright.spec.workload import (
     ExpertKernels,
     MatrixUpdate,
     Objective,
+    Task,
     Tracker,
     Workload,
 )
@@ -92,6 +93,7 @@ def unsupported_layout(
         *_check_indexer(layout, model),
         *check_compressed(layout, model),
         *_check_shared_depths(layout, model, workload),
+        *_check_norms(layout, model, workload),
         *check_graphs(Job(model=model, workload=workload, layout=layout)),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
     )
@@ -113,6 +115,34 @@ def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
         )
         nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
         yield Reason(field="layout.schedule", value=layout.schedule, rule=rule, nearest=nearest)
+
+
+def _check_norms(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
+    """Yield what the engine has not for layers with norms after their blocks."""
+    placement = model.norm_placement
+    if not placement.is_after:
+        return
+    rule = f"the engine has not for norm_placement={placement}"
+    graphs = "+".join(layout.graphs)
+    if graphs:
+        yield Reason(field="layout.graphs", value=graphs, rule=rule, nearest="none")
+    if placement.is_before:
+        return
+    if layout.offload:
+        value = "+".join(layout.offload)
+        yield Reason(field="layout.offload", value=value, rule=rule, nearest="none")
+    overlap = "+".join(o for o in layout.overlap if o in (Overlap.EP, Overlap.WGRAD))
+    if overlap:
+        yield Reason(field="layout.overlap", value=overlap, rule=rule, nearest="none")
+    if layout.pp > 1 and layout.schedule.splits_backward:
+        nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
+        yield Reason(field="layout.schedule", value=layout.schedule, rule=rule, nearest=nearest)
+    if workload.precision.is_narrow:
+        precision = workload.precision
+        yield Reason(field="train.precision", value=precision, rule=rule, nearest="bf16")
+    if not trains_all(workload.fine_tuning):
+        task = workload.fine_tuning.task
+        yield Reason(field="train.task", value=task, rule=rule, nearest=Task.PRETRAIN)
 
 
 def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:

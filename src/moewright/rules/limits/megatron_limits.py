@@ -198,6 +198,7 @@ def _check_features(model: ModelSpec) -> Iterator[Reason]:
         ("attention.indexer.top_k", top_k, top_k > 0, "none"),
         ("mixers", MixerKind.LOCAL_ATTENTION, is_local, "attention"),
         ("mixers", MixerKind.RECURRENT, model.recurrent is not None, "attention"),
+        ("norm_placement", model.norm_placement, model.norm_placement.is_after, "before"),
         ("attention.output_gate", True, attention.output_gate, "false"),
         ("zero_centered_norms", True, model.zero_centered_norms, "false"),
         ("attention.kind", attention.kind, is_compressed, AttentionKind.GQA),

@@ -236,12 +236,16 @@ def activation_nbytes(workload: Workload) -> int:
 def _mixer(
     model: ModelSpec, symbols: _TableSymbols, layer: int, *, is_fused_stack: bool
 ) -> Iterator[SavedTensor]:
-    """Yield the layer's input, the norm before what mixes tokens, and what that saves."""
+    """Yield the layer's input, the norms around what mixes tokens, and what that saves."""
     c, t, h = symbols.c, symbols.t, symbols.h
     mixer = model.mixer(layer)
     layer_input = model.residual_streams * c * t * h
     name = _LAYER_INPUTS[mixer is MixerKind.NONE]
-    yield saved_tensor(Module.NORM, name, layer_input, full=False)
+    row = saved_tensor(Module.NORM, name, layer_input, full=False)
+    if not model.norm_placement.is_before:
+        # What mixes tokens takes the input as it is, and keeps it; else a checkpoint does.
+        row = replace(row, kept_by=(Recompute.FULL,))
+    yield row
     if mixer is MixerKind.NONE:
         return
     yield from _streams(model, symbols, "attention")
@@ -249,10 +253,14 @@ def _mixer(
     # MLA can drop its output.
     is_fused = mixer is MixerKind.RECURRENT or model.attention.kind is AttentionKind.GQA
     freed_by = () if is_fused else (Recompute.LAYERNORM,)
-    yield saved_tensor(
-        Module.NORM, "input_norm_rstd", norm_statistics(model, t), *freed_by, kept_as=_FP32
-    )
+    if model.norm_placement.is_before:
+        yield saved_tensor(
+            Module.NORM, "input_norm_rstd", norm_statistics(model, t), *freed_by, kept_as=_FP32
+        )
+    else:
+        freed_by = ()
     yield saved_tensor(Module.ATTENTION, "input_norm_out", c * t * h, *freed_by)
+    yield from _norm_after(model, symbols, "attention")
     shared = MixerSymbols(
         c=c, T=symbols.T, t=t, tp=symbols.tp, cp=symbols.cp, seq_len=symbols.seq_len
     )
@@ -302,13 +310,32 @@ def _second_norm(
     c, t, h = symbols.c, symbols.t, symbols.h
     mask_bytes = 2 * t * h if symbols.trainer.hidden_dropout else 0
     yield saved_tensor(Module.NORM, "dropout_masks", mask_bytes, kept_as=KeptFormat.BOOL)
-    if has_mixer:
+    if has_mixer and model.norm_placement.is_before:
         yield saved_tensor(Module.NORM, "residual", model.residual_streams * c * t * h)
     yield from _streams(model, symbols, "mlp")
-    statistics_bytes = norm_statistics(model, t)
-    yield saved_tensor(
-        Module.NORM, "post_norm_rstd", statistics_bytes, Recompute.LAYERNORM, kept_as=_FP32
-    )
+    if model.norm_placement.is_before:
+        statistics_bytes = norm_statistics(model, t)
+        yield saved_tensor(
+            Module.NORM, "post_norm_rstd", statistics_bytes, Recompute.LAYERNORM, kept_as=_FP32
+        )
+    yield from _norm_after(model, symbols, "mlp")
+
+
+def _freed_with_norm(model: ModelSpec) -> tuple[Recompute, ...]:
+    """Return what frees the input of an MLP or a router; without a norm it is the stream itself."""
+    return (Recompute.LAYERNORM,) if model.norm_placement.is_before else ()
+
+
+def _norm_after(model: ModelSpec, symbols: _TableSymbols, block: str) -> Iterator[SavedTensor]:
+    """Yield what the norm of a block's output saves, in models that have one there.
+
+    Its own output joins the residual stream, which keeps nothing of it.
+    """
+    if model.norm_placement.is_after:
+        hidden_bytes = symbols.c * symbols.t * symbols.h
+        yield saved_tensor(Module.NORM, f"{block}_block_out", hidden_bytes)
+        statistics_bytes = norm_statistics(model, symbols.t)
+        yield saved_tensor(Module.NORM, f"{block}_norm_rstd", statistics_bytes, kept_as=_FP32)
 
 
 def _streams(model: ModelSpec, symbols: _TableSymbols, block: str) -> Iterator[SavedTensor]:
@@ -393,7 +420,8 @@ def _dense(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
     ffn = model.dense_ffn_size
     fc1_width = _fc1_width(model, ffn)
     post_norm_bytes = c * symbols.t * symbols.h
-    yield saved_tensor(Module.DENSE_MLP, "post_norm_out", post_norm_bytes, Recompute.LAYERNORM)
+    freed_by = _freed_with_norm(model)
+    yield saved_tensor(Module.DENSE_MLP, "post_norm_out", post_norm_bytes, *freed_by)
     yield saved_tensor(Module.DENSE_MLP, "fc1", c * T * fc1_width // tp, Recompute.MLP)
     yield saved_tensor(Module.DENSE_MLP, "activation", c * T * ffn // tp, Recompute.MLP)
 
@@ -411,7 +439,8 @@ def _moe(
     ffn = job.model.moe.ffn_size
     fc1_width = _fc1_width(job.model, ffn)
     moe = Recompute.MOE
-    yield saved_tensor(Module.ROUTER, "post_norm_out", c * t * symbols.h, Recompute.LAYERNORM)
+    freed_by = _freed_with_norm(job.model)
+    yield saved_tensor(Module.ROUTER, "post_norm_out", c * t * symbols.h, *freed_by)
     yield from _router(job.model.moe, job.workload, t)
     yield saved_tensor(Module.EXPERTS, "permuted", c * R * job.model.expert_width, moe)
     if job.model.moe.router.scales_input:

@@ -16,7 +16,6 @@ from moewright.spec.model import (
     ModelSpec,
     MoeSpec,
     NormKind,
-    NormPlacement,
     PositionKind,
     QkNorm,
 )
@@ -148,8 +147,8 @@ def _layer(model: ModelSpec, prefix: str, layer: int, *, is_moe: bool) -> Iterat
     A layer without a mixer, or without an MLP, has one norm.
     """
     mixer = model.mixer(layer)
-    is_before = model.norm_placement is not NormPlacement.AFTER
-    is_after = model.norm_placement is not NormPlacement.BEFORE
+    is_before = model.norm_placement.is_before
+    is_after = model.norm_placement.is_after
     if mixer is not MixerKind.NONE:
         yield from _residual(model, f"{prefix}attention_", layer)
         if is_before:
