@@ -125,6 +125,7 @@ ALIKE = (
     "granitemoe",
     "qwen3_5_moe_text",
     "nemotron",
+    "olmo3",
 )
 CASES = [thorough(family) if family in ALIKE else family for family in (*FAMILIES, "fused")]
 

@@ -15,7 +15,7 @@ from moewright.families.experts import (
     expert_count,
     top_k,
 )
-from moewright.families.keys import Fixed, Neutral
+from moewright.families.keys import Fixed, Ignored, Neutral
 from moewright.families.record import Family
 from moewright.families.rope import Rope
 from moewright.families.tiny import EIGHT_EXPERTS
@@ -56,7 +56,13 @@ FLEX_OLMO = Family(
     model_type="flex_olmo",
     architecture="FlexOlmoForCausalLM",
     config=Decoder(
-        style=(SWIGLU, norm_eps(), Fixed(values=_NORMS_AFTER)),
+        style=(
+            SWIGLU,
+            norm_eps(),
+            Fixed(values=_NORMS_AFTER),
+            # That of transformers, in its absence, lies outside of smaller vocabularies.
+            Ignored(names=(), constants={"pad_token_id": None}),
+        ),
         attention=grouped_query(
             kv_heads=KvHeads(is_optional=True), qk_norm=QkNorm.FULL, rope=Rope(theta=500000.0)
         ),
