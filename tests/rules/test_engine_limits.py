@@ -15,7 +15,7 @@ from moewright.codec import parse_layout
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.legality import check_legality
-from moewright.spec.model import MixerKind, ModelSpec
+from moewright.spec.model import MixerKind, ModelSpec, NormPlacement
 from moewright.spec.workload import (
     DataSpec,
     DocumentMasking,
@@ -248,3 +248,27 @@ def test_what_indexers_do_not_go_with() -> None:
         reasons = unsupported_layout(chosen, model=model, workload=work)
         assert len(reasons) == bool(refusal)
         assert all(str(reason).startswith(refusal) for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "after", "around"),
+    [
+        ("ep4,overlap=ep+p2p,pp2,vpp2,layout='E|t|t|tL'", {}, "layout.overlap=ep", True),
+        ("ep4,graphs=attn", {}, "layout.graphs=attn", True),
+        ("offload=core_attn", {}, "layout.offload=core_attn", False),
+        ("pp2,schedule=zb-h1,layout='Et|ttL'", {}, "layout.schedule=zb-h1", False),
+        ("", {"precision": Dtype.FP8}, "train.precision=fp8", False),
+        ("", {"fine_tuning": FineTuningSpec(task=Task.LORA)}, "train.task=lora", False),
+        ("tp2,ep2,recompute=full", {}, "", False),
+    ],
+)
+def test_what_is_not_proven_with_norms_after_blocks_is_refused(
+    layout: str, changes: dict[str, Any], after: str, around: bool
+) -> None:
+    """What is refused of norms after blocks alone, and whether of norms around them too."""
+    for placement, is_refused in ((NormPlacement.AFTER, True), (NormPlacement.AROUND, around)):
+        model = replace(MODEL, norm_placement=placement)
+        rule = f"the engine has not for norm_placement={placement}"
+        texts = [text for text in refusals(layout, model=model, **changes) if rule in text]
+        expected = after if is_refused else ""
+        assert [text.startswith(expected) for text in texts] == ([True] if expected else [])

@@ -657,7 +657,6 @@ def test_ledgers_of_layer_norms_a_biased_head_and_a_sparse_mixer_are_equal(
         thorough(NormPlacement.AROUND, 2, "ep2,mbs2", Dtype.FP8),
         thorough(NormPlacement.AROUND, 2, "cp2,ep2,offload=mlp_norm+core_attn", Dtype.BF16),
         thorough(NormPlacement.AROUND, 2, "pp2,schedule=zb-h1,layout='Et|ttL'", Dtype.BF16),
-        thorough(NormPlacement.AROUND, 4, "pp2,ep2,overlap=ep,vpp2,layout='E|t|tt|L'", Dtype.BF16),
     ],
 )
 def test_ledgers_of_norms_after_blocks_are_equal(

@@ -118,7 +118,11 @@ def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
 
 
 def _check_norms(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
-    """Yield what the engine has not for layers with norms after their blocks."""
+    """Yield what is not proven yet for layers with norms after their blocks.
+
+    Without a norm before, blocks keep the residual stream itself, which narrow formats, adapters,
+    offload and weight gradients of later look for under the name of a norm's output.
+    """
     placement = model.norm_placement
     if not placement.is_after:
         return
@@ -126,14 +130,16 @@ def _check_norms(layout: Layout, model: ModelSpec, workload: Workload) -> Iterat
     graphs = "+".join(layout.graphs)
     if graphs:
         yield Reason(field="layout.graphs", value=graphs, rule=rule, nearest="none")
+    refused = (Overlap.EP,) if placement.is_before else (Overlap.EP, Overlap.WGRAD)
+    overlap = "+".join(o for o in layout.overlap if o in refused)
+    if overlap:
+        nearest = "+".join(o for o in layout.overlap if o not in refused) or "none"
+        yield Reason(field="layout.overlap", value=overlap, rule=rule, nearest=nearest)
     if placement.is_before:
         return
     if layout.offload:
         value = "+".join(layout.offload)
         yield Reason(field="layout.offload", value=value, rule=rule, nearest="none")
-    overlap = "+".join(o for o in layout.overlap if o in (Overlap.EP, Overlap.WGRAD))
-    if overlap:
-        yield Reason(field="layout.overlap", value=overlap, rule=rule, nearest="none")
     if layout.pp > 1 and layout.schedule.splits_backward:
         nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
         yield Reason(field="layout.schedule", value=layout.schedule, rule=rule, nearest=nearest)
