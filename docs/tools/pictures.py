@@ -11,7 +11,6 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "studio"
@@ -49,18 +48,19 @@ def main() -> None:
 
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     FOLDER.mkdir(exist_ok=True)
-    with TemporaryDirectory() as folder, sync_playwright() as player:
-        command = [sys.executable, "-m", "moewright", "studio", "--port", "0", "--folder", folder]
+    with sync_playwright() as player:
+        command = [sys.executable, "-m", "moewright", "studio", "--port", "0", "--read-only"]
         studio = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert studio.stdout is not None
-        address = re.search(r"http://[^/]+/", studio.stdout.readline())
+        address = re.search(r"(http://[^/]+/)\?(token=\S+)", studio.stdout.readline())
         assert address is not None
         browser = player.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS))
         for (name, query, ready), (look, width, height, scheme) in product(_PAGES, _LOOKS):
             page = browser.new_page(
                 viewport={"width": width, "height": height}, color_scheme=scheme
             )
-            page.goto(f"{address[0]}{query}")
+            path, _, params = query.partition("?")
+            page.goto(f"{address[1]}{path}?{address[2]}&{params}")
             page.wait_for_selector(ready, timeout=120_000, state="attached")
             page.wait_for_timeout(500)
             page.screenshot(path=FOLDER / f"{name}{look}.png")

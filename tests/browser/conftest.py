@@ -34,20 +34,39 @@ def browser():
 
 
 @pytest.fixture(scope="session")
-def studio(tmp_path_factory):
-    """Return the address of a studio that runs as users run it."""
+def printed_address(tmp_path_factory):
+    """Start a studio as users do, and return the address that it prints, with its token."""
     pytest.importorskip("uvicorn", reason="the studio extra is not installed")
-    folder = tmp_path_factory.mktemp("studio")
-    command = [sys.executable, "-m", "moewright", "studio", "--port", "0", "--folder", folder / "f"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+    root = tmp_path_factory.getbasetemp()
+    command = [sys.executable, "-m", "moewright", "studio", "--port", "0", "--folder", "studio"]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
-        yield re.search(r"http://[^/]+/", line)[0]
+        yield re.search(r"http://\S+", line)[0]
         process.terminate()
 
 
+@pytest.fixture(scope="session")
+def studio(printed_address):
+    """Return the address of the studio without the token, as people send it."""
+    return printed_address.partition("?")[0]
+
+
+@pytest.fixture(scope="session")
+def cookies(browser, printed_address, studio):
+    """Return what a browser keeps that has opened the printed address once."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(printed_address)
+    assert page.url == studio  # the token is gone from the address
+    kept = context.cookies()
+    context.close()
+    return kept
+
+
 @pytest.fixture
-def open_page(browser):
+def open_page(request, browser):
     """Return a function that opens an address; at the end nothing else was asked or complained."""
+    cookies = request.getfixturevalue("cookies") if "studio" in request.fixturenames else []
     contexts = []
     complaints = []
     requests = []
@@ -56,6 +75,7 @@ def open_page(browser):
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, offline=offline
         )
+        context.add_cookies(cookies)
         contexts.append(context)
         page = context.new_page()
         page.on("request", lambda request: requests.append((address, request.url)))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
+from threading import Event
+from typing import Any, TypeVar, cast
 
+from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -25,27 +28,37 @@ from moewright.spec.errors import BadInput
 from moewright.spec.options import ExportTarget
 from moewright.spec.record import Record, format_json
 from moewright.spec.workload import Dtype
-from moewright.studio.drops import read_dropped_model, read_dropped_script
-from moewright.studio.folder import StudioFolder
+from moewright.studio.access import Access
+from moewright.studio.confinement import Confinement
+from moewright.studio.folder import LARGEST_TEXT_BYTES, LARGEST_TRACE_BYTES, StudioFolder
 from moewright.studio.guard import LocalGuard
 from moewright.studio.queries import read_query
-from moewright.studio.runs import diagnose_dropped, follow_runs, list_run_folders
+from moewright.studio.runs import (
+    encode_runs,
+    is_other_file,
+    list_run_folders,
+    read_runs,
+    stamp_runs,
+)
 from moewright.studio.tasks import Workers
-from moewright.studio.wire import encode_data, encode_record
+from moewright.studio.wire import build_or_refuse, encode_data, encode_failure, encode_record
 from moewright.view.page import read_asset, render_page, render_shell
-from moewright.view.plan_view import build_refusal
 
 _PAGES = ("/", "/top", "/timetable", "/compare", "/budget", "/runs", "/share")
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _JSON = "application/json"
 _MOST_COMPARED = 3
-_MOST_BODY_BYTES = 64 * 2**20
+_MOST_RUNS = 8
+_MOST_THREADS = 8
+_GONE = 499  # as nginx calls it
 _TASKS = ("search", "budget")
+_SUFFIXES = (".json", ".json.gz", ".gz", ".log", ".txt", ".sqlite")  # of traces and logs
+_T = TypeVar("_T")
 
 
-def build_app(folder: Path, port: int) -> Starlette:
-    """Build the application that serves this machine on a port."""
-    studio = _Studio(folder)
+def build_app(confinement: Confinement, access: Access) -> Starlette:
+    """Build the application that serves the folders of its confinement on these terms."""
+    studio = _Studio(confinement)
     routes = [
         *(Route(path, studio.show_page) for path in _PAGES),
         Route("/assets/{name}", studio.send_asset),
@@ -64,20 +77,27 @@ def build_app(folder: Path, port: int) -> Starlette:
         Route("/api/model", studio.take_model, methods=["POST"]),
         Route("/api/script", studio.take_script, methods=["POST"]),
     ]
-    guard = Middleware(LocalGuard, port=port)
-    return Starlette(routes=routes, middleware=[guard], lifespan=studio.live)
+    guard = Middleware(LocalGuard, access=access)
+    return Starlette(
+        routes=routes,
+        middleware=[guard],
+        exception_handlers={ClientDisconnect: _leave_alone},
+        lifespan=studio.live,
+    )
 
 
 class _Studio:
     """The handlers of a server, with its folder and its workers."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = StudioFolder(folder)
-        self._workers = Workers()
+    def __init__(self, confinement: Confinement) -> None:
+        self._root = confinement.root
+        self._folder = StudioFolder(confinement.folder)
+        self._workers = Workers(confinement)
 
     @asynccontextmanager
     async def live(self, _: Starlette) -> AsyncIterator[None]:
-        """Keep a worker ready while the server runs."""
+        """Keep a worker ready while the server runs, and few threads."""
+        current_default_thread_limiter().total_tokens = _MOST_THREADS
         await self._workers.prepare()
         yield
         await self._workers.close()
@@ -133,18 +153,45 @@ class _Studio:
         params = dict(request.query_params)
         return await _answer_data(lambda: {"text": _render_launch_file(params)})
 
-    async def list_runs(self, _: Request) -> Response:
-        return _send_json(encode_data(await run_in_threadpool(list_run_folders, Path("runs"))))
+    async def list_runs(self, request: Request) -> Response:
+        is_gone = Event()
+        walk = run_in_threadpool(list_run_folders, self._root, is_gone.is_set)
+        names = await _while_connected(request, walk, tell_gone=is_gone.set)
+        return _send_json(encode_data(names))
 
     async def send_runs(self, request: Request) -> Response:
-        folders = [Path(name) for name in request.query_params.getlist("run")]
-        stamp = request.query_params.get("stamp", "")
-        return _send_json(await run_in_threadpool(follow_runs, folders, stamp))
+        folders = [Path(name) for name in request.query_params.getlist("run")[:_MOST_RUNS]]
+        stamp = await run_in_threadpool(stamp_runs, folders)
+        record = b""
+        if stamp.text != request.query_params.get("stamp", ""):
+            if await run_in_threadpool(is_other_file, folders):
+                diagnosis = self._workers.ask("diagnosis", {"path": str(folders[0])})
+                record = await _while_connected(request, diagnosis)
+            else:
+                record = await run_in_threadpool(read_runs, folders)
+        return _send_json(encode_runs(stamp, record))
 
     async def diagnose_drop(self, request: Request) -> Response:
-        content = await _read_body(request)
-        name = request.query_params.get("name", "")
-        return await _answer(partial(diagnose_dropped, self._folder, content, name))
+        suffix = "".join(Path(request.query_params.get("name", "")).suffixes[-2:])
+        suffix = suffix if suffix in _SUFFIXES else ".log"
+        return await self._answer_drop(request, "diagnosis", suffix, LARGEST_TRACE_BYTES)
+
+    async def take_model(self, request: Request) -> Response:
+        return await self._answer_drop(request, "model", ".json", LARGEST_TEXT_BYTES)
+
+    async def take_script(self, request: Request) -> Response:
+        return await self._answer_drop(request, "script", ".sh", LARGEST_TEXT_BYTES)
+
+    async def _answer_drop(
+        self, request: Request, task: str, suffix: str, limit_bytes: int
+    ) -> Response:
+        """Keep the body of a request as a file, and answer what a worker makes of it."""
+        try:
+            path = await self._folder.receive(request.stream(), suffix, limit_bytes=limit_bytes)
+        except BadInput as error:
+            return _send_json(encode_failure(error))
+        params = {**request.query_params, "path": str(path)}
+        return _send_json(await _while_connected(request, self._workers.ask(task, params)))
 
     async def stream_task(self, request: Request) -> Response:
         task = request.path_params["task"]
@@ -152,15 +199,6 @@ class _Studio:
             return PlainTextResponse("no such task", status_code=404)
         lines = self._workers.run(task, dict(request.query_params))
         return StreamingResponse(lines, media_type="application/x-ndjson")
-
-    async def take_model(self, request: Request) -> Response:
-        content = await _read_body(request)
-        return await _answer_data(partial(read_dropped_model, self._folder, content))
-
-    async def take_script(self, request: Request) -> Response:
-        content = await _read_body(request)
-        params = dict(request.query_params)
-        return await _answer_data(partial(read_dropped_script, self._folder, content, params))
 
 
 def _list_names() -> dict[str, object]:
@@ -190,8 +228,8 @@ async def _send_file(render: Callable[[], str], media_type: str) -> Response:
     def run() -> Response:
         try:
             return Response(render(), media_type=media_type)
-        except BadInput as error:
-            content = encode_record(build_refusal(error.reasons))
+        except (BadInput, OSError) as error:
+            content = encode_failure(error)
             return Response(content, status_code=422, media_type=_JSON)
 
     return await run_in_threadpool(run)
@@ -208,24 +246,42 @@ async def _answer_data(build: Callable[[], object]) -> Response:
 
 
 async def _send_built(build: Callable[[], bytes]) -> Response:
-    def run() -> bytes:
-        try:
-            return build()
-        except BadInput as error:
-            return encode_record(build_refusal(error.reasons))
-
-    return _send_json(await run_in_threadpool(run))
+    return _send_json(await run_in_threadpool(build_or_refuse, build))
 
 
 def _send_json(content: bytes) -> Response:
     return Response(content, media_type=_JSON)
 
 
-async def _read_body(request: Request) -> bytes:
-    """Return the body of a request, cut where it is too long: its reader refuses it then."""
-    content = b""
-    async for part in request.stream():
-        content += part
-        if len(content) > _MOST_BODY_BYTES:
-            break
-    return content
+async def _while_connected(
+    request: Request, work: Coroutine[Any, Any, _T], tell_gone: Callable[[], None] = lambda: None
+) -> _T:
+    """Return what comes of work, which is cancelled when the client goes away.
+
+    `tell_gone` is called then, for a thread cannot be cancelled.
+
+    Raises:
+        ClientDisconnect: it has gone away.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_until_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            tell_gone()
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.wait((task, gone))
+
+
+async def _leave_alone(_: Request, error: Exception) -> Response:
+    """Answer a client that has gone away, so that nobody takes it for a fault of the server."""
+    return Response(status_code=_GONE)
+
+
+async def _wait_until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from moewright.api.launch_scripts import read_flags
 from moewright.codec import format_layout, parse_json, write_json
+from moewright.codec.files import read_text
 from moewright.intake import catalogue
 from moewright.spec.errors import BadInput, Reason
 from moewright.studio.folder import StudioFolder
@@ -15,26 +17,24 @@ from moewright.studio.folder import StudioFolder
 _MOST_NAME = 40
 
 
-def read_dropped_model(folder: StudioFolder, content: bytes) -> dict[str, str]:
+def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, str]:
     """Keep a config.json, and return the name by which queries find it.
 
     Raises:
         BadInput: the file is no config.json of a model that can be planned.
     """
-    data = parse_json(folder.decode(content), where="config.json")
+    data = parse_json(read_text(path), where="config.json")
     if not isinstance(data, Mapping):
         raise BadInput(Reason(field="config.json", rule="must be an object"))
     architectures = data.get("architectures") or data.get("model_type") or "model"
     first = architectures[0] if isinstance(architectures, list) else architectures
-    name = re.sub(r"[^A-Za-z0-9_.-]", "", str(first))[:_MOST_NAME] or "model"
-    path = folder.keep(json.dumps(data).encode(), "/config.json", prefix=f"{name}-")
-    catalogue.model(str(path.parent))
-    return {"model": str(path.parent)}
+    name = re.sub(r"[^A-Za-z0-9_.-]", "", str(first))[:_MOST_NAME].lstrip(".") or "model"
+    model = str(folder.keep_model(json.dumps(data), name))
+    catalogue.model(model)
+    return {"model": model}
 
 
-def read_dropped_script(
-    folder: StudioFolder, content: bytes, params: Mapping[str, str]
-) -> dict[str, object]:
+def read_dropped_script(path: Path, params: Mapping[str, str]) -> dict[str, object]:
     """Return the query that a Megatron-LM launch script states, with notes on its reading.
 
     `params` may name the model and the devices of a script, which does not. The job is kept as a
@@ -43,7 +43,6 @@ def read_dropped_script(
     Raises:
         BadInput: the script cannot be read or planned.
     """
-    path = folder.keep(content, ".sh")
     device = params.get("on", "").rpartition("x")[2] or params.get("on", "")
     reading = read_flags(path, on=device, model=params.get("model", ""))
     plan = reading.plan

@@ -2,53 +2,116 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO
+
+from starlette.concurrency import run_in_threadpool
 
 from moewright.codec import write_text
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import format_bytes
 
-_MOST_BYTES = 64 * 2**20
+LARGEST_TEXT_BYTES = 16 * 2**20
+LARGEST_TRACE_BYTES = 256 * 2**20
+_MOST_KEPT = 100
+_MOST_KEPT_BYTES = 2 * 2**30
+_UPLOADING = ".uploading-"
+_DIGEST_LETTERS = 12
+_BLOCK_BYTES = 1 << 20
 
 
 class StudioFolder:
-    """The only folder that the studio writes to."""
+    """The only folder that the studio writes to: the newest dropped files, within a budget."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
+        self._dropped = root.resolve() / "dropped"
 
-    def decode(self, content: bytes) -> str:
-        """Return the text of a dropped file.
+    async def receive(
+        self, parts: AsyncIterator[bytes], suffix: str, *, limit_bytes: int = LARGEST_TEXT_BYTES
+    ) -> Path:
+        """Write a dropped file under a name by its content as it comes, and return its path.
 
         Raises:
-            BadInput: the file is too large or no text.
+            BadInput: it is too large, or cannot be written; what had come of it is removed.
         """
-        if len(content) > _MOST_BYTES:
-            rule = f"must have at most {_MOST_BYTES} bytes"
-            raise BadInput(Reason(field="file", value=f"{len(content)} bytes", rule=rule))
+        digest = sha256()
+        nbytes = 0
+        with self._open_upload() as file:
+            async for block in _join_parts(parts):
+                nbytes += len(block)
+                if nbytes > limit_bytes:
+                    rule = f"must have at most {format_bytes(limit_bytes)}"
+                    raise BadInput(Reason(field="file", rule=rule))
+                digest.update(block)
+                await run_in_threadpool(file.write, block)
+            file.flush()
+            path = self._dropped / f"{digest.hexdigest()[:_DIGEST_LETTERS]}{suffix}"
+            os.replace(file.name, path)
+        await run_in_threadpool(self.prune)
+        return path
+
+    def keep_model(self, config: str, name: str) -> Path:
+        """Write a model's config.json into a folder by name and content, and return the folder."""
+        digest = sha256(config.encode()).hexdigest()[:_DIGEST_LETTERS]
+        folder = self._dropped / f"{name}-{digest}"
+        write_text(folder / "config.json", config)
+        return folder
+
+    def prune(self) -> None:
+        """Remove the files that were dropped first, where there are too many or too large ones."""
+        kept_bytes = 0
+        for number, path in enumerate(sorted(self._dropped.glob("*"), key=_age)):
+            kept_bytes += _count_bytes(path)
+            if number < _MOST_KEPT and kept_bytes <= _MOST_KEPT_BYTES:
+                continue
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def remove_uploads(self) -> None:
+        """Remove the halves of files that a server which was killed had received."""
+        for path in self._dropped.glob(f"{_UPLOADING}*"):
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _open_upload(self) -> Iterator[IO[bytes]]:
+        """Open a hidden file, which is removed unless it was renamed meanwhile."""
         try:
-            return content.decode()
-        except UnicodeDecodeError:
-            raise BadInput(Reason(field="file", rule="must be text (UTF-8)")) from None
+            self._dropped.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=self._dropped, prefix=_UPLOADING, delete=False) as file:
+                try:
+                    yield file
+                finally:
+                    Path(file.name).unlink(missing_ok=True)
+        except OSError as error:
+            rule = f"cannot be written: {error.strerror}"
+            raise BadInput(Reason(field=str(self._dropped), rule=rule)) from error
 
-    def keep(self, content: bytes, suffix: str, *, prefix: str = "") -> Path:
-        """Write a dropped file under a name by its content, and return its path.
 
-        Raises:
-            BadInput: the file is too large, is no text, or cannot be written.
-        """
-        text = self.decode(content)
-        path = self._name(content, suffix, prefix)
-        if not path.exists():
-            write_text(path, text)
-        return path
+async def _join_parts(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield blocks that are worth a turn of a thread, of the parts that a connection brings."""
+    block = bytearray()
+    async for part in parts:
+        block += part
+        if len(block) >= _BLOCK_BYTES:
+            yield bytes(block)
+            block.clear()
+    if block:
+        yield bytes(block)
 
-    def keep_bytes(self, content: bytes, suffix: str) -> Path:
-        """Write a dropped file that need not be text, and return its path."""
-        path = self._name(content, suffix, "")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        return path
 
-    def _name(self, content: bytes, suffix: str, prefix: str) -> Path:
-        return self.root / "dropped" / f"{prefix}{sha256(content).hexdigest()[:12]}{suffix}"
+def _age(path: Path) -> float:
+    with suppress(OSError):
+        return -path.stat().st_mtime
+    return 0.0
+
+
+def _count_bytes(path: Path) -> int:
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in (path, *path.glob("*")))
+    return 0

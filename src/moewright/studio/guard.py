@@ -1,14 +1,19 @@
-"""What the studio's server refuses: other hosts' names, other sites' requests, large bodies."""
+"""What the studio's server refuses: whoever has no token, other hosts' names, other sites."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from urllib.parse import urlencode, urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
+from moewright.spec.errors import Reason
+from moewright.studio.access import Access
+from moewright.studio.wire import encode_refusal
+
+_LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 _POLICY = (
     "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -20,28 +25,38 @@ _HEADERS = (
     ("cross-origin-resource-policy", "same-origin"),
     ("cross-origin-opener-policy", "same-origin"),
 )
+_READING = ("GET", "HEAD")
+_SCHEME = "Bearer "
+_REFUSED_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>moewright studio</title></head>
+<body><h1>moewright studio</h1><p>{}.</p>
+<p>If a link of another site brought you here, <a href="">go on</a>.</p></body></html>
+"""
+_NEEDS_TOKEN = "is needed: open the address that the studio printed when it was started"
 
 
 class LocalGuard:
-    """Middleware that serves this machine alone.
+    """Middleware that serves those who know the token, on this machine alone.
+
+    The token comes in the address, once: the answer puts it into a cookie and leads to the same
+    address without it. Programs send it as `Authorization: Bearer`.
 
     A page of another site can send requests to a port of this machine, also under a name of its own
     that it lets point there (DNS rebinding). Its requests have its name as Host or as Origin, or
-    say that they cross sites, and are refused.
+    say that they cross sites, and are refused; the cookie stays at home with them (SameSite).
     """
 
-    def __init__(self, app: ASGIApp, port: int) -> None:
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
-        self._hosts = frozenset(f"{name}:{port}" for name in _LOCAL_NAMES)
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it with 403."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if refusal := self._refuse(Headers(scope=scope)):
-            response = PlainTextResponse(refusal, status_code=403)
-            await response(scope, receive, send)
+        if scope["type"] != "http":  # a websocket: the studio has none
+            await send({"type": "websocket.close", "code": 1008})
             return
 
         async def send_guarded(message: Message) -> None:
@@ -51,19 +66,63 @@ class LocalGuard:
                     headers[name] = value
             await send(message)
 
-        await self._app(scope, receive, send_guarded)
+        response = self._answer(Request(scope))
+        await (response or self._app)(scope, receive, send_guarded)
 
-    def _refuse(self, headers: Headers) -> str:
-        if headers.get("host", "") not in self._hosts:
+    def _answer(self, request: Request) -> Response | None:
+        """Return what is answered in place of the application; None where it may answer."""
+        if rule := self._find_strangeness(request):
+            return _refuse(request, Reason(field="address", rule=rule))
+        token = request.query_params.get("token", "")
+        if token and request.method in _READING and self._access.accepts(token):
+            return self._hand_cookie(request)
+        if not any(map(self._access.accepts, self._list_tokens(request))):
+            return _refuse(request, Reason(field="token", rule=_NEEDS_TOKEN))
+        if self._access.is_read_only and request.method not in _READING:
+            return _refuse(request, Reason(field="--read-only", rule="takes no files"))
+        return None
+
+    def _list_tokens(self, request: Request) -> tuple[str, ...]:
+        authorization = request.headers.get("authorization", "")
+        sent = authorization.removeprefix(_SCHEME) if authorization.startswith(_SCHEME) else ""
+        return request.cookies.get(self._access.cookie, ""), sent
+
+    def _hand_cookie(self, request: Request) -> Response:
+        params = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
+        # A path of two slashes would be another host.
+        path = f"/{request.scope['path'].lstrip('/')}"
+        address = f"{path}?{urlencode(params)}" if params else path
+        response = RedirectResponse(address, status_code=303)
+        name, token = self._access.cookie, self._access.token
+        response.set_cookie(name, token, httponly=True, samesite="strict", path="/")
+        response.headers["cache-control"] = "no-store"
+        return response
+
+    def _find_strangeness(self, request: Request) -> str:
+        headers = request.headers
+        if not self._is_local(f"http://{headers.get('host', '')}"):
             return "the studio serves 127.0.0.1 and localhost alone"
         origin = headers.get("origin", "")
-        if origin and not _is_origin(origin, self._hosts):
+        if origin and origin != f"http://{headers['host']}":
             return "the studio answers its own pages alone"
         crosses_sites = headers.get("sec-fetch-site", "") in ("cross-site", "same-site")
         if crosses_sites and headers.get("sec-fetch-mode", "") != "navigate":
             return "the studio answers its own pages alone"
         return ""
 
+    def _is_local(self, address: str) -> bool:
+        try:
+            parts = urlsplit(address)
+            port = parts.port or 80
+        except ValueError:
+            return False
+        is_bare = parts.netloc == address.removeprefix("http://") and "@" not in parts.netloc
+        return is_bare and parts.hostname in _LOCAL_NAMES and self._access.port in (0, port)
 
-def _is_origin(origin: str, hosts: Iterable[str]) -> bool:
-    return origin.removeprefix("http://") in hosts
+
+def _refuse(request: Request, reason: Reason) -> Response:
+    """Refuse in the form that is asked for: a page for a person, a record for a page."""
+    if request.scope["path"].startswith("/api/"):
+        content = encode_refusal(reason) + b"\n"
+        return Response(content, status_code=403, media_type="application/json")
+    return HTMLResponse(_REFUSED_PAGE.format(f"{reason.field} {reason.rule}"), status_code=403)

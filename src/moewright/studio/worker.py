@@ -1,48 +1,91 @@
-"""A process that works on long questions: a query in on standard input, answers out as lines.
+"""A process that works on long questions, and on files that strangers may have written.
 
-The server kills it when nobody waits for it any more.
+A query comes in on standard input, answers go out as lines. The server kills it when nobody waits
+for it any more; what it may use of time and memory, and of the disk, is limited.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from moewright.api.diagnosing import diagnose, view_diagnosis
 from moewright.api.views import view_budget, view_search
-from moewright.spec.errors import BadInput
-from moewright.spec.record import Record
+from moewright.spec.errors import BadInput, Reason, lacks_memory
+from moewright.spec.units import format_bytes
+from moewright.studio.confinement import Confinement
+from moewright.studio.drops import read_dropped_model, read_dropped_script
+from moewright.studio.folder import StudioFolder
 from moewright.studio.queries import read_number, read_query
-from moewright.studio.wire import encode_record
-from moewright.view.plan_view import build_refusal
+from moewright.studio.wire import encode_data, encode_failure, encode_record, encode_refusal
 
 # A small job, whose search fills the caches of tables and imports before anybody asks.
 _WARM_UP = {"model": "Qwen/Qwen3-30B-A3B", "on": "8xH100", "global_batch": "64"}
+_MOST_BYTES = 4 * 2**30
+_MOST_CPU_S = 300
 
 
-def main() -> None:
-    """Answer one question: {"task": ..., "params": {...}}."""
-    next(answer("search", _WARM_UP), None)
+def main(arguments: Sequence[str]) -> None:
+    """Answer one question: {"task": ..., "params": {...}}, within the walls that are named."""
+    root, folder, hub_cache, *options = arguments
+    confinement = Confinement(
+        root=Path(root),
+        folder=Path(folder),
+        hub_cache=Path(hub_cache),
+        is_read_only="--read-only" in options,
+    )
+    confinement.enter()
+    _limit(resource.RLIMIT_AS, _MOST_BYTES)
+    next(answer("search", _WARM_UP, confinement), None)
     line = sys.stdin.readline()
     if not line:
         return  # nobody asks any more
+    _limit(resource.RLIMIT_CPU, _used_cpu_s() + _MOST_CPU_S)
     question = json.loads(line)
     try:
-        for record in answer(question["task"], question["params"]):
-            _write(encode_record(record))
-    except BadInput as error:
-        _write(encode_record(build_refusal(error.reasons)))
+        for answered in answer(question["task"], question["params"], confinement):
+            _write(answered)
+    except (BadInput, OSError) as error:
+        _write(encode_failure(error))
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        rule = f"needs more memory for an answer than {format_bytes(_MOST_BYTES)}"
+        _write(encode_refusal(Reason(field="studio", rule=rule)))
 
 
-def answer(task: str, params: Mapping[str, Any]) -> Iterator[Record]:
-    """Yield the records that answer a task."""
-    query = read_query(params)
-    if task == "search":
-        yield from view_search(query)
-    else:
-        tokens = params.get("tokens", "")
-        yield from view_budget(query, tokens=tokens, price=read_number(params, "price"))
+def answer(task: str, params: Mapping[str, Any], confinement: Confinement) -> Iterator[bytes]:
+    """Yield the records that answer a task; `path` names a file for the tasks about one."""
+    path = Path(params.get("path", ""))
+    match task:
+        case "search":
+            yield from map(encode_record, view_search(read_query(params)))
+        case "budget":
+            price = read_number(params, "price")
+            tokens = params.get("tokens", "")
+            views = view_budget(read_query(params), tokens=tokens, price=price)
+            yield from map(encode_record, views)
+        case "diagnosis":
+            yield encode_record(view_diagnosis(diagnose(path)))
+        case "model":
+            yield encode_data(read_dropped_model(StudioFolder(confinement.folder), path))
+        case "script":
+            yield encode_data(read_dropped_script(path, params))
+
+
+def _limit(kind: int, value: int) -> None:
+    """Lower a limit of this process; one that is lower already stays."""
+    limits = [limit for limit in resource.getrlimit(kind) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(kind, (min(value, *limits, value), resource.getrlimit(kind)[1]))
+
+
+def _used_cpu_s() -> int:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return int(usage.ru_utime + usage.ru_stime) + 1
 
 
 def _write(data: bytes) -> None:
@@ -51,4 +94,4 @@ def _write(data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -39,6 +39,8 @@ _STEP_TIME = re.compile(
     r"Step Time\s*:\s*([\d.]+)s\b(?:.*?utilization:\s*([\d.]+)\s*(?:MODEL_)?TFLOP/s/GPU)?"
 )
 _RATE_ALONE = re.compile(rf"({_UNSIGNED})\s*(?:MODEL_)?TFLOP/s/GPU")
+# A file of one endless line is no log, and would be searched for minutes.
+_LONGEST_LINE = 1 << 17
 _ARGUMENT = re.compile(r"(?:^|[\s\]:])([a-z][a-z0-9_]*) \.{2,} ?(.*?)\s*$")
 _MEMORY = re.compile(
     r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \((MB|GB)\) \|"
@@ -218,7 +220,7 @@ def parse_log(text: str) -> MegatronLog:
     failures: list[OutOfMemory] = []
     step_times: list[Iteration] = []
     announced: Iteration | None = None
-    lines = re.split(r"[\r\n]+", text)
+    lines = [line[:_LONGEST_LINE] for line in re.split(r"[\r\n]+", text)]
     for number, line in enumerate(lines, 1):
         if match := _STEP_TIME.search(line):
             announced = _parse_step_time(len(step_times) + 1, match)

@@ -1,0 +1,187 @@
+"""A studio as users start it: what it reads, writes, keeps and ends."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+import moewright as mw
+from moewright.codec import write_json
+from sample_run import record, write_run
+
+pytest.importorskip("uvicorn", reason="the studio extra is not installed")
+
+from moewright.studio.folder import StudioFolder
+from moewright.studio.runs import list_run_folders
+
+pytestmark = pytest.mark.waits
+
+
+class Studio:
+    """A studio that runs, and a client of it."""
+
+    def __init__(self, root, *options):
+        command = [sys.executable, "-m", "moewright", "studio", *options]
+        self.process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+        self.lines = []
+        while not self.lines or "token=" not in self.lines[-1]:
+            self.lines.append(self.process.stdout.readline())
+            assert self.lines[-1], "the studio has ended"
+        address, self.token = re.search(r"http://([^/]+)/\?token=(\S+)", self.lines[-1]).groups()
+        self.port = int(address.rpartition(":")[2])
+
+    def connect(self):
+        return HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def ask(self, path, *, body=None):
+        connection = self.connect()
+        method = "GET" if body is None else "POST"
+        connection.request(method, path, body, {"authorization": f"Bearer {self.token}"})
+        answer = connection.getresponse()
+        text = answer.read()
+        connection.close()
+        return answer.status, json.loads(text)
+
+    def workers(self):
+        """Return the process ids of its workers."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return children.split()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(30) == 0
+        self.process.stdout.close()
+
+
+def why(answer):
+    """Return the reasons of a refusal."""
+    status, data = answer
+    assert status == 200
+    refusals = [item for item in data.get("records", [data]) if item["kind"] == "RefusalView"]
+    assert refusals, data
+    return "; ".join(reason["text"] for item in refusals for reason in item["reasons"])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Return a root with a run, and a folder beside it that nobody may read."""
+    place = tmp_path_factory.mktemp("place")
+    for folder in (place / "root" / "runs" / "mine", place / "private" / "run"):
+        folder.mkdir(parents=True)
+        write_run(folder, record())
+    (place / "private" / "h.toml").write_text("name = 1\n")
+    write_json(place / "private" / "p.json", mw.estimate("Mixtral-8x7B", "ep8", on="8xH100"))
+    (place / "root" / "link").symlink_to(place / "private")
+    return place
+
+
+@pytest.fixture(scope="module")
+def studio(place):
+    with Studio(place, "--root", "root", "--port", "0") as studio:
+        yield studio
+
+
+def test_nothing_outside_of_the_root_is_read(place, studio):
+    private = place / "private"
+    for path in (private, Path("link"), Path("runs/../link"), Path("runs/../../private")):
+        for query in (f"run?run={path}/run", f"plan?model={path}/p.json&on=8xH100"):
+            assert "outside" in why(studio.ask(f"/api/{query}"))
+        hardware = f"plan?model=Mixtral-8x7B&on={path}/h.toml"
+        assert "outside" in why(studio.ask(f"/api/{hardware}"))
+        assert "outside" in why(studio.ask(f"/api/run?run={path}/p.json"))  # by a worker
+    assert studio.ask("/api/runs")[1] == ["runs/mine"]
+    assert studio.ask("/api/run?run=runs/mine")[1]["records"][0]["kind"] == "RunView"
+    script = f"source {private}/p.json\npython pretrain_gpt.py\n".encode()
+    why(studio.ask("/api/script?on=H100", body=script))
+
+
+def test_dropped_files_stay_in_the_folder(place, studio):
+    before = set(place.rglob("*"))
+    hostile = b'{"architectures": ["../../x/Qwen3MoeForCausalLM"], "model_type": "nothing"}'
+    why(studio.ask("/api/model", body=hostile))
+    assert "UTF-8" in why(studio.ask("/api/script", body=b"\xff\xfe"))
+    assert "not a log" in why(studio.ask("/api/drop?name=../../x.json.sh", body=b"x"))
+    folder = place / "root" / "runs" / "studio" / "dropped"
+    written = {path for path in set(place.rglob("*")) - before if path.is_file()}
+    assert len(written) == 4  # config.json also in the folder of its model
+    assert all(folder in path.parents for path in written)
+
+
+def test_a_large_file_is_refused_while_it_comes(place, studio):
+    folder = place / "root" / "runs" / "studio" / "dropped"
+    before = set(folder.iterdir())
+    large = bytes(20 << 20)
+    assert "at most 16 MiB" in why(studio.ask("/api/model", body=large))
+    assert set(folder.iterdir()) == before
+
+
+def test_workers_end_when_nobody_waits_and_are_few(studio):
+    search = "/api/task/search?model=deepseek-ai/DeepSeek-V3&on=2048xH800&global_batch=15360"
+    connections = [studio.connect() for _ in range(12)]
+    for connection in connections:
+        connection.request("GET", search, headers={"authorization": f"Bearer {studio.token}"})
+    refused = connections[-1].getresponse().read()
+    assert b"more questions" in refused
+    assert len(studio.workers()) <= 3  # two at work, and one that may be ready
+    for connection in connections:
+        connection.close()
+    deadline_s = time.monotonic() + 20
+    while len(studio.workers()) != 1 and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    (ready,) = studio.workers()
+    time.sleep(0.5)
+    assert studio.workers() == [ready]  # nobody's search goes on
+
+
+def test_a_socket_is_for_its_user_alone(place):
+    path = place / "socket"
+    with Studio(place / "root", "--socket", str(path), "--read-only"):
+        assert oct(path.stat().st_mode & 0o777) == "0o600"
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost:1\r\nConnection: close\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 403")
+        taken = subprocess.run(
+            [sys.executable, "-m", "moewright", "studio", "--socket", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert taken.returncode == 2
+        assert "--socket" in taken.stderr
+    assert not path.exists()
+
+
+def test_the_files_that_were_dropped_first_go(tmp_path):
+    dropped = tmp_path / "dropped"
+    for number in range(120):
+        folder = dropped / f"m-{number}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        os.utime(folder, (number, number))
+    StudioFolder(tmp_path).prune()
+    assert {path.name for path in dropped.iterdir()} == {f"m-{n}" for n in range(20, 120)}
+
+
+def test_a_walk_ends_when_whoever_asked_is_gone(tmp_path):
+    source = tmp_path / "a" / "run"
+    source.mkdir(parents=True)
+    write_run(source, record())
+    shutil.copytree(source, tmp_path / "run")
+    shutil.copytree(source, tmp_path / ".hidden" / "run")
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert set(list_run_folders(tmp_path)) == {"run", "a/run"}
+    calls = iter(range(100))
+    assert list_run_folders(tmp_path, lambda: next(calls) > 2) == ["run"]
