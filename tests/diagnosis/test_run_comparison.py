@@ -44,6 +44,7 @@ def test_timers_say_where_the_gap_lies_and_its_fixes_come_first(tmp_path, capsys
     text = text_with_timers(sync=9000.0).replace("(150.00, 9000.00)", "(9000.00, 9000.00)")
     path.write_text(text.replace("2048", "512"))
     small = ["--model", "Qwen3-30B-A3B", "--on", "16xH100", "--layout", "ep8,pp2"]
+    small += ["--load", "balanced"]
     assert main(["compare", str(path), *small, "--global-batch", "512", "--json", "-"]) == 0
     data = json.loads(capsys.readouterr().out)
     first = data["gaps"][0]

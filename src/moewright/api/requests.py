@@ -13,11 +13,13 @@ from moewright.codec.data_paths import parse_data_paths
 from moewright.intake import catalogue, hub
 from moewright.intake.job import JobFile, read_job
 from moewright.intake.job_workload import (
+    LOG_SUFFIXES,
     MAX_BATCH,
     MAX_LOAD_FACTOR,
     MAX_SEQ_LEN,
     Int64s,
     read_expert_load,
+    read_logged_skew,
     read_sample_lengths,
 )
 from moewright.intake.networks import apply_network
@@ -276,6 +278,9 @@ def _add_measured_load(request: PlanRequest, path: Path) -> Workload:
     factor = _read_load_factor(str(path))
     if factor:
         return replace(request.workload, routing=Routing.LEARNED, load_factor=factor)
+    if path.suffix in LOG_SUFFIXES:
+        skew = read_logged_skew(path)
+        return replace(request.workload, routing=Routing.SKEWED, load_skew=skew)
     histogram = read_expert_load(path)
     workload = replace(request.workload, routing=Routing.MEASURED, load_histogram=histogram)
     job = Job(model=request.model, workload=workload, layout=Layout(world_size=1))

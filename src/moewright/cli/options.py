@@ -108,6 +108,12 @@ class BatchOptions:
     quantize_base
         The form of the frozen linears under LoRA's adapters: nf4 for 4 bits (QLoRA), fp8 for
         e4m3 in blocks of 128, none for the precision.
+    load
+        The load of the experts, in place of that of published runs whose routers decided:
+        balanced; the hottest rank's rows over the mean, such as 1.5; or tokens an expert of each
+        layer, measured: a .json list of layers, a .csv with a line of counts a layer (or the
+        columns layer,expert,tokens), the folder of a run, or Megatron-LM's .log, whose balance
+        loss says how far experts lie apart.
     """
 
     seq_len: OptionalLength = None
@@ -120,6 +126,7 @@ class BatchOptions:
     task: Task | None = None
     lora: str = ""
     quantize_base: BaseQuantization | None = None
+    load: Path | None = None
 
     def to_workload_options(self) -> WorkloadOptions:
         """Return the options as the face of the package takes them."""
@@ -134,13 +141,14 @@ class BatchOptions:
             task=self.task,
             lora_rank=read_lora_rank(self.lora),
             quantize_base=self.quantize_base,
+            load=self.load,
         )
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningOptions(BatchOptions):
-    """Options that describe the workload, with its length and the measured load of its experts.
+    """Options that describe the workload, with the length of its training and of its samples.
 
     Parameters
     ----------
@@ -148,11 +156,6 @@ class PlanningOptions(BatchOptions):
         Steps of the training; launch files say it, and no prediction depends on it.
     tokens
         Tokens of the training, such as 300B, in place of --steps.
-    load
-        The load of the experts, in place of that of published runs whose routers decided:
-        balanced; the hottest rank's rows over the mean, such as 1.5; or tokens an expert of each
-        layer, measured: a .json list of layers, a .csv with a line of counts a layer (or the
-        columns layer,expert,tokens), or the folder of a run.
     lengths
         A histogram of the samples that are packed into sequences: a .csv with the columns
         tokens,samples. What packing leaves empty is told; attention stays within a sample.
@@ -160,7 +163,6 @@ class PlanningOptions(BatchOptions):
 
     steps: OptionalCount = None
     tokens: OptionalCount = None
-    load: Path | None = None
     lengths: Path | None = None
 
     def to_workload_options(self) -> WorkloadOptions:
@@ -168,7 +170,6 @@ class PlanningOptions(BatchOptions):
         options = BatchOptions.to_workload_options(self)
         return replace(
             options,
-            load=self.load,
             steps=self.steps,
             tokens=self.tokens,
             lengths=self.lengths,

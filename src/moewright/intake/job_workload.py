@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from math import sqrt
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -41,6 +44,8 @@ ExpertCounts = tuple[tuple[int, ...], ...]  # by layer that has experts, then by
 
 _LONG_HEADER = ("layer", "expert", "tokens")  # of a table with a line a layer and expert
 _SUFFIXES = (".json", ".csv")
+LOG_SUFFIXES = (".log", ".out", ".txt")
+_BALANCE_LOSS = re.compile(r"load_balancing_loss: +(\d+\.?\d*(?:[eE][+-]?\d+)?)")
 
 _Row = tuple[int, list[str]]  # a line's number and its cells
 
@@ -58,7 +63,7 @@ def read_expert_load(path: Path) -> ExpertCounts:
     if path.is_dir():
         return _read_run_counts(path)
     if path.suffix not in _SUFFIXES:
-        rule = "must be balanced, a factor, a .json or .csv file, or the folder of a run"
+        rule = "must be balanced, a factor, a .json, .csv or .log file, or the folder of a run"
         nearest = closest_match(path.suffix, _SUFFIXES)
         raise BadInput(Reason(field="--load", value=str(path), rule=rule, nearest=nearest))
     if path.suffix == ".json":
@@ -70,6 +75,23 @@ def read_expert_load(path: Path) -> ExpertCounts:
     return tuple(
         tuple(_read_count(cell, f"{path}:{number}") for cell in cells) for number, cells in rows
     )
+
+
+def read_logged_skew(path: Path) -> float:
+    """Read the deviation of experts' loads over their mean from a log of Megatron-LM.
+
+    The balance loss that it logs is E sum_i f_i P_i, 1 under an even load. Where scores are spread
+    as choices are, that is 1 + the square of the deviation. The median over the later half of the
+    log is taken.
+
+    Raises:
+        BadInput: there is no such file, or it logs no balance loss.
+    """
+    losses = [float(value) for value in _BALANCE_LOSS.findall(read_text(path))]
+    if not losses:
+        rule = "logs no load_balancing_loss, which Megatron-LM does under an auxiliary loss"
+        raise BadInput(Reason(field="--load", value=str(path), rule=rule))
+    return sqrt(max(0.0, median(losses[len(losses) // 2 :]) - 1))
 
 
 def _read_json_counts(data: Any, where: str) -> ExpertCounts:
