@@ -94,7 +94,7 @@ _COMPRESSED = replace(
         sliding_window=6,
         q_lora_rank=24,
         qk_rope_head_dim=8,
-        indexer=IndexerSpec(heads=16, head_dim=12, top_k=2),
+        indexer=IndexerSpec(heads=4, head_dim=12, top_k=2),
         output_groups=4,
         output_lora_rank=8,
         sparse_rate=4,
@@ -200,12 +200,13 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             vocab_size=101,
             mtp_layers=1,
         ),
-        # An indexer chooses the keys of latent attention; one more token is predicted ahead.
+        # An indexer chooses the keys of latent attention, of so few heads that many scores are 0;
+        # one more token is predicted ahead.
         "sparse": replace(
             MODEL,
             layers=4,
             moe_layers=(False, True, True, True),
-            attention=replace(LATENT, indexer=IndexerSpec(heads=16, head_dim=12, top_k=5)),
+            attention=replace(LATENT, indexer=IndexerSpec(heads=4, head_dim=12, top_k=5)),
             vocab_size=101,
             mtp_layers=1,
             moe=replace(_moe(8, 2, shared_ffn_size=24), router=_GROUPED),

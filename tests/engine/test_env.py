@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from moewright.engine.run.env import read_torchrun_env
+from moewright.engine.run.env import read_torchrun_env, set_allocator
 from moewright.spec.errors import BadInput
 
 TORCHRUN = {
@@ -66,3 +68,18 @@ def test_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(BadInput, match="MASTER_PORT: is not set"):
         read_torchrun_env()
+
+
+def test_the_allocator_grows_its_segments_unless_a_variable_sets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that the variable is as it was afterwards
+        monkeypatch.delenv(name)
+    assert "(PYTORCH_ALLOC_CONF=expandable_segments:True)" in set_allocator()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv(names[1], "max_split_size_mb:256")
+    assert set_allocator() == "the allocator follows PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:256"
+    assert names[0] not in os.environ

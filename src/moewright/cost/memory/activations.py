@@ -283,11 +283,16 @@ def mtp_bytes(context: ActivationContext) -> Array:
     return _embedding_bytes(context) + _head_bytes(context) + kept
 
 
+def token_id_bytes(context: ActivationContext) -> int:
+    """Return the bytes of the token ids of a micro-batch on a TP group, or of their targets."""
+    return INT64_BYTES * _tokens(context)
+
+
 def _embedding_bytes(context: ActivationContext) -> Array:
     """Return what an embedding keeps [modules]: token ids, unless it is frozen."""
     if not trains_module(context.job.workload.fine_tuning, Module.EMBEDDING):
         return _modules({})
-    return _modules({Module.EMBEDDING: INT64_BYTES * _tokens(context)})
+    return _modules({Module.EMBEDDING: token_id_bytes(context)})
 
 
 def _head_bytes(context: ActivationContext) -> Array:
@@ -301,7 +306,7 @@ def _head_bytes(context: ActivationContext) -> Array:
     c = recompute.activation_nbytes(context.job.workload)
     t = micro_batch_tokens(context.job.workload, layout)
     T = _tokens(context)
-    head = INT64_BYTES * T
+    head = token_id_bytes(context)
     if Recompute.LOSS in layout.recompute or trains_module(
         context.job.workload.fine_tuning, Module.HEAD
     ):

@@ -18,6 +18,7 @@ from moewright.cost.memory.activations import (
     outside_bytes,
     saved_rows,
     sum_by_module,
+    token_id_bytes,
 )
 from moewright.cost.routed_rows import ExpertRows, is_moe_layer
 from moewright.cost.stage_parts import Array
@@ -150,10 +151,10 @@ class _StepPrices:
                 if t.is_lasting and t.freed_in is step.work
             ]
         )
-        tokens = self._outside[0]
         if step.work is PassWork.HEAD:
-            return lasting_bytes + sum_by_module([(Module.HEAD, int(tokens.sum()))])
-        return np.asarray(lasting_bytes + tokens * (step.work is PassWork.EMBEDDING))
+            targets = token_id_bytes(self._context)
+            return lasting_bytes + sum_by_module([(Module.HEAD, targets)])
+        return np.asarray(lasting_bytes + self._outside[0] * (step.work is PassWork.EMBEDDING))
 
     def _outside_layers(self, key: Key, step: WorkStep) -> Array:
         embedding, head, mtp_input = self._outside

@@ -54,8 +54,13 @@ def _choose_keys(
 
 
 def choose_best(scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the columns of the highest scores of each row, int32; -1 for scores of -inf."""
-    best, columns = scores.topk(min(top_k, scores.shape[1]))
+    """Return the columns of the highest scores of each row, int32; -1 for scores of -inf.
+
+    Of equal scores the first columns are taken, in any layout: those of keys whose products with a
+    query are all negative are 0.
+    """
+    best, columns = scores.sort(dim=1, descending=True, stable=True)
+    best, columns = best[:, :top_k], columns[:, :top_k]
     return columns.int().masked_fill_(best == float("-inf"), -1)
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,8 +56,9 @@ def apply_fine_tuning(runtime: Runtime, model: torch.nn.Module) -> None:
         first, second = adapter_shapes(
             placement.global_shape, placement.sharding, fine_tuning.lora_rank
         )
-        weight.lora_a = Weight(runtime, *first[0], sharding=first[1])
-        weight.lora_b = Weight(runtime, *second[0], sharding=second[1])
+        experts = weight.placement.row_indices
+        weight.lora_a = Weight(runtime, *first[0], sharding=first[1], row_indices=experts)
+        weight.lora_b = Weight(runtime, *second[0], sharding=second[1], row_indices=experts)
         weight.lora_factor = fine_tuning.lora_alpha / fine_tuning.lora_rank
 
 
@@ -105,6 +107,21 @@ class _RouterResults:
 
     def stack_counts(self) -> torch.Tensor:
         return torch.stack(self._counts) if self._counts else torch.zeros(0, 0, dtype=torch.int64)
+
+
+class _StartGraph(torch.autograd.Function):
+    """The tensor x as one that requires gradients, which end here.
+
+    A leaf would gather its gradient, and both would live until the backward of the chunk ends.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class Transformer(nn.Module):
@@ -231,10 +248,12 @@ class Transformer(nn.Module):
         factor = self._runtime.model.multipliers.embedding
         if factor != 1:
             embedded_tH = embedded_tH * factor
-        if not embedded_tH.requires_grad:
-            # A checkpoint has gradients for its weights alone where its input has them.
-            embedded_tH.requires_grad_(torch.is_grad_enabled())
-        return embedded_tH
+        if embedded_tH.requires_grad or not torch.is_grad_enabled():
+            return embedded_tH
+        # A checkpoint has gradients for its weights alone where its input has them.
+        anchor = embedded_tH.new_empty(0, requires_grad=True)
+        started: torch.Tensor = _StartGraph.apply(embedded_tH, anchor)
+        return started
 
     def _run_depths(
         self,

@@ -33,7 +33,7 @@ from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
 from moewright.engine.run.adapter_binding import bind_adapters, bind_to_gpu
 from moewright.engine.run.corpus_loader import BatchSource
-from moewright.engine.run.env import read_torchrun_env
+from moewright.engine.run.env import read_torchrun_env, set_allocator
 from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import RankContext
@@ -62,6 +62,9 @@ def init_distributed(context: RankContext) -> torch.device:
         TimeoutError: under torchrun, where ranks did not come in time.
     """
     if context.info.device is DeviceKind.CUDA:
+        sentence = set_allocator()
+        if context.local_rank == 0:
+            _tell_machine(sentence)
         device = torch.device("cuda", context.local_rank)
         backend = "nccl"
         torch.cuda.set_device(device)
@@ -90,7 +93,12 @@ def _bind_adapters(context: RankContext) -> None:
         return
     sentence = bind_adapters(env.local_world_size)
     if context.local_rank == 0:
-        print(f"{socket.gethostname()}: {sentence}", file=sys.stderr, flush=True)
+        _tell_machine(sentence)
+
+
+def _tell_machine(sentence: str) -> None:
+    """Print what was chosen for the ranks of this machine."""
+    print(f"{socket.gethostname()}: {sentence}", file=sys.stderr, flush=True)
 
 
 def gather_and_note(context: RankContext, value: Any) -> list[Any]:

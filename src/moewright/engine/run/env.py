@@ -43,6 +43,13 @@ _ADAPTER_SETTINGS = (
     "NCCL_NET_PLUGIN",
     "NCCL_TOPO_FILE",
 )
+# The settings of torch's allocator, under all names that torch reads.
+_ALLOCATOR_SETTINGS = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+)
+_GROWING_SEGMENTS = "expandable_segments:True"
 _NCCL_FILES = (Path("/etc/nccl.conf"), Path("~/.nccl.conf"))
 # Where NCCL looks for a description of a virtual machine's PCI tree.
 _VIRTUAL_TOPOLOGY = Path("/var/run/nvidia-topologyd/virtualTopology.xml")
@@ -146,6 +153,20 @@ def find_adapter_setting() -> str:
 def set_adapters(names: Sequence[str]) -> None:
     """Let NCCL open these adapters alone; "=" because it takes names for prefixes otherwise."""
     os.environ[_ADAPTERS] = "=" + ",".join(names)
+
+
+def set_allocator() -> str:
+    """Let torch grow the segments of a GPU's allocator unless a variable sets it; say what it does.
+
+    Segments of fixed sizes leave gaps where tensors of other sizes follow each other, as routed
+    rows do (docs.pytorch.org/docs/stable/notes/cuda.html, expandable_segments). The allocator reads
+    its settings when it is first used: call this before.
+    """
+    name = next((name for name in _ALLOCATOR_SETTINGS if name in os.environ), "")
+    if name:
+        return f"the allocator follows {name}={os.environ[name]}"
+    os.environ[_ALLOCATOR_SETTINGS[0]] = _GROWING_SEGMENTS
+    return f"the allocator grows its segments ({_ALLOCATOR_SETTINGS[0]}={_GROWING_SEGMENTS})"
 
 
 def is_triton_interpreted() -> bool:

@@ -121,14 +121,15 @@ def _moe_inputs(
         return
     yield replace(row, kept_by=(Recompute.MOE,))
     is_shared = any(name.startswith("moe.shared.") for name in readers)
-    module = Module.SHARED_EXPERTS
+    row = replace(row, freed_by=(*row.freed_by, Recompute.MOE))
     if "moe.latent.down" in readers:  # it runs before shared experts
-        module = Module.EXPERTS
-    freed_by = (*row.freed_by, Recompute.MOE)
-    if is_shared or module is Module.EXPERTS:
-        yield replace(row, module=module, freed_by=freed_by)
+        yield replace(row, module=Module.EXPERTS)
+        return
+    row = replace(row, module=Module.SHARED_EXPERTS, owner=Module.SHARED_EXPERTS)
+    if is_shared:
+        yield row
     elif model.moe is not None and model.moe.shared_ffn_size:
-        yield replace(row, module=module, freed_by=freed_by, kept_by=(Recompute.SHARED_EXPERTS,))
+        yield replace(row, kept_by=(Recompute.SHARED_EXPERTS,))
 
 
 def _is_read(row: SavedTensor, readers: frozenset[str]) -> bool:

@@ -164,6 +164,8 @@ def attended_pairs(model: ModelSpec, layer: int, seq_len: int) -> int:
 
 
 def _twice_pairs(seq_len: int, window: int) -> int:
+    if not seq_len:  # no block is as short as the sequence
+        return 0
     return twice_attended_pairs((seq_len,), seq_len, (range(seq_len),), window)
 
 

@@ -227,7 +227,7 @@ def rotate(
     out = torch.empty_like(x_BSHD, memory_format=torch.contiguous_format)
     cos, sin = (x.expand(len(x_BSHD), *x.shape[-2:]).unsqueeze(-2) for x in (cos, sin))
     for x_SHD, out_SHD, c, s in zip(x_BSHD, out, cos, sin, strict=True):
-        for block in _row_blocks(block_numel, len(x_SHD), x_SHD[0].numel()):
+        for block in _row_blocks(block_numel, len(x_SHD), x_SHD.shape[1:].numel()):
             first, second = x_SHD[block].float().chunk(2, -1)
             out_first, out_second = out_SHD[block].chunk(2, -1)
             out_first.copy_((first * c[block]).addcmul_(second, s[block], value=-1))
