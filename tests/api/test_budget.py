@@ -8,8 +8,7 @@ import pytest
 
 import moewright as mw
 from moewright.api.budgets import Budget, compute_budget
-from moewright.api.requests import WorkloadOptions, read_ramp
-from moewright.spec.workload import BatchRampSpec
+from moewright.spec.options import WorkloadOptions
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +39,7 @@ def test_more_devices_take_fewer_days(answer: Budget) -> None:
 
 
 def test_a_ramp_takes_more_steps_each_of_its_batch_s_time() -> None:
-    ramp = BatchRampSpec(ramp_start=32, ramp_increment=16, ramp_samples=1000)
-    options = WorkloadOptions(global_batch=64, ramp=ramp)
+    options = WorkloadOptions(global_batch=64, rampup_batch_size=(32, 16, 1000))
     model, on = "OLMoE-1B-7B-0924", "8xH200"
     answer = compute_budget(model, on, options, tokens="1B", price=None, counts=(8,))
     (line,) = answer.lines
@@ -65,7 +63,7 @@ def test_a_ramp_takes_more_steps_each_of_its_batch_s_time() -> None:
     [((0, 16, 100), "1 or more"), ((32, 20, 100), "must divide"), ((128, 16, 9), "must be")],
 )
 def test_a_ramp_that_is_none_is_refused(numbers: tuple[int, int, int], rule: str) -> None:
-    options = WorkloadOptions(global_batch=64, ramp=read_ramp(numbers))
+    options = WorkloadOptions(global_batch=64, rampup_batch_size=numbers)
     with pytest.raises(mw.BadInput, match=rf"--rampup-batch-size.*{rule}"):
         compute_budget("OLMoE-1B-7B-0924", "8xH200", options, tokens="1B", price=None)
 

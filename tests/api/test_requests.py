@@ -9,9 +9,10 @@ import pytest
 
 import moewright as mw
 from moewright.api.planning import estimate_request
-from moewright.api.requests import WorkloadOptions, change_training, read_lora_rank
+from moewright.api.requests import change_training, read_lora_rank
 from moewright.codec import write_json
 from moewright.spec.ledger import Component
+from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Task, Workload
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moewright.api.planning import find_best, workload_options
-from moewright.api.requests import PlanRequest, WorkloadOptions, read_plan_request
+from moewright.api.requests import PlanRequest, read_plan_request
 from moewright.codec import format_layout
 from moewright.codec.numbers import parse_count
 from moewright.cost.estimate import estimate
@@ -18,6 +18,7 @@ from moewright.rules.batch_rampup import count_steps
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 from moewright.spec.workload import BatchRampSpec, Dtype

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moewright.api.comparison import summarize_plan
-from moewright.api.requests import WorkloadOptions, read_hardware, read_plan_request
+from moewright.api.requests import read_hardware, read_plan_request
 from moewright.calibration.cross_validate import (
     calibrate_as_shipped,
     calibrate_leaving_out,
@@ -34,6 +34,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 from moewright.tuning.sweep import predict_layout

@@ -12,7 +12,6 @@ from moewright.api.comparison import summarize_plan
 from moewright.api.requests import (
     PlanRequest,
     Purpose,
-    WorkloadOptions,
     read_plan_request,
     replan_request,
     to_job_keys,
@@ -34,7 +33,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.options import SearchOptions
+from moewright.spec.options import SearchOptions, WorkloadOptions
 from moewright.spec.plan import Estimate, Plan, RankingRule
 from moewright.spec.record import Record, Row
 from moewright.spec.units import plural

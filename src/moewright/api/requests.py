@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -32,9 +32,9 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.workload import (
-    BaseQuantization,
     BatchRampSpec,
     DocumentMasking,
     Dtype,
@@ -66,27 +66,6 @@ class PlanRequest:
     purpose: Purpose
     defaults: tuple[str, ...]
     runs_on: TargetTrainer | None = None  # the trainer that has to start the layouts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkloadOptions:
-    """What the caller says of the workload; None leaves it to the job or to the default.
-
-    `network` names kinds of network in place of the hardware's own; "" leaves them.
-    """
-
-    seq_len: int | None = None  # tokens
-    global_batch: int | None = None  # sequences a step
-    precision: Dtype | None = None
-    load: Path | None = None  # measured tokens of each expert
-    network: str = ""
-    ramp: BatchRampSpec | None = None
-    steps: int | None = None
-    tokens: int | None = None  # over the whole training
-    task: Task | None = None
-    lora_rank: int | None = None  # only beside the task LoRA, which it implies
-    quantize_base: BaseQuantization | None = None  # only beside the task LoRA
-    lengths: Path | None = None  # a histogram of samples, which are packed into sequences
 
 
 def read_plan_request(
@@ -135,14 +114,6 @@ def _change_workload(request: PlanRequest, options: WorkloadOptions) -> PlanRequ
     return replace(request, workload=_add_measured_load(request, options.load))
 
 
-def read_ramp(numbers: Sequence[int] | None) -> BatchRampSpec | None:
-    """Return the ramp of Megatron-LM's three numbers: start, increment, samples."""
-    if not numbers:
-        return None
-    start, increment, samples = numbers
-    return BatchRampSpec(ramp_start=start, ramp_increment=increment, ramp_samples=samples)
-
-
 def read_lora_rank(text: str) -> int | None:
     """Return the rank of "r=16" or "16"; None for "".
 
@@ -164,8 +135,10 @@ def change_training(workload: Workload, options: WorkloadOptions) -> Workload:
         BadInput: they cannot be, or contradict each other.
     """
     workload = _set_length(workload, options)
-    if options.ramp is not None:
-        workload = _add_ramp(workload, options.ramp)
+    if options.rampup_batch_size is not None:
+        start, increment, samples = options.rampup_batch_size
+        ramp = BatchRampSpec(ramp_start=start, ramp_increment=increment, ramp_samples=samples)
+        workload = _add_ramp(workload, ramp)
     task = options.task
     if options.lora_rank is not None:
         if task not in (None, Task.LORA):

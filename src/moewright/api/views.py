@@ -17,7 +17,6 @@ from moewright.api.planning import (
 )
 from moewright.api.requests import (
     PlanRequest,
-    WorkloadOptions,
     read_plan_request,
     replan_request,
     to_options,
@@ -32,7 +31,7 @@ from moewright.search.what_if import find_fewest
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
-from moewright.spec.options import SearchOptions
+from moewright.spec.options import SearchOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record
 from moewright.spec.workload import Dtype

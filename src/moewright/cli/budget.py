@@ -46,8 +46,7 @@ def budget(
     from moewright.report.console import print_defaults
     from moewright.report.plan_text import print_rows
 
-    options = workload.to_workload_options()
-    answer = compute_budget(model, on, options, tokens=tokens, price=price, counts=devices)
+    answer = compute_budget(model, on, workload, tokens=tokens, price=price, counts=devices)
     with write_answer(answer, json) as console:
         print_defaults(console, answer.request.defaults)
         notes = ["Days count training steps only, without restarts and evaluations."]

@@ -73,8 +73,7 @@ def estimate(
         plan = reading.plan
         notes = reading.notes
     else:
-        options = workload.to_workload_options()
-        plan, notes = estimate_request(model, layout, on=on, options=options)
+        plan, notes = estimate_request(model, layout, on=on, options=workload)
     if pictures.trace is not None:
         write_trace(plan, pictures.trace)
     with write_answer(
@@ -128,7 +127,7 @@ def _refuse_options_of_script(layout: str, workload: PlanningOptions) -> None:
         "--load": workload.load,
         "--lengths": workload.lengths,
         "--task": workload.task,
-        "--lora": workload.lora,
+        "--lora": workload.lora_rank,
     }
     for option, value in values.items():
         if value:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, Token
 
 from moewright.rules.upcycling import RouterWeighting, UpcyclingScaling, UpcyclingSpec
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.options import Launcher, SearchOptions, TrialPlace, TrialTrainer
+from moewright.spec.options import (
+    Launcher,
+    SearchOptions,
+    TrialPlace,
+    TrialTrainer,
+    WorkloadOptions,
+)
 from moewright.spec.workload import BaseQuantization, Dtype, Task
-
-if TYPE_CHECKING:
-    from moewright.api.requests import WorkloadOptions
 
 # An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
 SetOption = Annotated[list[str] | None, Parameter(name="--set", negative="")]
@@ -63,6 +66,14 @@ def _read_length(_: type, tokens: Sequence[Token]) -> int:
     return length
 
 
+def _read_rank(_: type, tokens: Sequence[Token]) -> int | None:
+    """Return the rank of "r=16" or "16"; None for ""."""
+    from moewright.api.requests import read_lora_rank
+
+    (token,) = tokens
+    return read_lora_rank(token.value)
+
+
 def _read_counts(_: type, tokens: Sequence[Token]) -> tuple[int, ...]:
     """Return as many counts as there are tokens."""
     return tuple(_read_count(int, (token,)) for token in tokens)
@@ -79,11 +90,14 @@ Count = Annotated[int, Parameter(converter=_read_count)]
 ShellWords = Annotated[str, Parameter(allow_leading_hyphen=True)]
 OptionalLength = Annotated[int | None, Parameter(converter=_read_length)]
 OptionalCount = Annotated[int | None, Parameter(converter=_read_count)]
+LoraRank = Annotated[int | None, Parameter(name="--lora", converter=_read_rank)]
+# A field of the package's record that a verb does not offer.
+NoOption = Annotated[Any, Parameter(parse=False, show=False)]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchOptions:
+class BatchOptions(WorkloadOptions):
     """Options that describe the workload, and the network it runs over.
 
     Parameters
@@ -103,7 +117,7 @@ class BatchOptions:
     task
         What the model is trained for: pretrain, sft or lora; pretrain when neither this nor a job
         says it. Under LoRA the weights are frozen: without gradients and moments.
-    lora
+    lora_rank
         The rank of LoRA's adapters, such as r=16; it implies --task lora.
     quantize_base
         The form of the frozen linears under LoRA's adapters: nf4 for 4 bits (QLoRA), fp8 for
@@ -119,30 +133,16 @@ class BatchOptions:
     seq_len: OptionalLength = None
     global_batch: OptionalCount = None
     precision: Dtype | None = None
-    network: str = ""
     rampup_batch_size: Annotated[tuple[int, int, int] | None, Parameter(converter=_read_counts)] = (
         None
     )
     task: Task | None = None
-    lora: str = ""
+    lora_rank: LoraRank = None
     quantize_base: BaseQuantization | None = None
     load: Path | None = None
-
-    def to_workload_options(self) -> WorkloadOptions:
-        """Return the options as the face of the package takes them."""
-        from moewright.api.requests import WorkloadOptions, read_lora_rank, read_ramp
-
-        return WorkloadOptions(
-            seq_len=self.seq_len,
-            global_batch=self.global_batch,
-            precision=self.precision,
-            network=self.network,
-            ramp=read_ramp(self.rampup_batch_size),
-            task=self.task,
-            lora_rank=read_lora_rank(self.lora),
-            quantize_base=self.quantize_base,
-            load=self.load,
-        )
+    steps: NoOption = None
+    tokens: NoOption = None
+    lengths: NoOption = None
 
 
 @Parameter(name="*")
@@ -164,16 +164,6 @@ class PlanningOptions(BatchOptions):
     steps: OptionalCount = None
     tokens: OptionalCount = None
     lengths: Path | None = None
-
-    def to_workload_options(self) -> WorkloadOptions:
-        """Return the options as the face of the package takes them."""
-        options = BatchOptions.to_workload_options(self)
-        return replace(
-            options,
-            steps=self.steps,
-            tokens=self.tokens,
-            lengths=self.lengths,
-        )
 
 
 @Parameter(name="*")

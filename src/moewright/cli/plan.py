@@ -51,7 +51,7 @@ def plan(
     from moewright.api.views import view_plans
     from moewright.codec import parse_layout
 
-    request = read_plan_request(model, on, workload.to_workload_options())
+    request = read_plan_request(model, on, workload)
     # A layout that cannot be read is refused before the search, which may take a while.
     with translate_fields(to_options("--why-not")):
         parse_layout(ranking.why_not, world_size=request.hardware.count)

@@ -54,7 +54,7 @@ def read_stated_job(
                 global_batch=batch.global_batch or global_batch or None,
                 seq_len=batch.seq_len or seq_len or None,
             )
-        plan, _ = estimate_request(model, layout, on=on, options=batch.to_workload_options())
+        plan, _ = estimate_request(model, layout, on=on, options=batch)
         return StatedJob(plan=plan)
     if layout or batch.seq_len:
         option = "--layout" if layout else "--seq-len"

@@ -11,8 +11,32 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
+from moewright.spec.workload import BaseQuantization, Dtype, Task
+
 # What a plan is written for: a trainer, or what starts ours.
 ExportTarget = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadOptions:
+    """What the caller says of the workload; None leaves it to the job or to the default.
+
+    `network` names kinds of network in place of the hardware's own; "" leaves them.
+    """
+
+    seq_len: int | None = None  # tokens
+    global_batch: int | None = None  # sequences a step
+    precision: Dtype | None = None
+    network: str = ""
+    # start, increment and samples of a batch that grows, as Megatron-LM takes them
+    rampup_batch_size: tuple[int, int, int] | None = None
+    task: Task | None = None
+    lora_rank: int | None = None  # only beside the task LoRA, which it implies
+    quantize_base: BaseQuantization | None = None  # only beside the task LoRA
+    load: Path | None = None  # measured tokens of each expert
+    steps: int | None = None
+    tokens: int | None = None  # over the whole training
+    lengths: Path | None = None  # a histogram of samples, which are packed into sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

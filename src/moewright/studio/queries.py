@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from moewright.api.planning import workload_options
-from moewright.api.requests import read_ramp
 from moewright.api.views import ViewQuery
 from moewright.codec.numbers import parse_count
 from moewright.spec.errors import BadInput, Reason
@@ -37,17 +36,22 @@ def read_query(params: Mapping[str, str]) -> ViewQuery:
     return ViewQuery(
         model=params["model"],
         on=params.get("on", ""),
-        options=replace(options, network=params.get("network", ""), ramp=_read_ramp(params)),
+        options=replace(
+            options, network=params.get("network", ""), rampup_batch_size=_read_ramp(params)
+        ),
         layout=params.get("layout", ""),
     )
 
 
-def _read_ramp(params: Mapping[str, str]) -> BatchRampSpec | None:
+def _read_ramp(params: Mapping[str, str]) -> tuple[int, int, int] | None:
     words = params.get("rampup_batch_size", "").split()
-    if words and len(words) != len(fields(BatchRampSpec)):
+    if not words:
+        return None
+    if len(words) != len(fields(BatchRampSpec)):
         rule = "needs three numbers: start, increment, samples"
         raise BadInput(Reason(field="rampup_batch_size", value=" ".join(words), rule=rule))
-    return read_ramp([parse_count(word, "rampup_batch_size") for word in words])
+    start, increment, samples = (parse_count(word, "rampup_batch_size") for word in words)
+    return start, increment, samples
 
 
 def read_count(params: Mapping[str, str], key: str) -> int | None:
