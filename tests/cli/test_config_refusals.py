@@ -13,7 +13,7 @@ import pytest
 
 from moewright.cli.main import main
 from moewright.families.fields import FieldReader
-from moewright.families.table import FAMILIES, NESTED
+from moewright.families.table import FAMILIES, nested_families
 from moewright.intake import hf
 from moewright.intake.unknown_fields import is_telling, skips_silently
 from moewright.spec.errors import BadInput
@@ -116,7 +116,7 @@ def test_no_key_that_some_family_reads_is_skipped_by_another() -> None:
     names: set[str] = set()
     for entry in json.loads(MODELS.read_text()).values():
         config = entry["config"]
-        family = NESTED.get(config["model_type"])
+        family = nested_families().get(config["model_type"])
         fields = NotedReads(config["text_config"] if family else config)
         (family or FAMILIES[config["model_type"]]).read_model(fields, "m")
         names |= fields.names

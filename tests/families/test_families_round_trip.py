@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import moewright
-from moewright.families.table import FAMILIES, NESTED
+from moewright.families.table import FAMILIES, nested_families
 from moewright.intake import hf
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
@@ -29,8 +29,8 @@ def published_configs() -> dict[str, list[dict[str, Any]]]:
     configs: dict[str, list[dict[str, Any]]] = {}
     for entry in json.loads(file.read_text()).values():
         config = entry["config"]
-        if config["model_type"] in NESTED:
-            family = NESTED[config["model_type"]].model_type
+        if config["model_type"] in nested_families():
+            family = nested_families()[config["model_type"]].model_type
             config = config["text_config"] | {"model_type": family}
         configs.setdefault(config["model_type"], []).append(config)
     return configs

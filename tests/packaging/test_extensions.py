@@ -1,4 +1,4 @@
-"""A tiny package adds devices, a network, a model and a tracker, without a change of ours."""
+"""A tiny package adds devices, a network, models, a family and a tracker, without our change."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ PYPROJECT_ENTRY_POINTS = """
 [moewright.catalogue]
 acme = acme_moewright
 
+[moewright.families]
+tulip = acme_moewright.tulip:TULIP
+
 [moewright.trackers]
 acme = acme_moewright:LineTracker
 """
@@ -31,6 +34,14 @@ class LineTracker:
 
     def close(self):
         self.file.close()
+"""
+FAMILY = """
+from moewright.families.record import Family
+from moewright.families.table import FAMILIES
+
+TULIP = Family(
+    model_type={model_type!r}, architecture="TulipForCausalLM", config=FAMILIES["qwen3_moe"].config
+)
 """
 NETWORKS = """
 [[network]]
@@ -53,7 +64,9 @@ def own_entry(kind: str) -> dict:
     return next(part for part in parts if part["aliases"][0] == "H100")
 
 
-def write_package(folder: Path, device: dict | None = None) -> None:
+def write_package(
+    folder: Path, device: dict | None = None, *, family: str = FAMILY.format(model_type="tulip")
+) -> None:
     package = folder / "acme_moewright"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(PACKAGE)
@@ -64,6 +77,7 @@ def write_package(folder: Path, device: dict | None = None) -> None:
         "network": "acmenet",
         "words": [],
     }
+    (package / "tulip.py").write_text(family)
     (package / "hardware.json").write_text(json.dumps({"parts": [device]}))
     (package / "networks.toml").write_text(NETWORKS)
     (package / "models.json").write_text(json.dumps({"acme/Tiny-MoE": own_entry("model")}))
@@ -117,6 +131,42 @@ def test_a_file_of_a_package_is_checked(tmp_path: Path, changes: dict, field: st
     assert answer.returncode == 2
     assert field in answer.stderr
     assert "acme_moewright/hardware.json" in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
+
+
+def write_config(folder: Path) -> Path:
+    config = own_entry("model")["config"] | {"model_type": "tulip"}
+    (folder / "garden").mkdir()
+    (folder / "garden" / "config.json").write_text(json.dumps(config))
+    return folder / "garden"
+
+
+def test_an_installed_package_adds_a_family(tmp_path: Path) -> None:
+    write_package(tmp_path)
+    layout = ("--layout", "ep8,mbs1,recompute=full", "--global-batch", "64")
+    arguments = ("--on", "16xH100", *layout, "--json", "-")
+    added = run(tmp_path, "estimate", str(write_config(tmp_path)), *arguments)
+    assert added.returncode == 0, added.stderr
+    own = run(tmp_path, "estimate", "Qwen3-30B-A3B", *arguments)
+    plans = [json.loads(answer.stdout) for answer in (added, own)]
+    assert [plan["model"]["family"] for plan in plans] == ["tulip", "qwen3_moe"]
+    peaks = [plan["estimate"]["peak_bytes"] for plan in plans]
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [
+        (FAMILY.format(model_type="llama"), "has the model_type llama, which is a family already"),
+        ("TULIP = 3", "is no Family of moewright.families.record"),
+        ("import nowhere", "acme_moewright.tulip:TULIP cannot be imported"),
+    ],
+)
+def test_a_family_of_a_package_is_checked(tmp_path: Path, family: str, rule: str) -> None:
+    write_package(tmp_path, family=family)
+    answer = run(tmp_path, "estimate", str(write_config(tmp_path)), "--on", "16xH100")
+    assert answer.returncode == 2
+    assert rule in answer.stderr
     assert len(answer.stderr.splitlines()) == 1
 
 

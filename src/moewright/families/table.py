@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 
 from moewright.families.afmoe import AFMOE
@@ -29,6 +30,8 @@ from moewright.families.phimoe import PHIMOE
 from moewright.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL
 from moewright.families.qwen_hybrid import QWEN3_5, QWEN3_NEXT
 from moewright.families.record import Family, Parts
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.extensions import ExtensionPoint, list_extensions, load_extension
 
 _ALL = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_VL, OLMOE, FLEX_OLMO, GPT_OSS),
@@ -38,15 +41,38 @@ _ALL = (
     *(DEEPSEEK_V32, GLM_MOE_DSA, DEEPSEEK_V4),
     *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO3, NEMOTRON, GPT2),
 )
-# By the model_type of config.json.
+# Our own, by the model_type of config.json.
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.model_type: family for family in _ALL})
-# Model types whose `text_config` holds the language model, and the family it has by default.
-NESTED: Mapping[str, Family] = MappingProxyType(
-    {model_type: family for family in _ALL for model_type in family.nested_in}
-)
 _UNKNOWN = Family(model_type="", config=Parts(parts=()))
+
+
+@cache
+def known_families() -> Mapping[str, Family]:
+    """Return our own families and those of installed packages, by model type.
+
+    Raises:
+        BadInput: a package cannot be imported, or adds something else than a new family.
+    """
+    added = {}
+    for name in list_extensions(ExtensionPoint.FAMILIES):
+        family = load_extension(ExtensionPoint.FAMILIES, name)
+        rule = ""
+        if not isinstance(family, Family):
+            rule = "is no Family of moewright.families.record"
+        elif family.model_type in FAMILIES:
+            rule = f"has the model_type {family.model_type}, which is a family already"
+        if rule:
+            raise BadInput(Reason(field=ExtensionPoint.FAMILIES, value=name, rule=rule))
+        added[family.model_type] = family
+    return MappingProxyType({**FAMILIES, **added})
+
+
+def nested_families() -> Mapping[str, Family]:
+    """Return the families of language models inside of `text_config`, by the outer model type."""
+    families = known_families().values()
+    return {outer: family for family in families for outer in family.nested_in}
 
 
 def find_family(model_type: str) -> Family:
     """Return the record of a family; one without a property for a model of none that is known."""
-    return FAMILIES.get(model_type, _UNKNOWN)
+    return FAMILIES.get(model_type) or known_families().get(model_type, _UNKNOWN)

@@ -20,7 +20,7 @@ from moewright.codec import FloatPolicy, read_json_data
 from moewright.codec.files import name_model
 from moewright.families.fields import FieldReader
 from moewright.families.record import Family
-from moewright.families.table import FAMILIES, NESTED
+from moewright.families.table import known_families, nested_families
 from moewright.intake.unknown_fields import require_same_score, skipped_names
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
@@ -81,11 +81,12 @@ def build_config(model: ModelSpec) -> dict[str, Any]:
     Raises:
         BadInput: transformers has no such model.
     """
-    family = FAMILIES.get(model.family)
+    families = known_families()
+    family = families.get(model.family)
     if family is not None and family.written_as:
-        family = FAMILIES[family.written_as]
+        family = families[family.written_as]
     if family is None or not family.architecture:
-        written = (entry.model_type for entry in FAMILIES.values() if entry.architecture)
+        written = (entry.model_type for entry in families.values() if entry.architecture)
         rule = f"has no HF form; families: {', '.join(written)}"
         raise BadInput(Reason(field="model.family", value=model.family or '""', rule=rule))
     return family.write_config(model)
@@ -119,8 +120,9 @@ def _parse(config: Mapping[str, Any], where: str, name: str) -> _ParsedConfig:
     fields = FieldReader(config, where)
     skipped: tuple[str, ...] = ()
     model_type = fields.raw_value("model_type")
-    if isinstance(model_type, str) and model_type in NESTED:
-        fields, family, skipped = _enter_text_config(fields, NESTED[model_type])
+    nested = nested_families()
+    if isinstance(model_type, str) and model_type in nested:
+        fields, family, skipped = _enter_text_config(fields, nested[model_type])
     else:
         family = _read_family(fields)
     model = family.read_model(fields, name)
@@ -143,9 +145,9 @@ def _enter_text_config(
     fields.ignore("model_type", "tie_word_embeddings", *other_parts)
     model_type = text.raw_value("model_type") or usual.model_type
     text.ignore("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in known_families():
         raise text.refusal("model_type", f"must be {usual.model_type}", usual.model_type)
-    return text, FAMILIES[model_type], skipped_names(fields)
+    return text, known_families()[model_type], skipped_names(fields)
 
 
 def _is_beside_text(field: str) -> bool:
@@ -156,7 +158,8 @@ def _is_beside_text(field: str) -> bool:
 def _read_family(fields: FieldReader) -> Family:
     model_type = fields.raw_value("model_type")
     fields.ignore("model_type")
-    names = (*FAMILIES, *NESTED)
+    families = known_families()
+    names = (*families, *nested_families())
     rule = f"must be one of {len(names)} known model types"
     if model_type is None:
         raise fields.refusal("model_type", f"is missing; {rule}", "llama")
@@ -167,7 +170,7 @@ def _read_family(fields: FieldReader) -> Family:
             "model_type",
             f"has {_UNSUPPORTED[model_type]}, a mixer that moewright does not model",
         )
-    if model_type not in FAMILIES:
+    if model_type not in families:
         nearest = closest_match(model_type, names)
-        raise fields.refusal("model_type", rule, nearest or f"one of {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+        raise fields.refusal("model_type", rule, nearest or f"one of {', '.join(families)}")
+    return families[model_type]

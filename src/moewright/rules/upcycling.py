@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from moewright.families.table import FAMILIES, find_family
+from moewright.families.table import find_family, known_families
 from moewright.rules.limits.divisibility import divisors, nearest_legal
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec, MoeSpec, RouterSpec
@@ -104,7 +104,9 @@ def _check_upcycling(dense: ModelSpec, spec: UpcyclingSpec) -> Iterator[Reason]:
         yield Reason(field="model", value=dense.name, rule=rule)
         return
     if find_family(dense.family).upcycled is None:
-        names = ", ".join(family.model_type for family in FAMILIES.values() if family.upcycled)
+        names = ", ".join(
+            family.model_type for family in known_families().values() if family.upcycled
+        )
         rule = f"is of a family without a form with experts; known are {names}"
         yield Reason(field="model", value=dense.family or dense.name, rule=rule)
     elif dense.mlp_bias:

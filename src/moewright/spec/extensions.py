@@ -20,6 +20,7 @@ class ExtensionPoint(StrEnum):
 
     CATALOGUE = "moewright.catalogue"  # a package with files of devices, networks and models
     TRACKERS = "moewright.trackers"  # a class that takes the scalars of a run
+    FAMILIES = "moewright.families"  # the record of a family of models
 
 
 @cache

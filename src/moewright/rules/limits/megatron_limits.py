@@ -198,7 +198,6 @@ def _check_features(model: ModelSpec) -> Iterator[Reason]:
         ("attention.indexer.top_k", top_k, top_k > 0, "none"),
         ("mixers", MixerKind.LOCAL_ATTENTION, is_local, "attention"),
         ("mixers", MixerKind.RECURRENT, model.recurrent is not None, "attention"),
-        ("norm_placement", model.norm_placement, model.norm_placement.is_after, "before"),
         ("attention.output_gate", True, attention.output_gate, "false"),
         ("zero_centered_norms", True, model.zero_centered_norms, "false"),
         ("attention.kind", attention.kind, is_compressed, AttentionKind.GQA),
@@ -209,6 +208,7 @@ def _check_features(model: ModelSpec) -> Iterator[Reason]:
         ("rope_layers", "some", not all(model.rope_layers), "all"),
         ("multipliers", "other than 1", model.multipliers != MultiplierSpec(), "1"),
         ("moe.router.scales_input", True, scales_input, "false"),
+        ("norm_placement", model.norm_placement, model.norm_placement.is_after, "before"),
     )
     others = (feature for feature in unsupported_features(model) if feature[0] not in _WRITTEN)
     for field, value, is_new, nearest in (*features, *others):
