@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts
+.PHONY: trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-table
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -105,6 +105,10 @@ accuracy: | $(VENV)/.ready
 # Which options trainers have, from checkouts of them below CHECKOUTS: the tables of the readers; what changed is printed.
 trainer-names: | $(VENV)/.ready
 	$(BIN)/python -m docs.tools.trainer_names $(or $(CHECKOUTS),$(error CHECKOUTS=DIR, with a checkout a repository))
+
+# How the scripts and configurations below MATERIAL are read, a line each; LIST names some of them.
+reading-table: | $(VENV)/.ready
+	$(BIN)/python -m docs.tools.reading_table $(or $(MATERIAL),$(error MATERIAL=DIR, a folder of checkouts)) $(LIST)
 
 check: lint types
 

@@ -496,3 +496,9 @@ def test_a_log_is_taken_at_its_word(tmp_path, capsys):
     )
     assert main([*job, "--layout", "tp2,ep4,pp32,vpp3,mbs1,layout='E|(t|)*94L'"]) == 2
     assert "layout.ep=4: the log's expert_model_parallel_size is 8" in capsys.readouterr().err
+
+
+def test_seconds_of_older_trainers_are_seconds():
+    line = " iteration 3/ 9 | elapsed time per iteration (s): 5.17 | TFLOPs: 41.3 | lm loss: 2.1 |"
+    (iteration,) = parse_log(line).iterations
+    assert (iteration.step_s, iteration.tflops_per_device) == (5.17, 41.3)

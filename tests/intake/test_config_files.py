@@ -314,3 +314,38 @@ def test_what_is_no_configuration_is_refused_in_one_line(text, message, tmp_path
 def test_scalars_stay_the_text_that_somebody_wrote():
     data = parse_yaml("a: 1e-5\nb: on\nc: &x {d: 010}\ne:\n  <<: *x\n  f: ~\n", where="text")
     assert data == {"a": "1e-5", "b": "on", "c": {"d": "010"}, "e": {"d": "010", "f": "~"}}
+
+
+def test_packs_of_nemo_rl_hold_as_many_full_texts_as_go_into_them(tmp_path):
+    text = (
+        "policy:\n  model_name: Qwen/Qwen3-30B-A3B\n  train_global_batch_size: 64\n"
+        "  train_micro_batch_size: 1\n  max_total_sequence_length: 2048\n"
+        "  sequence_packing: {enabled: true, train_mb_tokens: 4096}\n"
+        "  megatron_cfg: {enabled: true, expert_model_parallel_size: 8,\n"
+        "    fp8_cfg: {enabled: false, fp8: hybrid}}\n"
+        "cluster: {gpus_per_node: 8, num_nodes: 1}\n"
+    )
+    path = write(tmp_path, text)
+    plan = read_flags(path, on="H100").plan
+    assert (plan.workload.seq_len, plan.workload.global_batch) == (4096, 32)
+    assert plan.workload.precision is Dtype.BF16
+    words = "policy.megatron_cfg.fp8_cfg.enabled=true"
+    assert read_flags(path, on="H100", arguments=words).plan.workload.precision is Dtype.FP8
+
+
+def test_a_batch_of_slime_is_its_rollout_over_its_steps(tmp_path):
+    text = SLIME.replace("--global-batch-size 256", "--n-samples-per-prompt 8").rstrip()
+    text += " --num-steps-per-rollout 2\n"
+    plan = read_flags(write(tmp_path, text, "run.sh"), on="H100").plan
+    assert plan.workload.global_batch == 32 * 8 // 2
+
+
+def test_offload_inside_a_recomputed_moe_moves_nothing_and_says_so(tmp_path):
+    text = OPTIONS.replace('"[moe_act layernorm]"', '"[moe]"').replace(
+        "TEST_TYPE",
+        "  --fine-grained-activation-offloading: true\n  --offload-modules: expert_fc1\nT",
+    )
+    command = read_launch(write(tmp_path, text), {"GBS": "16", "GROUPED": "true"})
+    job = interpret_launch(command, world_size=4, folder=tmp_path)
+    assert not job.layout.offload
+    assert any("expert_fc1 moves nothing" in note for note in job.notes)

@@ -70,6 +70,7 @@ def test_a_file_is_its_own_framework_by_its_marks(name, tmp_path):
         "nemo": "NeMo 1",
         "nemo_rl": "NeMo-RL",
         "primus": "Primus",
+        "roll": "ROLL",
         "verl": "verl",
         "verl_supervised": "verl's supervised trainer",
     }.get(name.removesuffix(".yaml"))

@@ -64,6 +64,7 @@ _ELAPSED = (
     "elapsed time per iteration ms",
     "elapsed time per iteration [ms]",
 )
+_ELAPSED_SECONDS = ("elapsed time per iteration (s)", "elapsed time per iteration s")
 _RATES = (
     "throughput per GPU (TFLOP/s/GPU)",
     "compute per GPU (TFLOP/s/GPU)",
@@ -280,9 +281,10 @@ def _parse_iteration(number: int, text: str) -> Iteration:
             values[match[1].strip().replace("_", " ")] = float(match[2].replace(",", ""))
         elif match := _RATE_ALONE.search(part):
             rate = float(match[1])
+    seconds = _first_value(values, _ELAPSED_SECONDS, default=0.0)
     return Iteration(
         number=number,
-        step_s=_positive(_first_value(values, _ELAPSED, default=0.0)) / 1e3,
+        step_s=_positive(_first_value(values, _ELAPSED, default=seconds * 1e3)) / 1e3,
         tflops_per_device=_positive(_first_value(values, _RATES, default=rate)),
         global_batch=_count(values, "global batch size"),
         loss=_first_value(values, _LOSS_KEYS, default=float("nan")),

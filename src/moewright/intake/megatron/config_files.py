@@ -20,7 +20,7 @@ from moewright.intake.megatron.config_fields import (
 )
 from moewright.intake.megatron.dialects import ConfigDialect, find_dialect, list_dialects
 from moewright.intake.megatron.parent_files import MISSING_PARENTS, SUFFIXES, read_settings
-from moewright.intake.megatron.post_training import verl_batches
+from moewright.intake.megatron.post_training import nemo_rl_batches, roll_batches, verl_batches
 from moewright.intake.megatron.setting_tree import SettingTree
 from moewright.intake.megatron.settings import (
     Value,
@@ -45,7 +45,9 @@ _PRECISIONS = {
     "nanov2_bf16_with_fp8_current_scaling_mixed": ("hybrid", "tensorwise"),
 }
 _PRECISION_SETTINGS = ("mixed_precision", "trainer.precision", "model.precision")
+_REFUSAL = "refuse: "
 _TURBO_SWITCHES = ("enable_primus_turbo", "use_turbo_deepep")
+_FP8_SECTION = "policy.megatron_cfg.fp8_cfg."
 _FP8_SWITCHES = ("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid")
 _FP8_DETAILS = ("--fp8-recipe", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin")
 _RECIPE_TAIL = re.compile(r"_(pretrain|finetune|sft|peft|lora|config|mcore|\d+gpu|h100|b200).*$")
@@ -140,6 +142,10 @@ def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
     notes += _take_turbo(reader, tree, chosen)
     _settle(tree, chosen.options)
     notes += verl_batches(tree, chosen.options)
+    if tree.matches("policy.megatron_cfg.*"):
+        notes += nemo_rl_batches(tree, chosen.options)
+    if tree.matches("actor_train.strategy_args.*"):
+        notes += roll_batches(tree, chosen.options)
     model = _name_model(dialect, tree)
     recipe = tree.take_text("recipe")
     if recipe and "--num-layers" not in chosen.options:
@@ -147,6 +153,8 @@ def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
             f"recipe {recipe} itself is not read: what is not set beside it is taken "
             "at its default; give the run_config.yaml of its checkpoint for all of it"
         )
+    steps = tree.take_text(dialect.accumulation) if dialect.accumulation else ""
+    derived = ("--gradient-accumulation-steps", steps) if steps else ()
     launcher = [
         f"{name}={tree.take_text(key)}"
         for name, key in (("--nnodes", dialect.nodes), ("--nproc_per_node", dialect.ranks_per_node))
@@ -159,12 +167,13 @@ def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
     unread, noted = sort_settings(
         {**unknown, **tree.left()},
         dialect.tables,
+        named=dialect.named,
         sections=dialect.known_sections,
         trainer=dialect.name,
         known_names=[*reader.by_dest, *reader.fields, *dialect.settings, *dialect.values],
     )
     return ConfiguredCommand(
-        words=(*launcher, *chosen.words()),
+        words=(*launcher, *chosen.words(), *derived),
         exported=exported,
         model=model if "--num-layers" not in chosen.options else "",
         unread=unread,
@@ -290,6 +299,9 @@ def _take_meaning(
         rule = f"is one of {', '.join(meanings)}, as far as it is read here"
         nearest = closest_match(value, meanings) or next(iter(meanings))
         raise BadInput(Reason(field=name, value=value[:60], rule=rule, nearest=nearest))
+    if meaning.startswith(_REFUSAL):
+        rule = meaning.removeprefix(_REFUSAL)
+        raise BadInput(Reason(field=name, value=value[:60], rule=rule))
     for option, *values in _split_options(reader, meaning):
         if option.startswith("!"):
             chosen.options.pop(option.removeprefix("!"), None)
@@ -361,6 +373,10 @@ def _take_precision(
             rule = "is no precision that is known here"
             nearest = closest_match(name, _PRECISIONS) or "bf16_mixed"
             raise BadInput(Reason(field=key, value=name[:60], rule=rule, nearest=nearest))
+    if tree.take_text(f"{_FP8_SECTION}enabled").lower() == "true":
+        for name in tree.names:
+            if name.startswith(_FP8_SECTION) and not name.endswith(".enabled"):
+                reader.take(name, tree.take(name), chosen)
     scaled = [key for key in _FP8_SWITCHES if not is_unset(tree.take(key))]
     if scaled:
         yield from _take_nemo_fp8(reader, tree, chosen)

@@ -24,6 +24,7 @@ class ConfigDialect:
     model: tuple[str, ...] = ()
     nodes: str = ""
     ranks_per_node: str = ""
+    accumulation: str = ""
     environment: str = ""
     defaults: str = ""
     tables: tuple[str, ...] = ()
@@ -31,6 +32,7 @@ class ConfigDialect:
     is_commanded: bool = False
     refused: str = ""
     apart: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 

@@ -147,6 +147,17 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--use-llama2-rotary-position-embeddings": _renamed(
             "is Pai-Megatron-Patch's", "--use-rotary-position-embeddings"
         ),
+        "--language-model-type": _refused(
+            "is of a model of pictures, which is not planned here", 1
+        ),
+        "--vision-model-type": _refused("is of a model of pictures, which is not planned here", 1),
+        "--intermediate-size": _renamed(
+            "is Pai-Megatron-Patch's", "--ffn-hidden-size", value_count=1
+        ),
+        "--shared-moe-ffn-hidden-size": _renamed(
+            "is Pai-Megatron-Patch's", "--moe-shared-expert-intermediate-size", value_count=1
+        ),
+        "--enable-shared-expert": _ignored("is Pai-Megatron-Patch's: the size says it"),
         "--multi-head-latent-attention": _renamed(_MINDSPEED, "--multi-latent-attention"),
         "--moe-intermediate-size": _renamed(_MINDSPEED, "--moe-ffn-hidden-size", value_count=1),
         "--qk-nope-head-dim": _renamed(_MINDSPEED, "--qk-head-dim", value_count=1),
@@ -168,6 +179,7 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--lora-r": _refused("asks for adapters, which cannot be planned from a script", 1),
         "--world-size": _checked("is derived, never given: here it is the number of ranks", 1),
         "--rank": _ignored("is the rank that a launcher says", 1),
+        "--DDP-impl": _ignored("is gone: gradients are reduced by Megatron-LM's own code", 1),
         "--dist-url": _ignored("is the address that a launcher says", 1),
         "--no-delay-grad-reduce": _ignored("is gone: --no-align-grad-reduce"),
         "--delay-param-gather": _ignored("is gone: --no-align-param-gather"),
@@ -201,6 +213,10 @@ FOREIGN_VALUES: Mapping[tuple[str, str], ForeignValue] = MappingProxyType(
         ("--moe-token-dispatcher-type", "alltoall_seq"): ForeignValue(
             reason="was removed; alltoall sends the same tokens",
             options={"--moe-token-dispatcher-type": ("alltoall",)},
+        ),
+        ("--moe-router-load-balancing-type", "pai_megatron_aux_loss"): ForeignValue(
+            reason="is another form of the balancing loss",
+            options={"--moe-router-load-balancing-type": ("aux_loss",)},
         ),
         ("--moe-layer-freq", "-1"): ForeignValue(
             reason="is MindSpeed's for --first-k-dense-replace alone", options={}

@@ -54,6 +54,7 @@ _LAUNCHER_OPTION = re.compile(
 # Programs of Megatron-LM and its forks that run a model without training it.
 _OTHER_TASKS = re.compile(
     r"(^|/)tasks/msdp/|text_generation|generate_samples|(^|/)inference/|evaluat|analyze_data|_inference\b"
+    r"|pretrain_(bert|t5|ict|retro|vision|vlm|realm)"
 )
 _TRAINING_OPTIONS = (
     "--num-layers",
@@ -61,6 +62,20 @@ _TRAINING_OPTIONS = (
     "--micro-batch-size",
     "--seq-length",
     "--global-batch-size",
+)
+_MOST_WORDS = 200
+# Commands of trainers that run no Megatron-core, or not in this way.
+_WITHOUT = "it trains without Megatron-core; name the model and the layout to `estimate`"
+_OTHER_TRAINERS = (
+    (r"\bverl\.trainer\.", f"is verl's with FSDP: {_WITHOUT}"),
+    (r"\bllamafactory-cli train", f"is LLaMA-Factory's: {_WITHOUT}"),
+    (r"\bswift (sft|pt|rlhf)\b", f"is ms-swift's without Megatron: {_WITHOUT}"),
+    (r"\baxolotl\b.* train|axolotl\.cli", f"is Axolotl's: {_WITHOUT}"),
+    (r"\btorchtitan\b", f"is torchtitan's: {_WITHOUT}"),
+    (
+        r"\byq\b.*MODEL_ARGS",
+        "takes its options from a YAML file by yq: give that file, which is read by itself",
+    ),
 )
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _ELLIPSIS = "..."
@@ -135,7 +150,10 @@ def find_launch(reading: ShellReading, folder: Path | None = None) -> LaunchComm
         rule += f"; {missing} is started, and is not in the folder of the script"
     other = next(filter(None, map(_find_other_task, reading.commands)), "")
     if other:
-        rule += f"; {UNKNOWN_VALUE.sub('$', other)[-80:]} trains nothing"
+        rule += f"; {UNKNOWN_VALUE.sub('$', other)[-80:]} trains no decoder"
+    named = next(filter(None, map(_find_other_trainer, reading.commands)), "")
+    if named:
+        raise BadInput(Reason(field="script", rule=named))
     if reading.exit_line:
         rule += f"; the script leaves at line {reading.exit_line}"
     raise BadInput(Reason(field="script", rule=rule, nearest="moewright capture -- bash SCRIPT"))
@@ -194,6 +212,12 @@ def _find_other_task(command: Command) -> str:
     """Return the program of a command that runs a model and does not train it; "" for others."""
     programs = [word for word in command.words if word.endswith(".py")]
     return next((word for word in programs[:1] if _OTHER_TASKS.search(word)), "")
+
+
+def _find_other_trainer(command: Command) -> str:
+    """Return what is said of a command that trains without Megatron-core; "" for others."""
+    line = " ".join(command.words[:_MOST_WORDS])
+    return next((rule for mark, rule in _OTHER_TRAINERS if re.search(mark, line)), "")
 
 
 def _missing_script(command: Command) -> str:

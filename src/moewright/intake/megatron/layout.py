@@ -29,6 +29,7 @@ _NOT_PLANNED = {
     "--tensor-parallel-num-weight-shards": "weights sharded within tensor parallelism",
     "--expert-tensor-parallel-num-weight-shards": "weights sharded within tensor parallelism",
 }
+_EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _DENSE_GRAPH = "mlp"
 _OTHER_RANK_ORDER = "--use-tp-pp-dp-mapping"
 _INSTANCES = "--num-distributed-optimizer-instances"
@@ -72,9 +73,10 @@ def read_layout(
     )
     layout = _read_recompute(arguments, layout)
     layout = _read_offload(arguments, layout)
+    layout, offload_notes = _leave_out_void_offloads(layout)
     layout = replace(layout, overlap=_read_overlap(arguments, layout))
     graphs, graph_notes = _read_graphs(arguments)
-    return replace(layout, graphs=graphs), (*notes, *graph_notes)
+    return replace(layout, graphs=graphs), (*notes, *offload_notes, *graph_notes)
 
 
 def _read_plain(arguments: Arguments, field: LayoutField) -> Any:
@@ -265,6 +267,21 @@ def _read_offload(arguments: Arguments, layout: Layout) -> Layout:
         return replace(layout, offload=tuple(sorted(modules)), offload_fraction=1.0)
     offload = tuple(sorted((*modules, Offload.OPTIMIZER)))
     return replace(layout, offload=offload, offload_fraction=fraction)
+
+
+def _leave_out_void_offloads(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
+    """Leave out what nothing is kept of: Megatron-LM takes it, and moves nothing."""
+    void = [module for module in layout.offload if module in _EXPERT_OFFLOADS]
+    if Recompute.MOE not in layout.recompute or not void:
+        return layout, ()
+    kept = tuple(module for module in layout.offload if module not in void)
+    note = (
+        f"{LAYOUT_OPTIONS['offload']} {' '.join(void)} moves nothing: recompute of moe keeps "
+        "nothing inside it"
+    )
+    has_activations = any(module is not Offload.OPTIMIZER for module in kept)
+    layers = layout.offload_layers if has_activations else 1.0
+    return replace(layout, offload=kept, offload_layers=layers), (note,)
 
 
 def _read_offload_module(name: str) -> Offload:

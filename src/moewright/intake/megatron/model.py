@@ -46,6 +46,13 @@ _NOT_PLANNED = {
     "--use-checkpoint-args": "sizes that stand in a checkpoint",
     "--yaml-cfg": "options in a YAML file",
 }
+# Modules of layers that the other options say all of.
+_SPECS = (
+    "megatron.",
+    "mindspeed_llm.tasks.models.spec.qwen3_spec",
+    "mindspeed_llm.tasks.models.spec.bailing_spec",
+    "mindspeed_llm.tasks.models.spec.deepseek_spec",
+)
 # What a model's name says too, and what changes neither its weights nor its work.
 _SAID_BY_NAME = (
     "--normalization",
@@ -109,7 +116,7 @@ def _refuse_own_layers(arguments: Arguments) -> None:
     """Refuse layers that a module outside Megatron-LM builds, whatever the options say."""
     name = "--spec"
     module = arguments.text(name, "")
-    if module and not module.startswith("megatron."):
+    if module and not module.startswith(_SPECS):
         rule = "builds layers that the options do not say: name the model in front"
         nearest = "estimate Qwen3-Next-80B-A3B --from-flags ..."
         raise BadInput(Reason(field=name, value=module[:60], rule=rule, nearest=nearest))

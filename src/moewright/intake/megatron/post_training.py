@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import prod
 
+from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.intake.megatron.setting_tree import SettingTree
 from moewright.intake.megatron.settings import is_unset
 from moewright.spec.errors import BadInput, Reason
 
 _ACTOR = "actor_rollout_ref.actor."
+_POLICY = "policy."
+_PACKING_DETAILS = (
+    "train_mb_tokens",
+    "logprob_mb_tokens",
+    "algorithm",
+    "microbatch_order",
+    "sequence_length_round",
+    "fuse_loss",
+)
 _PACKED_TOKENS = 16384  # verl's default of ppo_max_token_len_per_gpu
 _SLIME_NODES = "--actor-num-nodes"
 _SLIME_RANKS = "--actor-num-gpus-per-node"
@@ -34,8 +45,8 @@ def verl_batches(tree: SettingTree, options: dict[str, tuple[str, ...]]) -> tupl
     text += _size(tree, "data.max_response_length", 512)
     texts = _size(tree, f"{_ACTOR}ppo_mini_batch_size", 256)
     texts *= _size(tree, "actor_rollout_ref.rollout.n", 1)
+    micro = _size(tree, f"{_ACTOR}ppo_micro_batch_size_per_gpu", 1)
     if tree.take_text(f"{_ACTOR}use_dynamic_bsz").lower() != "true":
-        micro = _size(tree, f"{_ACTOR}ppo_micro_batch_size_per_gpu", 1)
         _set_batches(options, text, micro, texts)
         return (f"an update is planned on {texts} texts of {text} tokens, their full length",)
     pack = _size(tree, f"{_ACTOR}ppo_max_token_len_per_gpu", _PACKED_TOKENS)
@@ -78,6 +89,52 @@ def _pack(
     return (note,)
 
 
+def roll_batches(tree: SettingTree, options: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Set the sequences of ROLL, a prompt with its response; return a note on them.
+
+    Raises:
+        BadInput: a length is no whole number above 0.
+    """
+    if not is_unset(tree.take("sequence_length")):
+        length = _size(tree, "sequence_length", 1)
+    else:
+        length = _size(tree, "prompt_length", 1024) + _size(tree, "response_length", 1024)
+    options["--seq-length"] = (str(length),)
+    return (f"texts are planned at their full length of {length} tokens",)
+
+
+def nemo_rl_batches(tree: SettingTree, options: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Set packs of tokens for NeMo-RL's sequences where it packs them; return a note on them.
+
+    Raises:
+        BadInput: a size is no whole number above 0.
+    """
+    sections = (f"{_POLICY}sequence_packing.", f"{_POLICY}dynamic_batching.")
+    enabled = [
+        section for section in sections if tree.take_text(f"{section}enabled").lower() == "true"
+    ]
+    for section in sections:
+        for name in _PACKING_DETAILS:
+            tree.take(f"{section}{name}")
+    if not enabled:
+        return ()
+    text = _size(tree, f"{_POLICY}max_total_sequence_length", 512)
+    texts = _size(tree, f"{_POLICY}train_global_batch_size", 512)
+    tokens = _size(tree, f"{enabled[0]}train_mb_tokens", text)
+    in_pack = max(1, tokens // text)
+    ranks = _size(tree, "cluster.num_nodes", 1) * _size(tree, "cluster.gpus_per_node", 8)
+    degrees = [_degree(options, name) for name in ("tensor", "pipeline", "context")]
+    replicas = max(1, ranks // prod(degrees))
+    packs = -(-texts // in_pack)
+    batch = -(-packs // replicas) * replicas
+    _set_batches(options, in_pack * text, 1, batch)
+    note = (
+        f"an update of {texts} texts is planned as {batch} packs of {in_pack * text} tokens, "
+        f"{in_pack} texts of {text} tokens, their full length, in each"
+    )
+    return (note,)
+
+
 def is_slime(words: Sequence[str]) -> bool:
     """Whether a command is slime's: it says the actor's ranks."""
     return _SLIME_NODES in words
@@ -92,6 +149,8 @@ def slime_words(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     ]
     added = [name for name in _SLIME_DEFAULTS if name not in words]
     note = ""
+    if "--global-batch-size" not in words:
+        added += ["--global-batch-size", _slime_batch(values)]
     tokens = values.get(_SLIME_TOKENS, "")
     pack = int(_SLIME_SEQ_LEN)
     if tokens.isdigit():
@@ -105,6 +164,23 @@ def slime_words(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     if "--max-position-embeddings" not in words:
         added += ["--max-position-embeddings", str(pack)]
     return [*launcher, *words, *added], (note,) if note else ()
+
+
+def _slime_batch(values: Mapping[str, str]) -> str:
+    """Return the samples of a step: those of a rollout over its steps.
+
+    Raises:
+        BadInput: the command does not say how many samples a rollout has.
+    """
+    texts = 1
+    for name, default in (("--rollout-batch-size", ""), ("--n-samples-per-prompt", "1")):
+        text = values.get(name, default)
+        if not text.isdigit():
+            rule = "is missing, and so is --global-batch-size"
+            raise BadInput(Reason(field=name, value=text[:60].replace("\0", "$"), rule=rule))
+        texts *= int(text)
+    steps = values.get("--num-steps-per-rollout", "1")
+    return str(texts // max(1, int(steps))) if steps.isdigit() else str(texts)
 
 
 def _set_batches(options: dict[str, tuple[str, ...]], seq_len: int, micro: int, batch: int) -> None:
@@ -123,6 +199,9 @@ def _size(tree: SettingTree, name: str, default: int) -> int:
     value = tree.take(name)
     if is_unset(value):
         return default
+    if isinstance(value, str) and (unset := UNKNOWN_VALUE.search(value)):
+        rule = f"takes the value of {unset[1]}, which is not set; set it in the environment"
+        raise BadInput(Reason(field=name, rule=rule, nearest=f"{unset[1]}=... before this command"))
     if not isinstance(value, str) or not value.isdigit() or not int(value):
         shown = str(value)[:60].replace("\0", "$")
         raise BadInput(Reason(field=name, value=shown, rule="must be a whole number above 0"))

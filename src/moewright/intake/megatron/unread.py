@@ -232,11 +232,12 @@ def sort_settings(
     sections: Sequence[str],
     trainer: str,
     known_names: Iterable[str] = (),
+    named: Sequence[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (the names that are unread, notes) of leaves that no reader took.
 
     `sections` are those in which the trainer's names stand by their last part; where there are
-    none, its tables have full names.
+    none, its tables have full names. Those of a pattern in `named` are named and never refuse.
 
     Raises:
         BadInput: one of them sets something that a plan consists of.
@@ -254,7 +255,8 @@ def sort_settings(
         if has_name and (says_nothing(value) or _is_default(name, value, tables)):
             continue
         topic = find_topic(name)
-        if topic and not says_nothing(value):
+        is_named = any(fnmatchcase(name, pattern) for pattern in named)
+        if topic and not is_named and not says_nothing(value):
             refused.append(_refuse(name, value, topic, trainer, has_name, known_names))
         else:
             unread.append(name)

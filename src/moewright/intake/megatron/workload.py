@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import WORKLOAD_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.intake.megatron.batch_schedule import read_batch_schedule
 from moewright.intake.megatron.muon import read_muon
 from moewright.intake.megatron.trainer import read_trainer
@@ -53,6 +54,7 @@ _MATRIX_UPDATES = {
 # What says nothing where scales are not taken from earlier tensors.
 _DELAYED_OPTIONS = ("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin")
 _MAX_STEPS = 10**9
+_SEED = 1234
 _DEFAULT_EVAL_BATCHES = 8
 _BALANCING = "--moe-router-load-balancing-type"
 
@@ -92,7 +94,7 @@ def read_workload(
         seq_len=seq_len,
         global_batch=global_batch,
         steps=steps,
-        seed=arguments.integer("--seed", 1234),
+        seed=_read_seed(arguments),
         precision=precision,
         tensor_scaling=_read_tensor_scaling(arguments, precision),
         grad_dtype=grad_dtype,
@@ -117,6 +119,14 @@ def read_workload(
         *_note_decay_style(arguments),
         *_note_fp8_format(arguments),
     )
+
+
+def _read_seed(arguments: Arguments) -> int:
+    """Return the seed; Megatron-LM's own where only running tells it, for it changes no plan."""
+    values = arguments.options.get("--seed", ())
+    is_told = not any(UNKNOWN_VALUE.search(value) for value in values)
+    arguments.ignore("--seed")
+    return arguments.integer("--seed", _SEED) if is_told else _SEED
 
 
 def _read_ramp(arguments: Arguments, seq_len: int) -> BatchRampSpec:
