@@ -12,6 +12,7 @@ from moewright.spec.plan import TimePart
 from moewright.view import palette
 from moewright.view.layout_controls import ControlKind
 from moewright.view.page import render_page
+from moewright.view.plan_view import ListedFigures
 from moewright.view.search_view import RankedKind, RankedPlan, mark_front
 
 LAYOUT = "tp2,ep8,pp8,vpp2,mbs1,recompute=select"
@@ -30,13 +31,16 @@ def shown():
 
 def test_a_view_has_the_figures_of_the_estimate(plan, shown):
     for name in ("step_s", "peak_bytes", "margin_bytes", "mfu", "bubble_fraction", "micro_batches"):
-        assert getattr(shown, name) == getattr(plan.estimate, name)
+        assert shown.to_dict()[name] == getattr(plan.estimate, name)
+    assert "estimate" not in shown.to_dict()
     assert [stage.peak_bytes for stage in shown.stages] == [
         ledger.device_bytes for ledger in plan.estimate.ledgers
     ]
     for stage in shown.stages:
         assert sum(item.value for item in stage.components) == stage.peak_bytes
-    assert sum(part.seconds for part in shown.parts) == pytest.approx(shown.step_s, rel=1e-12)
+    assert sum(part.seconds for part in shown.parts) == pytest.approx(
+        shown.estimate.step_s, rel=1e-12
+    )
 
 
 def test_stages_say_what_they_hold(shown):
@@ -103,10 +107,7 @@ def test_the_front_is_what_nothing_beats_in_time_and_memory():
         return RankedPlan(
             kind=RankedKind.PLAN,
             layout="tp1",
-            step_s=step_s,
-            peak_bytes=peak_bytes,
-            fit_probability=1.0,
-            is_on_front=False,
+            figures=ListedFigures(step_s=step_s, peak_bytes=peak_bytes, fit_probability=1.0),
         )
 
     marked = mark_front([rank(3, 5), rank(1, 9), rank(2, 9), rank(2, 7), rank(4, 6)])

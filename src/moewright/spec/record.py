@@ -53,10 +53,20 @@ class Record:
         return render_html_table(self.title(), self.to_rows())
 
 
+SPREAD = "spread"
+"""The key of a field's metadata that says which values of the record in it are written, and that
+they are written among the values of the record that holds it."""
+
+
+def spread(*names: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the metadata of a field whose record is written as these of its fields, flat."""
+    return {SPREAD: names}
+
+
 def to_plain_data(value: object) -> object:
     """Return a dataclass as a dict, a sequence as a list, an enum as its value, a path as text."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain_data(getattr(value, field.name)) for field in fields(value)}
+        return {name: to_plain_data(item) for name, item in _list_values(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -64,6 +74,16 @@ def to_plain_data(value: object) -> object:
     if isinstance(value, tuple | list | frozenset | set):
         return [to_plain_data(item) for item in value]
     return str(value) if isinstance(value, PurePath) else value
+
+
+def _list_values(record: object) -> Iterator[tuple[str, object]]:
+    """Yield the values of a dataclass as they are written."""
+    for field in fields(cast(Any, record)):
+        value = getattr(record, field.name)
+        if SPREAD in field.metadata:
+            yield from ((name, getattr(value, name)) for name in field.metadata[SPREAD])
+        else:
+            yield field.name, value
 
 
 def replace_non_finite(data: Any) -> Any:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moewright.codec import format_layout
 from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate, Plan, TimePart
-from moewright.spec.record import Record, Row
+from moewright.spec.record import Record, Row, spread
 from moewright.view.plan_view import (
     JobView,
+    ListedFigures,
     NamedValue,
     build_job_view,
     describe_verdict,
+    list_figures,
     sum_components,
 )
 
@@ -30,12 +32,12 @@ class ComparedPlan:
     layout: str
     lines: tuple[str, ...]
     headline: str = ""
-    verdict: str = ""
-    step_s: float = 0.0
-    peak_bytes: int = 0
-    margin_bytes: int = 0
-    tokens_per_s_per_device: float = 0.0
-    mfu: float = 0.0
+    figures: ListedFigures = field(
+        default=ListedFigures(),
+        metadata=spread(
+            "verdict", "step_s", "peak_bytes", "margin_bytes", "tokens_per_s_per_device", "mfu"
+        ),
+    )
     step_changes: tuple[NamedValue, ...] = ()
     memory_changes: tuple[NamedValue, ...] = ()
 
@@ -54,7 +56,11 @@ class ComparisonView(Record):
     def to_rows(self) -> list[Row]:
         """Return a row for each layout."""
         return [
-            {"layout": plan.layout, "step_s": plan.step_s, "peak_bytes": plan.peak_bytes}
+            {
+                "layout": plan.layout,
+                "step_s": plan.figures.step_s,
+                "peak_bytes": plan.figures.peak_bytes,
+            }
             for plan in self.plans
         ]
 
@@ -84,12 +90,7 @@ def _compare(first: Plan, plan: Plan, lines: tuple[str, ...]) -> ComparedPlan:
         layout=format_layout(plan.layout),
         lines=lines,
         headline=describe_verdict(plan),
-        verdict=estimate.verdict.value,
-        step_s=estimate.step_s,
-        peak_bytes=estimate.peak_bytes,
-        margin_bytes=estimate.margin_bytes,
-        tokens_per_s_per_device=estimate.tokens_per_s_per_device,
-        mfu=estimate.mfu,
+        figures=list_figures(estimate),
         step_changes=tuple(
             NamedValue(name=part.value, value=after.get(part, 0.0) - before.get(part, 0.0))
             for part in TimePart

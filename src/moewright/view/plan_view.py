@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 from moewright.codec import format_layout
 from moewright.diagnosis.published import PublishedRun, find_nearest_runs
@@ -11,8 +11,8 @@ from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.errors import Reason
 from moewright.spec.ledger import Component, Ledger
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Imbalance, Plan, TimePart, Verdict
-from moewright.spec.record import Record, Row
+from moewright.spec.plan import Estimate, Plan, TimePart, Verdict
+from moewright.spec.record import Record, Row, spread
 from moewright.spec.units import format_bytes, format_seconds
 from moewright.view.layout_controls import LayoutControl, list_controls
 
@@ -23,6 +23,33 @@ class NamedValue:
 
     name: str
     value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedFigures:
+    """The figures of a layout in a list of several; those that nobody estimated are empty."""
+
+    step_s: float = 0.0
+    peak_bytes: int = 0
+    fit_probability: float = 0.0
+    verdict: str = ""
+    margin_bytes: int = 0
+    tokens_per_s_per_device: float = 0.0
+    tflops_per_device: float = 0.0
+    mfu: float = 0.0
+    grade: str = ""
+
+
+def list_figures(estimate: Estimate) -> ListedFigures:
+    """Return the figures of an estimate in a list of several."""
+    shared = {
+        item.name: getattr(estimate, item.name)
+        for item in fields(ListedFigures)
+        if item.name not in ("verdict", "grade")
+    }
+    return ListedFigures(
+        **shared, verdict=estimate.verdict.value, grade=estimate.evidence.grade.value
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,32 +95,37 @@ class JobView(Record):
 class PlanView(Record):
     """A plan as a page shows it; figures have the names and values of `estimate --json`.
 
-    `stages` has the memory of every pipeline rank, `parts` the step in the order of TimePart.
-    `sources` counts the figures that went into it by kind of source. `nearest_runs` are the
-    published measurements that are most like the job.
+    Of `estimate` the named figures are written, beside the other fields. `stages` has the memory of
+    every pipeline rank, `parts` the step in the order of TimePart. `sources` counts the figures
+    that went into it by kind of source. `nearest_runs` are the published measurements that are most
+    like the job.
     """
 
     job: JobView
     headline: str
     sentence: str
-    verdict: str
-    step_s: float
-    step_interval_80: tuple[float, float]
-    peak_bytes: int
-    peak_rank: int
-    peak_sd_bytes: int
-    capacity_bytes: int
-    margin_bytes: int
-    fit_probability: float
-    largest: str
-    tokens_per_s_per_device: float
-    tflops_per_device: float
-    mfu: float
-    hfu: float
-    micro_batches: int
-    bubble_fraction: float
-    load_limit: float
-    imbalance: Imbalance
+    estimate: Estimate = field(
+        metadata=spread(
+            "verdict",
+            "step_s",
+            "step_interval_80",
+            "peak_bytes",
+            "peak_rank",
+            "peak_sd_bytes",
+            "capacity_bytes",
+            "margin_bytes",
+            "fit_probability",
+            "largest",
+            "tokens_per_s_per_device",
+            "tflops_per_device",
+            "mfu",
+            "hfu",
+            "micro_batches",
+            "bubble_fraction",
+            "load_limit",
+            "imbalance",
+        )
+    )
     stages: tuple[StageMemory, ...]
     parts: tuple[StepPart, ...]
     evidence: str
@@ -188,24 +220,7 @@ def build_plan_view(plan: Plan, notes: tuple[str, ...] = ()) -> PlanView:
         job=build_job_view(plan),
         headline=describe_verdict(plan),
         sentence=describe_figures(plan),
-        verdict=estimate.verdict.value,
-        step_s=estimate.step_s,
-        step_interval_80=estimate.step_interval_80,
-        peak_bytes=estimate.peak_bytes,
-        peak_rank=estimate.peak_rank,
-        peak_sd_bytes=estimate.peak_sd_bytes,
-        capacity_bytes=estimate.capacity_bytes,
-        margin_bytes=estimate.margin_bytes,
-        fit_probability=estimate.fit_probability,
-        largest=estimate.largest,
-        tokens_per_s_per_device=estimate.tokens_per_s_per_device,
-        tflops_per_device=estimate.tflops_per_device,
-        mfu=estimate.mfu,
-        hfu=estimate.hfu,
-        micro_batches=estimate.micro_batches,
-        bubble_fraction=estimate.bubble_fraction,
-        load_limit=estimate.load_limit,
-        imbalance=estimate.imbalance,
+        estimate=estimate,
         stages=tuple(
             build_stage_memory(ledger, holds[ledger.pp_rank]) for ledger in estimate.ledgers
         ),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 from moewright.codec import format_layout
 from moewright.search.search import SearchResult
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan, WhatIf
-from moewright.spec.record import Record, Row
-from moewright.view.plan_view import NamedValue
+from moewright.spec.record import Record, Row, spread
+from moewright.view.plan_view import ListedFigures, NamedValue, list_figures
 
 _MOST_POINTS = 300
 
@@ -30,16 +30,8 @@ class RankedPlan:
 
     kind: RankedKind
     layout: str
-    step_s: float
-    peak_bytes: int
-    fit_probability: float
-    is_on_front: bool
-    verdict: str = ""
-    margin_bytes: int = 0
-    tokens_per_s_per_device: float = 0.0
-    tflops_per_device: float = 0.0
-    mfu: float = 0.0
-    grade: str = ""
+    figures: ListedFigures = field(metadata=spread(*(item.name for item in fields(ListedFigures))))
+    is_on_front: bool = False
     trainers: tuple[str, ...] = ()
 
 
@@ -74,7 +66,11 @@ class SearchView(Record):
     def to_rows(self) -> list[Row]:
         """Return a row for each layout that was estimated in full."""
         return [
-            {"layout": item.layout, "step_s": item.step_s, "peak_bytes": item.peak_bytes}
+            {
+                "layout": item.layout,
+                "step_s": item.figures.step_s,
+                "peak_bytes": item.figures.peak_bytes,
+            }
             for item in self.ranked
             if item.kind is not RankedKind.CANDIDATE
         ]
@@ -106,10 +102,11 @@ def build_search_view(
                 RankedPlan(
                     kind=RankedKind.CANDIDATE,
                     layout=layout,
-                    step_s=candidate.step_s,
-                    peak_bytes=round(candidate.peak_bytes),
-                    fit_probability=candidate.fit_probability(capacity),
-                    is_on_front=False,
+                    figures=ListedFigures(
+                        step_s=candidate.step_s,
+                        peak_bytes=round(candidate.peak_bytes),
+                        fit_probability=candidate.fit_probability(capacity),
+                    ),
                 )
             )
     return SearchView(
@@ -129,20 +126,10 @@ def build_search_view(
 def _rank_plan(
     plan: Plan, kind: RankedKind, trainers: Mapping[Layout, tuple[str, ...]]
 ) -> RankedPlan:
-    estimate = plan.estimate
     return RankedPlan(
         kind=kind,
         layout=format_layout(plan.layout),
-        step_s=estimate.step_s,
-        peak_bytes=estimate.peak_bytes,
-        fit_probability=estimate.fit_probability,
-        is_on_front=False,
-        verdict=estimate.verdict.value,
-        margin_bytes=estimate.margin_bytes,
-        tokens_per_s_per_device=estimate.tokens_per_s_per_device,
-        tflops_per_device=estimate.tflops_per_device,
-        mfu=estimate.mfu,
-        grade=estimate.evidence.grade.value,
+        figures=list_figures(plan.estimate),
         trainers=trainers.get(plan.layout, ()),
     )
 
@@ -151,10 +138,11 @@ def mark_front(ranked: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
     """Return the layouts with those marked that no other beats in both time and memory."""
     front = set()
     least_bytes = float("inf")
+    figures = [item.figures for item in ranked]
     for index in sorted(
-        range(len(ranked)), key=lambda item: (ranked[item].step_s, ranked[item].peak_bytes)
+        range(len(ranked)), key=lambda item: (figures[item].step_s, figures[item].peak_bytes)
     ):
-        if ranked[index].peak_bytes < least_bytes:
-            least_bytes = ranked[index].peak_bytes
+        if figures[index].peak_bytes < least_bytes:
+            least_bytes = figures[index].peak_bytes
             front.add(index)
     return tuple(replace(item, is_on_front=index in front) for index, item in enumerate(ranked))
