@@ -67,7 +67,9 @@ class FieldFacts:
     megatron_instead: str = ""  # what Megatron-LM does, which has the default alone; "": it has all
     torchtitan_instead: str = ""
     is_priced: bool = False  # an estimate away from the default needs runs that measured it
-    label: str = ""  # of the studio's control; "" for none
+    # of the studio's control, "" for none: a number steps through `levels` or `tried`, a name or
+    # a set through its members, and a switch follows from others
+    label: str = ""
     tried: tuple[Any, ...] = ()  # values that searches try, those that depend on no job
 
     def describe_levels(self) -> str:
