@@ -249,8 +249,8 @@ class LaunchScriptOptions:
     ----------
     from_flags
         A launch script of Megatron-LM: it says layout, batches and precision. Or a configuration in
-        YAML: Megatron-LM's MODEL_ARGS, Megatron Bridge, NeMo, NeMo-RL, verl, Primus. Variables that
-        it does not set are taken from the environment.
+        YAML: Megatron-LM's MODEL_ARGS, Megatron Bridge, NeMo, NeMo-RL, verl, Primus, FlagScale,
+        ROLL. Variables that it does not set are taken from the environment.
     script_args
         What stands behind the script's name, in quotes: "dlc A22B 1 2048"; behind a configuration
         settings such as "model.num_layers=4".

@@ -1,6 +1,6 @@
 """Configurations of frameworks on Megatron-core as the launch command that they stand for.
 
-Read are Megatron-LM's MODEL_ARGS, its own YAML, Megatron Bridge, NeMo, NeMo-RL, verl and Primus.
+Read are Megatron-LM's MODEL_ARGS, and the frameworks of data/config_dialects.toml.
 """
 
 from __future__ import annotations
