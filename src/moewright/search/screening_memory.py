@@ -142,7 +142,7 @@ class ScreeningMemory:
                 )
             moments = short_lived[beside_layer]
             at_step = ranks.spread(device_bytes(ranks, OPTIMIZER_TERMS))
-            if at_step.any():
+            if at_step.any():  # fp32 gradients make none, and most searches have these
                 moments = np.maximum(moments, at_step[:, None])
             resident = ranks.spread(device_bytes(ranks, RESIDENT_TERMS))
             allocated[some, column] = batch.fullest_ranks(moments, resident, some)
@@ -365,6 +365,7 @@ class SearchedRanks(RankBatch):
         return np.asarray(self._count_blocks(len(sums)) @ sums)
 
     def _count_blocks(self, count: int) -> Array:
+        # Counted when the tree had fewer blocks: ranks of this batch hold none of the later ones.
         counts = self.memory.count_blocks(self.batch)[self.rows]
         return np.pad(counts, ((0, 0), (0, count - counts.shape[1])))
 

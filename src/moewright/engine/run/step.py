@@ -226,6 +226,9 @@ def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResul
         # The ranks of a TP group have the same losses: one of them adds them up.
         adds_up = float(mesh.coordinate("tp") == 0)
         stop_flag = torch.full_like(squared_norm, float(stop_requested))
+        # All sums over the world go in one collective, since each waits for the slowest rank. They
+        # are unpacked below in the order in which they stand here: four numbers, the rewards, of
+        # which there are always as many, and the flag that only a budget adds.
         world_sums = [squared_norm, stop_flag, sums.nll * adds_up, sums.mtp_loss * adds_up]
         world_sums += sums.rewards * adds_up
         if runtime.row_budget is not None and not passes.is_repeated:
