@@ -173,3 +173,53 @@ def test_a_family_of_a_package_is_checked(tmp_path: Path, family: str, rule: str
 def test_the_catalogue_without_packages_has_no_other_entries() -> None:
     assert "X9" not in [device.name for device in read_devices()]
     assert not catalogue.has_model("Tiny-MoE")
+
+
+EXPORTS = """
+from moewright.spec.errors import BadInput, Reason
+
+def render(plan):
+    if plan.layout.tp > 1:
+        raise BadInput(Reason(field="layout.tp", value=str(plan.layout.tp), rule="is 1 at Acme"))
+    return f"experts_over = {plan.layout.ep}\\n"
+
+def read(path):
+    if path.suffix != ".acme":
+        return None
+    if "broken" in path.name:
+        raise ZeroDivisionError("nothing")
+    return path.read_text().replace("acme", "torchrun --nproc-per-node 8 pretrain_gpt.py")
+"""
+SCRIPT = (
+    "acme --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 "
+    "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 16 "
+    "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4 --vocab-size 1024 "
+    "--make-vocab-size-divisible-by 128 --tokenizer-type NullTokenizer --bf16 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+    "--use-distributed-optimizer --moe-grouped-gemm"
+)
+
+
+def test_an_installed_package_adds_a_trainer(tmp_path: Path) -> None:
+    write_package(tmp_path)
+    (tmp_path / "acme_moewright" / "trainer.py").write_text(EXPORTS)
+    entries = tmp_path / "acme_moewright-1.0.dist-info" / "entry_points.txt"
+    entries.write_text(
+        "[moewright.exporters]\nacme = acme_moewright.trainer:render\n"
+        "[moewright.readers]\nacme = acme_moewright.trainer:read\n"
+    )
+    script = tmp_path / "job.acme"
+    script.write_text(SCRIPT)
+    plan = str(tmp_path / "plan.json")
+    answer = run(tmp_path, "export", "--from-flags", str(script), "--on", "H100", "--json", plan)
+    assert answer.returncode == 0, answer.stderr
+    written = run(tmp_path, "export", plan, "--to", "acme")
+    assert (written.returncode, written.stdout) == (0, "experts_over = 4\n")
+    unknown = run(tmp_path, "export", plan, "--to", "acne")
+    assert unknown.returncode == 2
+    assert "nearest legal value: acme" in unknown.stderr
+    script.rename(tmp_path / "broken.acme")
+    broken = run(tmp_path, "export", "--from-flags", str(tmp_path / "broken.acme"), "--on", "H100")
+    assert broken.returncode == 2
+    assert "acme_moewright.trainer:read failed (ZeroDivisionError: nothing)" in broken.stderr
+    assert len(broken.stderr.splitlines()) == 1

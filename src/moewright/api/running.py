@@ -20,6 +20,8 @@ from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.rules.limits.torchtitan_limits import torchtitan_refusals
 from moewright.rules.limits.trainers import TargetTrainer, job_refusals, trainer_refusals
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.extensions import ExtensionPoint, call_extension, list_extensions
+from moewright.spec.names import closest_match
 from moewright.spec.options import ExportTarget
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
@@ -71,16 +73,15 @@ def engine_refusals(plan: Plan) -> tuple[Reason, ...]:
     return trainer_refusals(TargetTrainer.ENGINE, plan_job(plan), plan.hardware)
 
 
-def export(
-    plan: Plan, *, to: ExportTarget, job: str = "", image: str = "", run_dir: str = "."
-) -> str:
+def export(plan: Plan, *, to: str, job: str = "", image: str = "", run_dir: str = ".") -> str:
     """Render a plan as the launch file of a trainer; what the target cannot say is refused.
 
     Args:
         plan: what is to run.
         to: megatron: a Megatron-LM launch script; bridge: a Megatron Bridge recipe; torchtitan:
             its configuration; slurm: a batch script; k8s: a TrainJob of Kubeflow Trainer;
-            torchrun: the line that starts our own engine.
+            torchrun: the line that starts our own engine; or the name of an exporter that an
+            installed package adds.
         job: the job file of the plan; torchrun needs it, slurm and k8s start our engine with it
             and Megatron-LM without.
         image: the container image of k8s.
@@ -95,10 +96,13 @@ def export(
         >>> "--expert-model-parallel-size 8" in mw.export(plan, to="megatron")
         True
     """
-    if to not in get_args(ExportTarget):
-        names = ", ".join(get_args(ExportTarget))
-        raise BadInput(Reason(field="--to", value=to, rule=f"must be one of {names}"))
-    if job and to in _TRAINERS:
+    added = list_extensions(ExtensionPoint.EXPORTERS)
+    names = (*get_args(ExportTarget), *added)
+    if to not in names:
+        rule = f"must be one of {', '.join(names)}"
+        nearest = closest_match(to[:60], names) or "megatron"
+        raise BadInput(Reason(field="--to", value=to[:60], rule=rule, nearest=nearest))
+    if job and (to in _TRAINERS or to in added):
         rule = f"says nothing to {to}"
         raise BadInput(Reason(field="--job", value=job, rule=rule, nearest="leave it out"))
     if job and (reasons := unsupported_device(plan.hardware)):
@@ -121,6 +125,8 @@ def export(
                 rule = "is needed for torchrun: the job file of the plan"
                 raise BadInput(Reason(field="--job", rule=rule))
             return render_engine_command(plan, job=job, run_dir=run_dir) + "\n"
+        case _:
+            return str(call_extension(ExtensionPoint.EXPORTERS, to, plan))
 
 
 def train(plan: Plan, out: Path | str, *, extend: bool = False) -> RunRecord:

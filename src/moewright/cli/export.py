@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from moewright.cli.answers import STANDARD_OUTPUT, write_answer
 from moewright.cli.options import EngineJobOptions, JsonOption, LaunchScriptOptions
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.options import ExportTarget
 
 if TYPE_CHECKING:
     from moewright.spec.plan import Plan
@@ -21,7 +20,7 @@ def export(
     plan: Path | None = None,
     /,
     *,
-    to: ExportTarget | None = None,
+    to: str | None = None,
     engine: EngineJobOptions = _NO_ENGINE_JOB,
     script: LaunchScriptOptions = _NO_SCRIPT,
     on: str = "",
@@ -40,7 +39,8 @@ def export(
     to
         megatron: a Megatron-LM launch script. bridge: a Megatron Bridge recipe. torchtitan: its
         configuration. slurm: a batch script. k8s: a TrainJob of Kubeflow Trainer. torchrun: the
-        line that starts our own engine.
+        line that starts our own engine. Or the name of an exporter that an installed package
+        adds.
     on
         The hardware of the script, "H800" or "256xH800".
     model
@@ -72,7 +72,7 @@ def export(
     return 0
 
 
-def _check_json(plan: Path | None, to: ExportTarget | None, json: Path | None) -> None:
+def _check_json(plan: Path | None, to: str | None, json: Path | None) -> None:
     """Refuse JSON of what is a plan already, and JSON where a launch file is printed."""
     if json is None:
         return

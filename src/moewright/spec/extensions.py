@@ -21,6 +21,8 @@ class ExtensionPoint(StrEnum):
     CATALOGUE = "moewright.catalogue"  # a package with files of devices, networks and models
     TRACKERS = "moewright.trackers"  # a class that takes the scalars of a run
     FAMILIES = "moewright.families"  # the record of a family of models
+    EXPORTERS = "moewright.exporters"  # a function that writes a plan for a trainer
+    READERS = "moewright.readers"  # a function that reads the file of a trainer
 
 
 @cache
@@ -50,4 +52,21 @@ def load_extension(point: ExtensionPoint, name: str) -> Any:
         return entry.load()
     except Exception as error:  # whatever the code of another package raises
         rule = f"{entry.value} cannot be imported ({type(error).__name__}: {error})"
+        raise BadInput(Reason(field=point.value, value=name, rule=rule)) from None
+
+
+def call_extension(point: ExtensionPoint, name: str, *arguments: Any) -> Any:
+    """Call the function that an entry point names; what it raises is one line.
+
+    Raises:
+        BadInput: it cannot be imported, or fails; a BadInput of its own is passed on.
+    """
+    function = load_extension(point, name)
+    try:
+        return function(*arguments)
+    except BadInput:
+        raise
+    except Exception as error:  # whatever the code of another package raises
+        value = list_extensions(point)[name].value
+        rule = f"{value} failed ({type(error).__name__}: {error})"
         raise BadInput(Reason(field=point.value, value=name, rule=rule)) from None

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
@@ -25,7 +25,6 @@ from moewright.api.running import export
 from moewright.api.views import view_comparison, view_plan, view_timetable
 from moewright.report.trace import build_trace
 from moewright.spec.errors import BadInput
-from moewright.spec.options import ExportTarget
 from moewright.spec.record import Record, format_json
 from moewright.spec.workload import Dtype
 from moewright.studio.access import Access
@@ -219,7 +218,7 @@ def _render_launch_file(params: Mapping[str, str]) -> str:
     """Return a query's plan as the launch file of the target that the address names."""
     target = params.get("to", "")
     plan = read_query(params).build()
-    return export(plan, to=cast(ExportTarget, target), job=params.get("job", ""))
+    return export(plan, to=target, job=params.get("job", ""))
 
 
 async def _send_file(render: Callable[[], str], media_type: str) -> Response:

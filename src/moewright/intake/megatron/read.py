@@ -21,6 +21,7 @@ from moewright.intake.megatron.parent_files import SUFFIXES
 from moewright.intake.megatron.unread import account_for_options
 from moewright.intake.megatron.workload import read_workload
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.extensions import ExtensionPoint, call_extension, list_extensions
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
@@ -46,15 +47,24 @@ def read_launch(
 ) -> LaunchCommand:
     """Return the training command of a script, or of a configuration in YAML.
 
+    A reader that an installed package adds is asked first; it returns a command of Megatron-LM as
+    a shell would run it, or None for a file that is not its trainer's.
+
     Variables come from the script, then from `environment`; `arguments` are the words that would
     stand behind the script's name on the command line, or settings such as model.num_layers=4.
 
     Raises:
         BadInput: the script cannot be read, or starts no training.
     """
-    if script.suffix.lower() in SUFFIXES:
+    added = (
+        call_extension(ExtensionPoint.READERS, name, script)
+        for name in list_extensions(ExtensionPoint.READERS)
+    )
+    text = next((command for command in added if command is not None), None)
+    if text is None and script.suffix.lower() in SUFFIXES:
         return parse_configured(configure_file(script, environment, arguments), {})
-    text = read_text(script)
+    if text is None:
+        text = read_text(script)
     return find_launch(read_commands(text, environment, arguments, script=script), script.parent)
 
 
