@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import random
 from pathlib import Path
 
 import pytest
 
 from moewright.calibration.cells import PeakKind
 from moewright.calibration.columns import COLUMNS
+from moewright.calibration.cross_validate import calibrate_as_shipped
 from moewright.calibration.readings import Reading, likely_readings
+from moewright.calibration.score import score_table
 from moewright.calibration.software_facts import release_age_years, source_facts
 from moewright.calibration.table import MeasurementTable, read_table
 from moewright.codec import format_layout
@@ -564,6 +567,47 @@ def test_a_row_has_the_layout_that_its_recipe_ran(row_id: str, layout: str, tmp_
     (row,) = read_table(path).rows
     assert format_layout(row.layout) == layout
     assert not row.unstated
+
+
+# Words and numbers that cells of foreign tables hold, right and wrong.
+STRANGE = {
+    "num_gpus": ("1", "3", "512", "1048576"),
+    "seq_len": ("1", "17", "16777216"),
+    "gbs": ("1", "1000003", "0"),
+    "mbs": ("", "1", "64"),
+    "tp": ("", "1", "64"),
+    "pp": ("1", "3", "94"),
+    "ep": ("", "1", "256"),
+    "vpp": ("", "2", "on"),
+    "time_per_iter_s": ("", "0", "1e-300", "1e300", "-1", "nan", "inf"),
+    "tokens_per_s_per_gpu": ("", "0", "1e-9"),
+    "peak_memory_gb": ("", "0", "1e9"),
+    "recompute_granularity": ("", "full", "selective"),
+    "oom": ("true", "false"),
+    "force_balance": ("true", "false", ""),
+    "capacity_factor": ("", "0.001", "-1"),
+    "precision": ("", "fp8", "mxfp8", "nvfp4", "fp16"),
+    "hardware": ("H100", "H800", "TPU v5p", "MI355X", "H100 (1 GB)"),
+    "fsdp": ("", "fsdp2", "hsdp 8"),
+}
+
+
+def test_no_row_kills_the_table_that_it_stands_in(tmp_path: Path) -> None:
+    """A row is scored or left out with its reason, whatever its cells hold.
+
+    One on a part without rates for its precision ended the whole table.
+    """
+    draw = random.Random(3)
+    changes = [{"id": "nvfp4", "precision": "nvfp4"}]
+    for number in range(24):
+        columns = draw.sample(sorted(STRANGE), 3)
+        row = {column: draw.choice(STRANGE[column]) for column in columns}
+        changes.append({**row, "id": f"strange-{number}"})
+    score = score_table(table(tmp_path, *changes, {"id": "sound"}), calibrate_as_shipped)
+    rows = {row.id: row for row in score.rows}
+    assert len(rows) == len(changes) + 1
+    assert "has no rates for it" in (rows["nvfp4"].skipped or "")
+    assert rows["sound"].predicted_tokens_per_s_per_gpu
 
 
 def test_a_run_far_over_memory_in_every_reading_keeps_its_readings() -> None:

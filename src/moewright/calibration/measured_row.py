@@ -25,9 +25,9 @@ from moewright.calibration.software_facts import (
 )
 from moewright.calibration.speed import MeasuredSpeed, read_speed, trained_without_mtp
 from moewright.cost.estimate import estimate
+from moewright.cost.memory.estimate_memory import refuse_illegal_job
 from moewright.intake import catalogue
 from moewright.rules.job import Job
-from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import DEGREES, Layout, Overlap, Recompute, Schedule
@@ -272,9 +272,8 @@ def _parse_reading(
     hardware = cell.parse_hardware(
         cells["hardware"], devices, user_hardware, network=cells["network"]
     )
-    reasons = check_legality(Job(model=model, workload=job.workload, layout=layout))
-    if reasons:
-        raise BadInput(*reasons)
+    # What cannot be estimated is refused here, so that the row alone is left out of its table.
+    refuse_illegal_job(Job(model=model, workload=job.workload, layout=layout), hardware)
     return MeasuredRow(
         id=cells["id"],
         cells=cells,
