@@ -3,6 +3,7 @@
 import gzip
 import json
 import resource
+import sqlite3
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 from sample_traces import COMPUTE_MS, events, kineto, nsight
 
+from moewright.api.diagnosing import read_captures
 from moewright.cli.main import main
 from moewright.diagnosis.traces import trace_stream
 from moewright.diagnosis.traces.breakdown import break_down_step
@@ -138,6 +140,18 @@ def test_reports_of_nsight_and_folders_of_exports(tmp_path, capsys):
         nsight(tmp_path / f"rank{rank}.sqlite")
     assert main(["diagnose", str(tmp_path)]) == 0
     assert "2 ranks" in capsys.readouterr().out
+
+
+def test_an_export_whose_view_never_ends_is_refused(tmp_path):
+    path = tmp_path / "endless.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE StringIds (id, value)")
+        database.execute(
+            "CREATE VIEW CUPTI_ACTIVITY_KIND_KERNEL AS WITH RECURSIVE t(start, end, deviceId) AS "
+            "(SELECT 1, 2, 0 UNION ALL SELECT start + 1, end + 1, 0 FROM t) SELECT * FROM t"
+        )
+    with pytest.raises(BadInput, match="a view takes more work than its bytes"):
+        read_captures(path)
 
 
 def test_a_device_that_is_not_read_is_no_cpu(tmp_path, capsys):

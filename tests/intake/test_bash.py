@@ -237,6 +237,12 @@ def test_a_script_that_starts_itself_is_refused(folder):
         read_commands(script.read_text(), {}, script=script)
 
 
+def test_commands_too_deep_inside_of_commands_are_refused(folder):
+    text = f"X={'$(' * 5000}echo 4{')' * 5000}\ntorchrun p.py --tp $X"
+    with pytest.raises(BadInput, match="too deep to be read"):
+        read_commands(text, {}, script=folder / "run.sh")
+
+
 def test_what_a_branch_starts_before_it_leaves_is_started(folder):
     """Neither `exit`, `return` nor `break` takes back what stands before it."""
     text = "if true; then torchrun a.py; exit 0; fi\ntorchrun b.py\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moewright.cli.answers import print_nothing, print_now
 from moewright.cli.options import FineTuningOptions, SetOption
+from moewright.cli.stop_signals import answer_stops
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 from moewright.spec.workload import FrozenPart
@@ -68,7 +69,8 @@ def finetune(
         template=options.chat_template,
         overrides=tuple(set_ or ()),
     )
-    return run_finetuning(request, print_now if is_first_rank() else print_nothing)
+    tell = print_now if is_first_rank() else print_nothing
+    return answer_stops(lambda: run_finetuning(request, tell))
 
 
 def _read_parts(text: str) -> tuple[FrozenPart, ...]:

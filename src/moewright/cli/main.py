@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from moewright.cli.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, PIPE_CLOSED, STOPPED
+from moewright.cli.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, PIPE_CLOSED
 from moewright.spec.errors import lacks_memory
 
 # Little is imported up to here, so that an interrupt soon finds a handler (see `run`).
@@ -30,10 +30,9 @@ def run() -> None:
     """Run the verb that the program was started with, and exit with its code.
 
     While modules are imported, an interrupt ends the program at once: as an exception it would
-    become a traceback, or be lost in a callback of the import system. SIGTERM has one exit code
-    whenever it comes: a job that trains takes the signal, saves, and ends with the same.
+    become a traceback, or be lost in a callback of the import system. A signal that comes when the
+    code stands changes it no more: the interpreter takes a while to end.
     """
-    signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _quit)
     for name in ("stdout", "stderr"):
@@ -42,14 +41,9 @@ def run() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     code = main(sys.argv[1:])
-    # The code stands, and the interpreter takes a while to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    os._exit(STOPPED)
 
 
 def _quit(number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from moewright.cli.answers import print_nothing, print_now
 from moewright.cli.exit_codes import STOPPED
 from moewright.cli.options import EnduranceOptions, Flag, OptionalCount, SetOption
+from moewright.cli.stop_signals import answer_stops
 from moewright.spec.errors import BadInput, Reason
 
 _NO_OPTIONS = EnduranceOptions()
@@ -68,10 +69,14 @@ def train(
         min_ranks=endurance.min_ranks,
     )
     reports = is_first_rank()
-    plan = prepare_training(request, print_now if reports else print_nothing)
-    code = run_training(plan, request)
-    if code == STOPPED and reports:
-        print_now(describe_stop(out))
-    if code == 0 and reports:
-        print(f"wrote {write_page(build_report(out), out / 'report.html')}")
-    return code
+
+    def run() -> int:
+        plan = prepare_training(request, print_now if reports else print_nothing)
+        code = run_training(plan, request)
+        if code == STOPPED and reports:
+            print_now(describe_stop(out))
+        if code == 0 and reports:
+            print(f"wrote {write_page(build_report(out), out / 'report.html')}")
+        return code
+
+    return answer_stops(run)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -103,6 +104,7 @@ def name_model(folder: Path) -> str:
 
 LARGEST_TEXT_BYTES = GIB
 _CHUNK_BYTES = 1 << 24
+_MOST_KEY_PARTS = 200  # of TOML, with dots between them
 # What a file system without locks says.
 _WITHOUT_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 # Processes that may write one file at the same time.
@@ -178,6 +180,10 @@ def read_toml_data(path: Path) -> dict[str, Any]:
 
 def parse_toml(text: str, *, where: str) -> dict[str, Any]:
     """Return the plain data of TOML text; `where` names it in the reasons of BadInput."""
+    # A key of many parts is looked up part by part from the first one, for each of them.
+    words = re.split(r"[^\w.\"'-]+", text)
+    if any(sum(map(bool, word.split("."))) > _MOST_KEY_PARTS for word in words):
+        raise BadInput(Reason(field=where, rule=f"has a key of over {_MOST_KEY_PARTS} parts"))
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -79,6 +79,29 @@ class _NvtxRange:
     text: str
 
 
+# Operations of SQLite's machine; a scan of a table takes less than one a byte.
+_OPERATIONS = 10_000_000
+_OPERATIONS_A_BYTE = 20
+_OPERATIONS_A_TURN = 100_000
+
+
+class _Budget:
+    """The work that reading a file may take: a view of a few bytes can have rows without end."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._turns = (_OPERATIONS + _OPERATIONS_A_BYTE * nbytes) // _OPERATIONS_A_TURN
+
+    def spend(self) -> bool:
+        """Return whether nothing is left, which has SQLite give up."""
+        self._turns -= 1
+        return self.is_spent
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left."""
+        return self._turns < 0
+
+
 class _Export:
     """An export, of which tables and columns may be missing."""
 
@@ -128,11 +151,14 @@ def read_nsight(path: Path) -> tuple[Capture, ...]:
     Raises:
         BadInput: there are none, or the file is no such export.
     """
+    budget = _Budget(path.stat().st_size)
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            database.set_progress_handler(budget.spend, _OPERATIONS_A_TURN)
             return _build_captures(_Export(database), path)
     except sqlite3.Error as error:
-        rule = f"is not an export of Nsight Systems: {error}"
+        cause = "a view takes more work than its bytes" if budget.is_spent else error
+        rule = f"is not an export of Nsight Systems: {cause}"
         raise BadInput(Reason(field=str(path), rule=rule)) from None
 
 

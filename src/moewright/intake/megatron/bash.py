@@ -33,7 +33,7 @@ from moewright.intake.megatron.called_scripts import (
     is_environment_script,
     read_script_file,
 )
-from moewright.spec.errors import BadInput
+from moewright.spec.errors import BadInput, Reason
 
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 
@@ -62,6 +62,9 @@ def read_commands(
             commands.append(command)
     except ScriptExit as leaving:
         exit_line = leaving.line
+    except RecursionError:
+        rule = "holds commands inside of commands, too deep to be read"
+        raise BadInput(Reason(field="script", rule=rule)) from None
     notes = tuple(dict.fromkeys(interpreter.notes))
     return ShellReading(commands=tuple(commands), notes=notes, exit_line=exit_line)
 
