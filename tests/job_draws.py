@@ -8,10 +8,14 @@ choice which can be taken back. The seed alone decides a draw.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import date
 from typing import Any
+
+import pytest
 
 from layout_proof import BATCH, WORKLOAD
 from layout_space import SHAPES
@@ -57,6 +61,7 @@ from moewright.spec.workload import (
 )
 from tiny_jobs import build_plan
 
+_DRAWS = 300  # in all tests
 # Choices that are taken back before a draw begins again.
 _ROUNDS = 20
 _PLAIN_LAYOUT = Layout(world_size=1)
@@ -89,8 +94,28 @@ class JobDraw:
         return f"{self.seed}: {self.shape} {layout.world_size}x {format_layout(layout)}; {changed}"
 
 
-def draw_job(seed: str, *, worlds: tuple[int, ...]) -> JobDraw:
+def list_seeds(often: int) -> list[object]:
+    """Return the seeds of the day's draws; `make test` leaves out all but the first `often`.
+
+    They are others each day. A failure names its seed; DRAWS_OF=<day> in the environment draws the
+    same again.
+    """
+    day = os.environ.get("DRAWS_OF") or date.today().isoformat()
+    return [
+        pytest.param(
+            f"{day} {number}",
+            id=f"DRAWS_OF={day} {number}",
+            marks=() if number < often else (pytest.mark.thorough,),
+        )
+        for number in range(_DRAWS)
+    ]
+
+
+def draw_job(seed: str, *, worlds: tuple[int, ...], is_counted_dry: bool = False) -> JobDraw:
     """Draw the job of a seed, on as many ranks as one of `worlds`.
+
+    One that `is_counted_dry` has a batch for any world, and nothing that depends on the numbers in
+    its tensors.
 
     Where the model does not go with a choice, or one choice cannot go without another, the draw
     begins again.
@@ -108,6 +133,8 @@ def draw_job(seed: str, *, worlds: tuple[int, ...]) -> JobDraw:
             workload=_draw_workload(rng, model),
             layout=_draw_layout(rng, model, rng.choice(worlds)),
         )
+        if is_counted_dry:
+            job = _leave_out_numbers(rng, job)
         for _ in range(_ROUNDS):
             reasons = find_refusals(job)
             if not reasons:
@@ -119,6 +146,24 @@ def draw_job(seed: str, *, worlds: tuple[int, ...]) -> JobDraw:
             if _is_base(reasons[0]):
                 break
             job = _take_back(job, reasons[0])
+
+
+def _leave_out_numbers(rng: random.Random, job: Job) -> Job:
+    """Return a job that a dry run can count: without documents, chosen experts and placed ones."""
+    layout = replace(job.layout, expert_placement=ExpertPlacement.CONTIGUOUS, spare=0)
+    router = replace(
+        job.workload.router,
+        force=RouterForce.BALANCED,
+        assignment=RouterAssignment.TOP_K,
+        drop_policy=DropPolicy.POSITION,
+    )
+    workload = replace(
+        job.workload,
+        router=router,
+        data=DataSpec(),
+        global_batch=rng.choice((1, 2, 4)) * layout.dp * layout.mbs,
+    )
+    return replace(job, layout=layout, workload=workload)
 
 
 def plan_draw(draw: JobDraw) -> Plan:

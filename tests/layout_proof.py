@@ -197,7 +197,8 @@ def prove_computation(plan: Plan, folder: Path, reference_mbs: int) -> Plan:
     for rank, observed in enumerate(observations):
         label = f"rank {rank}"
         assert_close(observed.grad_norm, expected.grad_norm, 1e-5, f"{label}: gradient norm")
-        assert_curve(observed.sgd, expected.sgd, 1e-5, f"{label}: SGD")
+        # Norms after three large steps: 1.5e-5 at most in 450 draws.
+        assert_curve(observed.sgd, expected.sgd, 3e-5, f"{label}: SGD")
         assert_curve(observed.adamw, expected.adamw, 1e-4, f"{label}: AdamW")
     assert_replicas_agree(observations)
     return plan

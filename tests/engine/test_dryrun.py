@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import tiny_jobs
+from job_draws import draw_job, list_seeds
 from moewright.codec import parse_layout
 from moewright.cost.ledger import predict_rank_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
@@ -88,6 +90,15 @@ def test_any_rank_of_any_world_is_as_predicted(
     )
     for rank in {0, world_size // 2 + 1, world_size - 1} if world_size > 1 else {0}:
         assert_as_predicted(tiny_jobs.MODEL, work, layout, rank)
+
+
+@pytest.mark.parametrize("seed", list_seeds(often=5))
+def test_a_rank_of_a_drawn_job_is_as_predicted(seed: str) -> None:
+    draw = draw_job(f"{seed} dry", worlds=(4, 8, 16, 64), is_counted_dry=True)
+    print(draw)
+    job = draw.job
+    rank = random.Random(seed).randrange(job.layout.world_size)
+    assert_as_predicted(job.model, job.workload, job.layout, rank)
 
 
 @pytest.mark.parametrize(

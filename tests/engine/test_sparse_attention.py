@@ -55,6 +55,15 @@ def test_the_best_keys_up_to_a_query_are_chosen_on_any_part_of_the_tokens(
             assert sorted(keys[keys >= 0].tolist()) == sorted(expected.tolist())
 
 
+def test_of_equal_scores_the_first_are_taken() -> None:
+    nothing = float("-inf")
+    scores = torch.tensor([[0.0, 2, 0, -1, 0, 2], [1, -0.0, 0, 0, nothing, nothing]])
+    wide = torch.cat((scores, torch.zeros(2, 2000)), 1)
+    wide[1, 4:] = nothing
+    assert sparse_attention.choose_best(wide, 4).tolist() == [[1, 5, 0, 2], [0, 1, 2, 3]]
+    assert sparse_attention.choose_best(wide[1:], 5).tolist() == [[0, 1, 2, 3, -1]]
+
+
 @pytest.mark.parametrize("block", [1 << 26, 9 * SEQUENCES * HEADS * TOKENS])
 def test_attention_to_chosen_keys_is_a_masked_softmax_and_so_are_its_gradients(
     block: int, monkeypatch: pytest.MonkeyPatch

@@ -1,41 +1,85 @@
-"""Jobs drawn at random count what is predicted for them, and compute what one process does.
-
-The draws are others each day. A failure names its day and its seed, and `DRAWS_OF=<day>` in the
-environment draws them again.
-"""
+"""Jobs drawn at random count what is predicted for them, and compute what one process does."""
 
 from __future__ import annotations
 
-import os
-from datetime import date
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from job_draws import draw_job, plan_draw
-from layout_proof import prove_job
+from job_draws import draw_job, list_seeds, plan_draw
+from layout_proof import WORKLOAD, count_layout, prove_job, prove_layout
+from layout_space import SHAPES
+from moewright.spec.layout import ExpertPlacement, Layout, Overlap, Recompute
+from moewright.spec.plan import Plan
+from moewright.spec.workload import FineTuningSpec, FrozenPart, Task, Workload
+from selection import thorough
+from tiny_jobs import build_plan
 
 pytestmark = pytest.mark.spawn
 
-_DAY = os.environ.get("DRAWS_OF") or date.today().isoformat()
-_IN_EVERY_TEST = 10
-_IN_ALL_TESTS = 300
+ADAPTERS = FineTuningSpec(task=Task.LORA, lora_rank=8, lora_experts=True)
 
 
-def list_draws() -> list[object]:
-    """Return the numbers of the day's draws; those that not every `make test` proves are marked."""
-    return [
-        pytest.param(
-            number,
-            id=f"DRAWS_OF={_DAY} {number}",
-            marks=() if number < _IN_EVERY_TEST else (pytest.mark.thorough,),
-        )
-        for number in range(_IN_ALL_TESTS)
-    ]
-
-
-@pytest.mark.parametrize("number", list_draws())
-def test_a_drawn_job_is_exact(number: int, tmp_path: Path) -> None:
-    draw = draw_job(f"{_DAY} {number}", worlds=(1, 2, 2, 4, 4))
+@pytest.mark.parametrize("seed", list_seeds(often=6))
+def test_a_drawn_job_is_exact(seed: str, tmp_path: Path) -> None:
+    draw = draw_job(seed, worlds=(1, 2, 2, 4, 4))
     print(draw)
     prove_job(plan_draw(draw), tmp_path)
+
+
+# What draws have found.
+
+
+def build(shape: str, workload: Workload, layout: Layout) -> Plan:
+    base = build_plan(workload, "", world_size=layout.world_size, model=SHAPES[shape])
+    return replace(base, layout=layout)
+
+
+def test_adapters_belong_to_the_experts_that_a_placement_moves(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    model = SHAPES["oss"]
+    loads = tuple(
+        tuple(rng.randrange(1, 100) for _ in range(model.expert_count))
+        for _ in range(model.moe_layer_count)
+    )
+    workload = replace(WORKLOAD, fine_tuning=ADAPTERS, load_histogram=loads)
+    layout = Layout(world_size=2, ep=2, mbs=2, expert_placement=ExpertPlacement.BALANCED)
+    prove_layout(build("oss", workload, layout), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fine_tuning", "recompute", "overlap"),
+    [
+        ("latent", FineTuningSpec(freeze=(FrozenPart.ATTENTION,)), Recompute.MLA_UP_PROJ, None),
+        thorough("latent", replace(ADAPTERS, lora_experts=False), Recompute.MLA_UP_PROJ, None),
+        thorough("ahead", FineTuningSpec(freeze=(FrozenPart.EMBEDDINGS,)), None, Overlap.EP),
+        ("ahead", ADAPTERS, None, Overlap.EP),
+    ],
+)
+def test_what_frozen_parts_leave_is_predicted(
+    shape: str,
+    fine_tuning: FineTuningSpec,
+    recompute: Recompute | None,
+    overlap: Overlap | None,
+    tmp_path: Path,
+) -> None:
+    layout = Layout(
+        world_size=2,
+        ep=1 if recompute else 2,
+        mbs=2,
+        recompute=(recompute,) if recompute else (),
+        overlap=(overlap,) if overlap else (),
+    )
+    workload = replace(WORKLOAD, fine_tuning=fine_tuning)
+    count_layout(build(shape, workload, layout), tmp_path)
+
+
+def test_sequences_shorter_than_a_block_train(tmp_path: Path) -> None:
+    """No query has a block to read, of either kind."""
+    base = SHAPES["compressed_ahead"]
+    attention = replace(base.attention, sparse_rate=32, heavy_rate=64)
+    layout = Layout(world_size=2, tp=2, sp=True, ep=2, mbs=2)
+    plan = build_plan(WORKLOAD, "", world_size=2, model=replace(base, attention=attention))
+    count_layout(replace(plan, layout=layout), tmp_path)

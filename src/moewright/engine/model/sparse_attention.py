@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from moewright.engine.model.layers import Vector, Weight, hidden_replica_group, 
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import trains_indexer
+from moewright.rules.context_parallel import rank_positions
 from moewright.spec.model import AttentionSpec, IndexerSpec
 
 # The norm of the indexer's keys adds this whatever other norms add (DeepSeek-V3.2's code).
@@ -237,15 +237,23 @@ class Indexer(nn.Module):
 
 def _list_runs(runtime: Runtime, own: slice, sequences: int) -> tuple[Run, ...]:
     """Return the runs of a rank's tokens, which are some of those that its TP group has."""
-    if runtime.mesh.layout.cp == 1:
-        return ((slice(0, own.stop - own.start), own.start),)
-    firsts = torch.arange(sequences)[:, None] * runtime.workload.seq_len
-    numbers = (firsts + runtime.positions).flatten()[own]
-    edges = (torch.diff(numbers) != 1).nonzero().flatten() + 1
-    return tuple(
-        (slice(start, stop), int(numbers[start]))
-        for start, stop in pairwise([0, *edges.tolist(), len(numbers)])
-    )
+    seq_len = runtime.workload.seq_len
+    cp = runtime.mesh.layout.cp
+    parts = rank_positions(seq_len, cp, runtime.mesh.coordinate("cp"))
+    runs: list[Run] = []
+    row = -own.start  # where the next part begins among the rank's rows
+    for sequence in range(sequences):
+        for part in parts:
+            begin, end = max(row, 0), min(row + len(part), own.stop - own.start)
+            first = sequence * seq_len + part.start + begin - row
+            row += len(part)
+            if begin >= end:
+                continue
+            if runs and runs[-1][1] + begin - runs[-1][0].start == first:  # it goes on
+                before, first = runs.pop()
+                begin = before.start
+            runs.append((slice(begin, end), first))
+    return tuple(runs)
 
 
 def _find_slopes(inputs: IndexInputs, target_tK: torch.Tensor) -> torch.Tensor:
