@@ -495,11 +495,11 @@ SCRIPTS = [
     ("echo hello\nexit 1\n", "the script leaves at line 2"),
     (
         "python -m torch.distributed.launch ./tasks/msdp/main.py --num-layers 4 --hidden-size 8\n",
-        "./tasks/msdp/main.py trains nothing",
+        "./tasks/msdp/main.py trains no decoder",
     ),
     (
         "torchrun tools/run_text_generation_server.py --num-layers 4 --hidden-size 8\n",
-        "tools/run_text_generation_server.py trains nothing",
+        "tools/run_text_generation_server.py trains no decoder",
     ),
     ("for x in $(ls); do torchrun p.py --num-layers 4; done\n", "loops over output-of-ls"),
     ('torchrun pretrain_gpt.py --num-layers "4\n', "is not closed"),
