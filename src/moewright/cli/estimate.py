@@ -89,8 +89,9 @@ def estimate(
             print_defaults(console, notes)
             print_estimate(console, plan, verbose=script.verbose)
         print_measured_load(console, plan, estimate_even_routing(plan))
-        for line in explain_imbalance(plan):
-            console.print(line, soft_wrap=True, markup=False)
+        if script.verbose:
+            for line in explain_imbalance(plan):
+                console.print(line, soft_wrap=True, markup=False)
     return DOES_NOT_FIT if plan.estimate.verdict is Verdict.OOM else 0
 
 

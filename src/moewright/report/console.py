@@ -121,11 +121,10 @@ def describe_imbalance(estimate: Estimate) -> str:
     if not uneven.even_step_s:
         return ""
     return (
-        f"the busiest expert-parallel rank is taken at {uneven.load:.2f} x its even share in steps "
-        f"and {uneven.peak_load:.2f} x in peaks; imbalance costs {uneven.cost:.1%} of an even step "
-        f"({format_seconds(uneven.even_step_s)}); in 1 run of 10 a step takes more than "
-        f"{format_seconds(uneven.step_p90_s)}, or the peak is above "
-        f"{format_bytes(uneven.peak_p90_bytes)}, for its load alone"
+        f"imbalance costs {uneven.cost:.1%} of an even step "
+        f"({format_seconds(uneven.even_step_s)}): the busiest rank gets {uneven.load:.2f} x, "
+        f"{uneven.peak_load:.2f} x in peaks; 1 run of 10 is over "
+        f"{format_seconds(uneven.step_p90_s)}, or {format_bytes(uneven.peak_p90_bytes)}"
     )
 
 

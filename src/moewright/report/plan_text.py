@@ -24,6 +24,7 @@ from moewright.report.console import (
     summarise_sources,
 )
 from moewright.search.explain import DEPARTURE
+from moewright.search.imbalance import REMEDY
 from moewright.spec.plan import Estimate, Evidence, EvidenceGrade, Plan, RankingRule
 from moewright.spec.record import Record, format_cell, list_columns
 from moewright.spec.units import format_bytes, format_seconds
@@ -85,7 +86,7 @@ def print_plans(
     if any(later.estimate.step_s < plan.estimate.step_s for plan, later in pairwise(plans)):
         console.print(Text(_describe_order(plans[0].rule)))
     for line in (*why, *extra_lines):
-        if verbose or not line.startswith(DEPARTURE):
+        if verbose or not line.startswith((DEPARTURE, REMEDY)):
             console.print(Text(line))
     if verbose:
         console.print()

@@ -13,6 +13,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.plan import Estimate, Plan
 from moewright.spec.units import format_bytes, format_seconds
 
+REMEDY = "Against imbalance"  # what sentences on remedies begin with
 _CAPACITIES = (1.0, 1.5, 2.0)
 _WORTH_SAYING = 0.01  # of an even step
 
@@ -29,13 +30,13 @@ def explain_imbalance(plan: Plan) -> tuple[str, ...]:
     if not plan.layout.capacity and not plan.layout.rank_capacity:
         texts = list(_price_capacities(plan))
         if texts:
-            lines.append(f"Capacity drops the rows above it: {', '.join(texts)}.")
+            lines.append(f"{REMEDY}, capacities that drop rows: {', '.join(texts)}.")
     for ep in (plan.layout.ep // 2, plan.layout.ep * 2):
         layout = replace(plan.layout, ep=ep)
         if ep > 0 and _is_legal(plan, layout):
             lines.append(_explain_expert_ranks(plan, layout))
     lines.append(
-        "Replicas and balanced placement, which a measured load allows (--load), save at most "
+        f"{REMEDY}, replicas and placement by a measured load (--load) save at most "
         f"{format_seconds(plan.estimate.step_s - uneven.even_step_s)} of the step."
     )
     return tuple(lines)
@@ -60,9 +61,7 @@ def _explain_expert_ranks(plan: Plan, layout: Layout) -> str:
     other = _estimate(plan, layout)
     changes = format_layout_changes(layout, plan.layout)
     change = other.step_s / own.step_s - 1
-    text = (
-        f"{changes[0].upper()}{changes[1:]}: {format_seconds(other.step_s)} a step ({change:+.1%})"
-    )
+    text = f"{REMEDY}, {changes}: {format_seconds(other.step_s)} a step ({change:+.1%})"
     if other.margin_bytes < 0:
         text += f", {format_bytes(-other.margin_bytes)} over the memory"
     own_cost_s = own.step_s - own.imbalance.even_step_s
