@@ -121,9 +121,8 @@ def describe_imbalance(estimate: Estimate) -> str:
     if not uneven.even_step_s:
         return ""
     return (
-        f"imbalance costs {uneven.cost:.1%} of an even step "
-        f"({format_seconds(uneven.even_step_s)}): the busiest rank gets {uneven.load:.2f} x, "
-        f"{uneven.peak_load:.2f} x in peaks; 1 run of 10 is over "
+        f"imbalance costs {uneven.cost:.1%} of an even step: busiest rank {uneven.load:.2f} x, "
+        f"{uneven.peak_load:.2f} x in peaks; 1 run of 10 over "
         f"{format_seconds(uneven.step_p90_s)}, or {format_bytes(uneven.peak_p90_bytes)}"
     )
 

@@ -16,7 +16,6 @@ from moewright.report.console import (
     STYLES,
     assumption_table,
     describe_imbalance,
-    describe_load_limit,
     draw_bar,
     format_rate,
     job_title,
@@ -115,7 +114,7 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
     yield f"Evidence: {describe_evidence(first.estimate.evidence)}."
     texts = [describe_imbalance(first.estimate)]
     if first.estimate.load_limit > 1:
-        texts.append(describe_load_limit(first.estimate))
+        texts.append(f"memory full at {first.estimate.load_limit:.2f} x")
     if any(texts):
         yield f"Routing: {'; '.join(text for text in texts if text)}."
     wanted = first.rule.fit_probability
