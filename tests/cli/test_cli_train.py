@@ -106,7 +106,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr("moewright.engine.run.train.train", stage.run)
     monkeypatch.setattr("moewright.engine.data.preflight.check_data", stage.check_data)
     monkeypatch.setattr("moewright.bench.machine.measure_machine", stage.measure)
-    monkeypatch.setattr("moewright.api.reporting.build_report", lambda run: run)
+    monkeypatch.setattr(
+        "moewright.api.reporting.build_report", lambda run: SimpleNamespace(comparisons=())
+    )
     monkeypatch.setattr("moewright.api.reporting.write_page", stage.report)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

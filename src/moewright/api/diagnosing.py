@@ -12,6 +12,7 @@ from moewright.api.requests import read_hardware
 from moewright.codec import PLAN_FILE, read_json
 from moewright.codec import read_run as read_run_folder
 from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
+from moewright.diagnosis.compare_ledgers import compare_ranks
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
@@ -230,7 +231,7 @@ def is_trace(path: Path) -> bool:
 
 def _diagnose_engine_run(folder: Path) -> Diagnosis:
     record = read_run_folder(folder)
-    findings = diagnose_run(record)
+    findings = diagnose_run(record, compare_ranks(record))
     if not findings:
         rule = "holds no finished steps to diagnose"
         raise BadInput(Reason(field=str(folder), rule=rule, nearest="a run that trained"))

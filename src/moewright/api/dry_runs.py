@@ -20,7 +20,7 @@ from moewright.rules.limits.engine_limits import require_runnable
 from moewright.rules.routing import round_robin_selection
 from moewright.search.search import build_plan
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import Ledger
+from moewright.spec.ledger import Ledger, Module
 from moewright.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -29,6 +29,23 @@ if TYPE_CHECKING:
 
 # How the engine's notes of what a rank begins to do start, for each pass of a micro-batch.
 _PASSES = ("forward of", "backward of")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRunRecord:
+    """A dry run as its file has it: the counts, and each next to its prediction.
+
+    The fields before `comparison` are those of a DryRun. `planned` is the ledger of the whole step;
+    None where the hardware is not known.
+    """
+
+    ledger: Ledger
+    states_bytes: int
+    peak_by_module: tuple[tuple[Module, int], ...]
+    comparison: LedgerComparison
+    planned: Ledger | None
+    run_micro_batches: int
+    step_micro_batches: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +59,18 @@ class DryRunAnswer:
     planned: Ledger | None  # of the whole step; None where the hardware is not known
     run_micro_batches: int
     step_micro_batches: int
+
+    def to_record(self) -> DryRunRecord:
+        """Return what the file of the answer has."""
+        return DryRunRecord(
+            ledger=self.counted.ledger,
+            states_bytes=self.counted.states_bytes,
+            peak_by_module=self.counted.peak_by_module,
+            comparison=self.comparison,
+            planned=self.planned,
+            run_micro_batches=self.run_micro_batches,
+            step_micro_batches=self.step_micro_batches,
+        )
 
 
 def count_rank(

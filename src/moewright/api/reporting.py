@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moewright.codec import PLAN_FILE, read_run, write_text
+from moewright.codec.run_files import COMPARISON_FILE
 from moewright.diagnosis.compare_ledgers import LedgerComparison, compare_ranks
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.spec.finding import Finding
-from moewright.spec.record import Record, Row
+from moewright.spec.record import Record, Row, format_json
 from moewright.spec.run import RunRecord
 from moewright.view.page import render_page
 from moewright.view.run_view import RunsView, RunView, build_run_view
@@ -49,10 +50,11 @@ def build_report(run: Path) -> RunReport:
     """
     folder = find_run_folder(run)
     record = read_run(folder)
+    comparisons = compare_ranks(record)
     return RunReport(
         run=record,
-        findings=diagnose_run(record),
-        comparisons=compare_ranks(record),
+        findings=diagnose_run(record, comparisons),
+        comparisons=comparisons,
         name=str(folder),
     )
 
@@ -66,6 +68,13 @@ def view_run(report: RunReport) -> RunView:
     context = FixContext(job=run.plan, trainer=Trainer.OURS)
     findings = price_findings(report.findings, context)
     return build_run_view(run, report.comparisons, findings, waterfall, name=report.name)
+
+
+def write_comparisons(report: RunReport, folder: Path) -> Path:
+    """Write predicted, counted, rule and verdict of every row of all ranks, and return the file."""
+    path = folder / COMPARISON_FILE
+    write_text(path, format_json(report.comparisons))
+    return path
 
 
 def write_page(report: RunReport, out: Path, others: Sequence[RunReport] = ()) -> Path:

@@ -43,7 +43,7 @@ def train(
         When the run has done all its steps, do as many again.
     """
     from moewright.api.planning import is_plan_file
-    from moewright.api.reporting import build_report, write_page
+    from moewright.api.reporting import build_report, write_comparisons, write_page
     from moewright.api.training import (
         TrainingRequest,
         describe_stop,
@@ -51,6 +51,7 @@ def train(
         prepare_training,
         run_training,
     )
+    from moewright.report.ledger_text import describe_comparisons
 
     endurance.check()
     if out is None:
@@ -76,7 +77,11 @@ def train(
         if code == STOPPED and reports:
             print_now(describe_stop(out))
         if code == 0 and reports:
-            print(f"wrote {write_page(build_report(out), out / 'report.html')}")
+            report = build_report(out)
+            if report.comparisons:
+                print(*describe_comparisons(report.comparisons), sep="\n")
+                print(f"wrote {write_comparisons(report, out)}")
+            print(f"wrote {write_page(report, out / 'report.html')}")
         return code
 
     return answer_stops(run)

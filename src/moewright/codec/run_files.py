@@ -27,6 +27,7 @@ PLAN_FILE = "plan.json"
 STEPS_FILE = "steps.jsonl"
 RANK_TIMINGS_FILE = "paces.json"
 INCIDENTS_FILE = "incidents.jsonl"
+COMPARISON_FILE = "ledger/comparison.json"  # of each rank's predicted and counted ledger
 TRACE_FOLDER = "trace"  # the traces of its ranks
 MERGED_TRACE_FILE = "trace.json"
 

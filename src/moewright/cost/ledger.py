@@ -11,6 +11,7 @@ from moewright.cost.memory.model_states import frozen_rows
 from moewright.cost.memory.paired_memory import paired_saved_rows
 from moewright.cost.memory.peak import sum_memory
 from moewright.cost.memory.replicas import replica_rows
+from moewright.cost.memory.storages import bound_beside, list_storages
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
 from moewright.cost.volumes.collective_bytes import comm_rows
 from moewright.rules import grid
@@ -24,8 +25,9 @@ from moewright.rules.shapes import flops, fsdp
 from moewright.rules.timetable import schedule
 from moewright.rules.timetable.paired_passes import can_pair
 from moewright.rules.timetable.stages import chunk_layers
+from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Recompute
-from moewright.spec.ledger import FlopOp, FlopRow, Ledger, Module, Selection
+from moewright.spec.ledger import Component, FlopOp, FlopRow, Ledger, Module, Selection
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.plan import Plan
 
@@ -52,7 +54,10 @@ def predict_ledger(plan: Plan, *, rank: int, selection: Selection | None) -> Led
             sequences = len(selection.counts) * plan.layout.mbs * plan.layout.dp
             workload = replace(workload, global_batch=sequences)
     ledger = predict_rank_ledger(
-        Job(model=plan.model, workload=workload, layout=layout), rank=rank, selection=selection
+        Job(model=plan.model, workload=workload, layout=layout),
+        rank=rank,
+        selection=selection,
+        device=plan.hardware.device.kind,
     )
     for estimated in plan.estimate.ledgers:
         if estimated.pp_rank == ledger.pp_rank:
@@ -66,10 +71,11 @@ def predict_rank_ledger(
     rank: int,
     selection: Selection | None,
     load: float = 1.0,
+    device: DeviceKind = DeviceKind.CPU,
 ) -> Ledger:
     """Return the ledger of a rank without a plan, and so without time.
 
-    Without a selection experts get `load` times the balanced rows.
+    Without a selection experts get `load` times the balanced rows. `device` is what counts.
     """
     micro_batches = job.micro_batches
     pp_rank = grid.coordinate(job.layout, rank, "pp")
@@ -81,6 +87,7 @@ def predict_rank_ledger(
     context = ActivationContext(job=job)
     has_pairs = can_pair(job.layout, micro_batches) and not job.layout.schedule.splits_backward
     saved = paired_saved_rows if has_pairs else ledger_saved_rows
+    hosted = hosted_rows(context, rows, chunks=chunks, table=table)
     memory = (
         *frozen_rows(job, rank),
         *unit_state_rows(job, rank),
@@ -88,12 +95,20 @@ def predict_rank_ledger(
         *delayed_scaling_rows(job, pp_rank),
         *graph_rows(job, pp_rank),
         *saved(context, rows, chunks=chunks, table=table),
-        *hosted_rows(context, rows, chunks=chunks, table=table),
+        *hosted,
     )
+    # Of what lies on the host, a CPU holds states where it computes.
+    host_bytes = sum(row.bytes for row in hosted)
+    if device is not DeviceKind.CPU:
+        host_bytes = sum(row.bytes for row in memory if row.component is Component.HOST)
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
         memory=sum_memory(memory),
+        storages=list_storages(job, memory, host_bytes=host_bytes),
+        beside=bound_beside(
+            job, memory, flat_sets, units, recorded_micro_batches=rows.micro_batches
+        ),
         comm=comm_rows(job, rank, rows, flat_sets, units),
         flops=flop_rows(job, pp_rank, rows),
         in_flight=schedule.peak_live_chunks(table),

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from moewright.cost.ledger import predict_ledger
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.ledger import Component, Ledger, Module
+from moewright.spec.ledger import Component, Ledger, Module, StorageMoment, StorageRow
 from moewright.spec.run import RunRecord
 
 SAVED_BOUND = 0.03  # saved activations in total: |predicted - counted| / counted
@@ -26,6 +26,7 @@ class Section(StrEnum):
     """The sections of a comparison."""
 
     MEMORY = "memory"  # bytes held
+    STORAGES = "storages"  # bytes of all storages that live at a moment
     COMM = "comm"  # payload bytes a step
     CALLS = "calls"  # collective calls a step
     IN_FLIGHT = "in_flight"  # most chunks of micro-batches alive at once
@@ -38,6 +39,7 @@ class AgreementRule(StrEnum):
 
     EXACT = "exact"  # equality
     BOUND = "bound"  # a difference of at most SAVED_BOUND
+    ALLOWANCE = "allowance"  # no less than predicted, and no more than that and the allowance
     LISTED = "listed"  # nothing: it is there to be read
 
 
@@ -45,7 +47,7 @@ class LineStatus(StrEnum):
     """How the two sides of a line compare."""
 
     EQUAL = "equal"
-    WITHIN = "within"  # not equal, but inside the bound
+    WITHIN = "within"  # not equal, but inside the bound or the allowance
     DIFFERS = "differs"
     ONLY_PREDICTED = "only_predicted"
     ONLY_COUNTED = "only_counted"
@@ -53,7 +55,11 @@ class LineStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerLine:
-    """A quantity of both ledgers in the unit of its section; a side without the row holds 0."""
+    """A quantity of both ledgers in the unit of its section; a side without the row holds 0.
+
+    `keeps_rule` is the verdict: whether the line keeps what its rule promises; a listed line
+    promises nothing. `allowance` is what a rule of this name allows beyond the prediction.
+    """
 
     section: Section
     key: tuple[str, ...]
@@ -61,6 +67,8 @@ class LedgerLine:
     predicted: float
     counted: float
     status: LineStatus
+    keeps_rule: bool
+    allowance: float = 0.0
 
     @property
     def difference(self) -> float:
@@ -75,14 +83,6 @@ class LedgerLine:
     def label(self) -> str:
         return " / ".join(word.replace("_", " ") for word in self.key)
 
-    @property
-    def keeps_rule(self) -> bool:
-        """Return whether the line keeps what its rule promises; a listed line promises nothing."""
-        if self.rule is AgreementRule.EXACT:
-            return self.status is LineStatus.EQUAL
-        is_near = self.status in (LineStatus.EQUAL, LineStatus.WITHIN)
-        return self.rule is AgreementRule.LISTED or is_near
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerComparison:
@@ -92,6 +92,8 @@ class LedgerComparison:
     pp_rank: int
     lines: tuple[LedgerLine, ...]
     notes: tuple[str, ...]
+    # What no row lists, as the engine's census found it: the largest first, by moment.
+    unlisted: tuple[StorageRow, ...] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -103,6 +105,16 @@ class LedgerComparison:
         """Return whether saved activations stay within their bound in total."""
         return all(line.keeps_rule for line in self.lines if line.rule is AgreementRule.BOUND)
 
+    @property
+    def is_accounted(self) -> bool:
+        """Return whether all storages are accounted for: rows list them, or an allowance does."""
+        return all(line.keeps_rule for line in self.lines if line.rule is AgreementRule.ALLOWANCE)
+
+    @property
+    def keeps_rules(self) -> bool:
+        """Return whether every line keeps what its rule promises."""
+        return all(line.keeps_rule for line in self.lines)
+
     def lines_in(self, section: Section) -> tuple[LedgerLine, ...]:
         return tuple(line for line in self.lines if line.section is section)
 
@@ -112,7 +124,8 @@ def compare_ledgers(predicted: Ledger, counted: Ledger) -> LedgerComparison:
 
     Weights, gradients, master and moments, collective bytes and calls, FLOPs, and in-flight counts
     must be equal; saved activations (with the logits among them) stay within SAVED_BOUND in total
-    and are listed by module; other memory and time are listed.
+    and are listed by module; all storages that live at a moment are those of the rows, and what may
+    lie beside them; other memory and time are listed.
 
     Raises:
         BadInput: the ledgers are of different ranks.
@@ -122,6 +135,7 @@ def compare_ledgers(predicted: Ledger, counted: Ledger) -> LedgerComparison:
     exact = AgreementRule.EXACT
     lines = (
         *_memory_lines(predicted, counted),
+        *_storage_lines(predicted, counted),
         *_join(Section.COMM, exact, _comm_bytes(predicted), _comm_bytes(counted)),
         *_join(Section.CALLS, exact, _comm_calls(predicted), _comm_calls(counted)),
         *_flop_lines(predicted, counted),
@@ -129,7 +143,13 @@ def compare_ledgers(predicted: Ledger, counted: Ledger) -> LedgerComparison:
         *_time_lines(predicted, counted),
     )
     notes = tuple(dict.fromkeys((*predicted.notes, *counted.notes)))
-    return LedgerComparison(rank=counted.rank, pp_rank=counted.pp_rank, lines=lines, notes=notes)
+    return LedgerComparison(
+        rank=counted.rank,
+        pp_rank=counted.pp_rank,
+        lines=lines,
+        notes=notes,
+        unlisted=counted.unlisted,
+    )
 
 
 def compare_ranks(record: RunRecord) -> tuple[LedgerComparison, ...]:
@@ -162,13 +182,30 @@ def _compare_values(predicted: float, counted: float) -> LineStatus:
 
 
 def _line(
-    section: Section, rule: AgreementRule, key: tuple[str, ...], predicted: float, counted: float
+    section: Section,
+    rule: AgreementRule,
+    key: tuple[str, ...],
+    predicted: float,
+    counted: float,
+    *,
+    allowance: float = 0.0,
 ) -> LedgerLine:
     status = _compare_values(predicted, counted)
     if rule is AgreementRule.EXACT and status is LineStatus.WITHIN:
         status = LineStatus.DIFFERS  # near is not equal
+    elif rule is AgreementRule.ALLOWANCE and status is not LineStatus.EQUAL:
+        is_within = predicted <= counted <= predicted + allowance
+        status = LineStatus.WITHIN if is_within else LineStatus.DIFFERS
+    kept = {AgreementRule.EXACT: (LineStatus.EQUAL,), AgreementRule.LISTED: tuple(LineStatus)}
     return LedgerLine(
-        section=section, key=key, rule=rule, predicted=predicted, counted=counted, status=status
+        section=section,
+        key=key,
+        rule=rule,
+        predicted=predicted,
+        counted=counted,
+        status=status,
+        keeps_rule=status in kept.get(rule, (LineStatus.EQUAL, LineStatus.WITHIN)),
+        allowance=allowance,
     )
 
 
@@ -203,6 +240,24 @@ def _memory_bytes(ledger: Ledger, components: Iterable[Component]) -> LedgerColu
         for row in ledger.memory
         if row.component in kept
     }
+
+
+def _storage_lines(predicted: Ledger, counted: Ledger) -> Iterator[LedgerLine]:
+    """Yield the bytes of all storages at each moment, where they were weighed."""
+    least, most, weighed = predicted.storages, predicted.beside, counted.storages
+    if least is None or most is None or weighed is None:
+        return
+    for moment in StorageMoment:
+        nbytes = weighed.at(moment)
+        if nbytes:  # a file of an earlier version does not have all moments
+            yield _line(
+                Section.STORAGES,
+                AgreementRule.ALLOWANCE,
+                ("all storages", moment.value),
+                least.at(moment),
+                nbytes,
+                allowance=most.at(moment),
+            )
 
 
 def _in_flight_lines(predicted: Ledger, counted: Ledger) -> Iterator[LedgerLine]:

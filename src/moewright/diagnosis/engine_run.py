@@ -9,11 +9,12 @@ due to the link, and the rest is due to a late rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from moewright.cost.time.op_time import interpolate
+from moewright.diagnosis.compare_ledgers import LedgerComparison, LedgerLine, Section
 from moewright.diagnosis.thresholds import CAUSE_OF_PART, MEMORY_SHARE, order_findings
 from moewright.diagnosis.traces.comm_classes import CAUSE_OF_CLASS, CLASS_OF_ENGINE_GROUP
 from moewright.diagnosis.waterfall import (
@@ -28,7 +29,7 @@ from moewright.rules.steady_steps import median_phase_seconds, median_step_s, st
 from moewright.spec.finding import Basis, Cause, Finding, Wall, Waterfall, WaterfallDrop
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import StepPhase
+from moewright.spec.ledger import StepPhase, StorageMoment
 from moewright.spec.plan import Plan, TimePart
 from moewright.spec.run import HostTime, RankTiming, RunRecord
 from moewright.spec.units import format_bytes, format_seconds, plural
@@ -81,10 +82,12 @@ class _RankTimes:
     mean_late_wait_s: float
 
 
-def diagnose_run(record: RunRecord) -> tuple[Finding, ...]:
+def diagnose_run(
+    record: RunRecord, comparisons: Sequence[LedgerComparison] = ()
+) -> tuple[Finding, ...]:
     """Return findings without fixes, the wall to work on first in front.
 
-    There are some for every run with steps.
+    There are some for every run with steps. `comparisons` are those of its ledgers.
     """
     if not median_step_s(record):
         return ()
@@ -92,6 +95,7 @@ def diagnose_run(record: RunRecord) -> tuple[Finding, ...]:
     return order_findings(
         (
             *_diagnose_memory(record),
+            *_diagnose_storages(record, comparisons),
             *_diagnose_communication(record, critical),
             *_diagnose_host(critical),
             *_diagnose_imbalance(record, critical),
@@ -451,6 +455,37 @@ def _diagnose_memory(record: RunRecord) -> Iterator[Finding]:
         f"predicted peak {predicted} of {format_bytes(prediction.capacity_bytes)}",
         f"counted on the fullest rank {counted} of states and saved activations",
         f"largest: {prediction.largest}",
+    )
+
+
+def _diagnose_storages(
+    record: RunRecord, comparisons: Sequence[LedgerComparison]
+) -> Iterator[Finding]:
+    """Report storages that live on a rank although no row of the ledger lists them."""
+    capacity = record.plan.estimate.capacity_bytes
+    worst: tuple[float, LedgerLine, LedgerComparison] | None = None
+    for comparison in comparisons:
+        for line in comparison.lines_in(Section.STORAGES):
+            excess = line.counted - line.predicted - line.allowance
+            if not line.keeps_rule and (worst is None or excess > worst[0]):
+                worst = excess, line, comparison
+    if worst is None:
+        return
+    excess, line, comparison = worst
+    moment = StorageMoment(line.key[-1])
+    beyond = format_bytes(line.counted - line.predicted)
+    title = f"Rank {comparison.rank} holds {beyond} that no row of the ledger lists"
+    if excess < 0:  # less lives than the rows say
+        title = f"Rank {comparison.rank} holds less than the rows of the ledger list"
+    places = [row for row in comparison.unlisted if row.moment is moment]
+    yield _finding(
+        Wall.MEMORY,
+        Cause.UNLISTED,
+        title,
+        max(0.0, line.counted - line.predicted) / capacity,
+        f"{moment}: {format_bytes(line.counted)} counted, {format_bytes(line.predicted)} listed, "
+        f"{format_bytes(line.allowance)} allowed beside",
+        *(f"{format_bytes(row.bytes)} of {row.module}: {row.place}" for row in places[:3]),
     )
 
 

@@ -338,6 +338,14 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 excludes="full recompute; dynamic shapes inside the captured part",
             ),
         ),
+        Cause.UNLISTED: (
+            Remedy(
+                text=(
+                    "free what the named place keeps: a list or an attribute that holds tensors "
+                    "beyond their use, or a copy beside the one that is used"
+                )
+            ),
+        ),
         Cause.GROWING: (
             Remedy(
                 text=(

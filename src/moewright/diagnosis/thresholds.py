@@ -48,6 +48,8 @@ def order_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
     def sort_key(finding: Finding) -> tuple[float, float, float]:
         wall = finding.wall
+        if finding.cause is Cause.UNLISTED:  # it may be small, and is no wall by itself
+            return (_UNDER_LIMIT_RANK, 0, -finding.share)
         if wall is Wall.MEMORY:
             return (_MEMORY_RANK, 0, -finding.share)
         if wall in _LIMITS:

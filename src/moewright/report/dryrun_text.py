@@ -16,7 +16,7 @@ from moewright.spec.units import format_bytes
 _DEVICE_COMPONENTS = (Component.COMMUNICATION, Component.FRAGMENTATION)
 _STATUS_MARKS = {
     LineStatus.EQUAL: ("equal", "green"),
-    LineStatus.WITHIN: ("within 3%", "yellow"),
+    LineStatus.WITHIN: ("within its bound", "yellow"),
     LineStatus.DIFFERS: ("differs", "red"),
     LineStatus.ONLY_PREDICTED: ("only predicted", "red"),
     LineStatus.ONLY_COUNTED: ("only counted", "red"),
@@ -41,6 +41,13 @@ def print_dry_run(
     """
     show = _print_section if verbose else _print_differences
     show(console, comparison.lines_in(Section.MEMORY), "Memory held", "bytes of", format_bytes)
+    show(
+        console,
+        comparison.lines_in(Section.STORAGES),
+        "All storages, whoever holds them",
+        "moment",
+        format_bytes,
+    )
     show(
         console,
         comparison.lines_in(Section.COMM),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
@@ -17,6 +17,7 @@ from moewright.diagnosis.compare_ledgers import (
 )
 from moewright.report.console import format_rate
 from moewright.rules.steady_steps import median_step_s, steady_steps
+from moewright.spec.ledger import StorageMoment
 from moewright.spec.run import EvalRecord, LayerLoad, RunRecord, StepRecord
 from moewright.spec.units import format_bytes, format_seconds, plural
 
@@ -37,14 +38,17 @@ LAYER_COLUMNS = (
 )
 SECTION_TITLES = {
     Section.MEMORY: "Memory held, bytes",
+    Section.STORAGES: "All storages, whoever holds them, bytes",
     Section.COMM: "Collective payload, bytes a step",
     Section.CALLS: "Collective calls a step",
     Section.FLOPS: "FLOPs a step",
     Section.IN_FLIGHT: "Micro-batches' chunks alive at once",
 }
+_UNLISTED_TITLE = "The largest that no row lists, by moment and place, bytes"
+PLACES_SHOWN = 3
 _STATUS_MARKS = {
     LineStatus.EQUAL: "equal",
-    LineStatus.WITHIN: "within 3%",
+    LineStatus.WITHIN: "within its bound",
     LineStatus.DIFFERS: "differs",
     LineStatus.ONLY_PREDICTED: "only predicted",
     LineStatus.ONLY_COUNTED: "only counted",
@@ -250,15 +254,17 @@ def _judge_ledgers(comparisons: Sequence[LedgerComparison]) -> Tile:
     ranks = len(comparisons)
     exact = sum(comparison.is_exact for comparison in comparisons)
     bounded = sum(comparison.is_within_bound for comparison in comparisons)
-    if exact == bounded == ranks:
+    accounted = sum(comparison.is_accounted for comparison in comparisons)
+    if exact == bounded == accounted == ranks:
         note = "the ledger is exact and saved activations are within 3%"
         return Tile(label=f"on {ranks} of {ranks} ranks", value="exact", note=note, tone=Tone.GOOD)
     failures = (
         ("the ledger differs", ranks - exact),
         ("saved activations exceed 3%", ranks - bounded),
+        ("storages live that no row lists", ranks - accounted),
     )
     note = " and ".join(f"{name} on {count} of {ranks} ranks" for name, count in failures if count)
-    value = "differs" if exact < ranks else "exact"
+    value = "differs" if min(exact, accounted) < ranks else "exact"
     return Tile(label=note, value=value, note=note, tone=Tone.BAD)
 
 
@@ -271,10 +277,11 @@ def build_ledger_table(comparison: LedgerComparison, *, is_open: bool) -> Ledger
     promised = [line for line in comparison.lines if line.rule is not AgreementRule.LISTED]
     kept = sum(line.keeps_rule for line in promised)
     keeps_all = kept == len(promised)
-    groups = (
+    groups = [
         (SECTION_TITLES[section], tuple(map(_build_ledger_row, comparison.lines_in(section))))
         for section in SECTION_TITLES
-    )
+    ]
+    groups.append((_UNLISTED_TITLE, tuple(_build_unlisted_rows(comparison))))
     return LedgerTable(
         title=f"Rank {comparison.rank}",
         summary=f"{kept} of {len(promised)} promised lines hold",
@@ -283,6 +290,25 @@ def build_ledger_table(comparison: LedgerComparison, *, is_open: bool) -> Ledger
         notes=comparison.notes,
         is_open=is_open or not keeps_all,
     )
+
+
+def _build_unlisted_rows(comparison: LedgerComparison) -> Iterator[LedgerRow]:
+    """Yield the largest places of what no row lists, of moments that break their rule or of all."""
+    broken = {line.key[-1] for line in comparison.lines_in(Section.STORAGES) if not line.keeps_rule}
+    tone = Tone.BAD if broken else Tone.PLAIN
+    shown: dict[StorageMoment, int] = {}
+    for row in comparison.unlisted:
+        shown[row.moment] = shown.get(row.moment, 0) + 1
+        if shown[row.moment] > PLACES_SHOWN or (broken and row.moment.value not in broken):
+            continue
+        yield LedgerRow(
+            label=f"{row.moment}: {row.place}",
+            predicted="",
+            counted=f"{row.bytes:,}",
+            difference="",
+            mark=row.module.replace("_", " "),
+            tone=tone,
+        )
 
 
 def _build_ledger_row(line: LedgerLine) -> LedgerRow:

@@ -20,6 +20,7 @@ class Cause(StrEnum):
 
     CAPACITY = "capacity"
     FRAGMENTATION = "fragmentation"
+    UNLISTED = "unlisted storages"  # that live although no row of the ledger lists them
     TP = "tensor parallelism"
     CP = "context parallelism"
     EP = "expert dispatch"

@@ -102,17 +102,50 @@ class TimeRow:
     seconds: float
 
 
+class StorageMoment(StrEnum):
+    """The moments of a step at which all storages of a rank's device are weighed."""
+
+    RESIDENT = "resident"  # before the step
+    KEPT = "kept"  # the fullest between two rows of the timetable, when nothing runs
+    PEAK = "peak"  # the fullest of all
+    REDUCED = "reduced"  # between the reduction of the gradients and the update
+    UPDATE = "update"  # the fullest from the reduction of the gradients on
+    LEFT = "left"  # after the step
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageBytes:
     """The bytes of all storages alive on a rank's device in a step, whoever holds them.
 
-    `resident` lived before the step. `kept` lived at the fullest moment between two rows of the
-    timetable, when nothing runs, and `peak` at the fullest moment of all.
+    The fields are the moments of StorageMoment. Files of earlier versions have the first three; the
+    others are 0.
     """
 
     resident: int
     kept: int
     peak: int
+    reduced: int = 0
+    update: int = 0
+    left: int = 0
+
+    def at(self, moment: StorageMoment) -> int:
+        """Return the bytes of one moment."""
+        nbytes: int = getattr(self, moment.value)
+        return nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageRow:
+    """The bytes at a moment of storages that no other row of a ledger lists, by their place.
+
+    `place` is where a storage was made in a step: the line of the engine and the operation; or for
+    one from before the step the object that holds it.
+    """
+
+    moment: StorageMoment
+    module: Module
+    place: str
+    bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +154,11 @@ class Ledger:
 
     `memory` is bytes held; `comm`, `flops` and `time` are for one training step. Rows are sorted
     and unique by their keys; a row of zero is left out. `in_flight` is the highest number of
-    (micro-batch, chunk) pairs between their forward and the end of their backward. `storages` are
-    those of a counted step; None in a prediction.
+    (micro-batch, chunk) pairs between their forward and the end of their backward.
+
+    `storages` are the bytes of a counted step; in a prediction, what its rows list at the same
+    moments, and `beside` is the most that may live beside that. `unlisted` are the largest storages
+    of a counted step that no row of `memory` lists.
     """
 
     rank: int
@@ -133,6 +169,8 @@ class Ledger:
     time: tuple[TimeRow, ...] = ()
     in_flight: int = 0
     storages: StorageBytes | None = None
+    beside: StorageBytes | None = None
+    unlisted: tuple[StorageRow, ...] = ()
     # peculiarities of this device that the other ledger (predicted or counted) cannot contain
     notes: tuple[str, ...] = ()
 

@@ -257,6 +257,10 @@ class DelayedScaling:
                 experts=linear.experts,
             )
 
+    def state_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of which `memory_rows` has the bytes."""
+        return self._history, self._scales, self._amaxes
+
     def memory_rows(self) -> list[MemoryRow]:
         """Return the bytes held, in a row for each linear."""
         return [

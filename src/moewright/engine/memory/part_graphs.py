@@ -107,6 +107,10 @@ class PartGraphs:
         else:
             self._held_calls.append(call)
 
+    def state_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of which `memory_rows` has the bytes."""
+        return tuple(self._gradients.values())
+
     def memory_rows(self) -> list[MemoryRow]:
         """Return the bytes of what the graphs share."""
         nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._gradients.values())

@@ -111,6 +111,10 @@ class ExpertReplicas:
             )
             weight.copy_(received)
 
+    def state_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of which `memory_rows` has the bytes."""
+        return (*self._weights, *self._grads)
+
     def memory_rows(self) -> list[MemoryRow]:
         """Return the bytes of the replicas' weights and gradients."""
         weight_bytes = sum(weight.nbytes for weight in self._weights)

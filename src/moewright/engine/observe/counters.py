@@ -8,7 +8,7 @@ planner: otherwise the equality of prediction and count would prove nothing.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,7 +115,13 @@ class Counters:
     def __init__(self, *, blocking: bool = True) -> None:
         self.scopes = ModuleScopes()
         self.note: NoteActivity = ignore_activity
-        self.census = StorageCensus(self.scopes, device_type="cpu" if blocking else "cuda")
+        # How many forwards in flight count each storage.
+        self._saved_storages: Counter[int] = Counter()
+        self.census = StorageCensus(
+            self.scopes,
+            device_type="cpu" if blocking else "cuda",
+            list_saved=self._list_saved_storages,
+        )
         self._flop_counter = FlopCounter(self._count_flops)
         self._collective_counter = CollectiveCounter(self._count_dispatched)
         self.wait_clock = WaitClock(blocking=blocking)
@@ -218,6 +224,7 @@ class Counters:
         self._dispatched.clear()
         self.flops.clear()
         self._saved_in_flight.clear()
+        self._saved_storages.clear()
         self._peak_saved = {}
         self._peak_in_flight = 0
         self._is_counting = True
@@ -228,6 +235,7 @@ class Counters:
                 after=(self.census.weigh,),
             ):
                 yield
+                self.census.end()
         finally:
             self._is_counting = False
 
@@ -299,16 +307,31 @@ class Counters:
 
         def forget(storage: int, nbytes: int) -> None:
             saved_bytes[seen.pop(storage)] -= nbytes
+            self._saved_storages[storage] -= 1
 
         def count(tensor: torch.Tensor) -> None:
             number = storage_id(tensor)
             if number not in seen and not is_weight(tensor):
                 storage = tensor.untyped_storage()
                 seen[number] = self.scopes.module
+                self._saved_storages[number] += 1
                 saved_bytes[self.scopes.module] += storage.nbytes()
                 weakref.finalize(storage, forget, number, storage.nbytes()).atexit = False
 
         return count
+
+    def _list_saved_storages(self) -> Iterator[int]:
+        return (storage for storage, count in self._saved_storages.items() if count > 0)
+
+    def note_gradients_ready(self) -> None:
+        """Note that all micro-batches are through backward; what lives now is the optimizer's."""
+        if self._is_counting:
+            self.census.note_gradients_ready()
+
+    def note_gradients_reduced(self) -> None:
+        """Note that the gradients are reduced, and nothing has been updated."""
+        if self._is_counting:
+            self.census.note_gradients_reduced()
 
     def note_saved(self) -> None:
         """Note that a pass, or a segment of it, has ended: this may be the fullest moment."""
@@ -359,6 +382,7 @@ class Counters:
             time=time,
             in_flight=self._peak_in_flight,
             storages=self.census.totals,
+            unlisted=self.census.unlisted,
             notes=notes,
         )
 

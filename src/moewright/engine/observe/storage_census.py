@@ -3,17 +3,22 @@
 Nothing announces itself here. What lives when the census begins is taken from the garbage
 collector's list of objects, what is made later from the operations that torch dispatches, and a
 storage counts until it is freed. So a tensor that an operation keeps beside what autograd saves, a
-buffer that nobody lists, or a view of a larger storage weighs what it really holds.
+buffer that nobody lists, or a view of a larger storage weighs what it really holds. What no row of
+a ledger lists is named by its place: the line of the engine that made it, or the object that holds
+it.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from types import CellType, CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +26,14 @@ from torch import nn
 from moewright.engine.observe.module_scopes import ModuleScopes
 from moewright.engine.observe.observing_mode import OperationKwargs
 from moewright.engine.torch_private import has_fake_mode, tree_iter
-from moewright.spec.ledger import Module, StorageBytes
+from moewright.spec.ledger import Module, StorageBytes, StorageMoment, StorageRow
+
+# The most places of a moment that are named; the others are one row.
+_PLACES_NAMED = 8
+# How many containers inside each other are followed from a tensor to the object that holds it.
+_HOLDER_DEPTH = 4
+_PACKAGE = str(Path(__file__).parents[2])
+_OWN_FOLDER = str(Path(__file__).parent)
 
 
 @contextmanager
@@ -42,15 +54,38 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+class _Storage(NamedTuple):
+    """A living storage: the module that made it, its bytes, and where it was made.
+
+    `line` is the code of the engine that made it with its line, `operation` what it called; those
+    that were there before the count have neither.
+    """
+
+    module: Module
+    nbytes: int
+    line: tuple[CodeType, int] | None = None
+    operation: str = ""
+
+
 class StorageCensus:
     """A count that weighs the living storages of a device, by the module that made them.
 
     Storages that were there when the object was made belong to others and are left out.
+    `list_saved` returns the ids of the storages that are counted as saved for backward.
     """
 
-    def __init__(self, scopes: ModuleScopes, *, device_type: str = "cpu") -> None:
+    def __init__(
+        self,
+        scopes: ModuleScopes,
+        *,
+        device_type: str = "cpu",
+        list_saved: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
         self._scopes = scopes
         self._device_type = device_type
+        self._list_saved = list_saved
+        # Returns the tensors of states and buffers, which rows of the ledger list.
+        self.list_states: Callable[[], Iterable[torch.Tensor]] = tuple
         self._foreign = {
             storage_id(tensor): weakref.ref(tensor.untyped_storage())
             for tensor in _list_tensors(device_type)
@@ -60,20 +95,26 @@ class StorageCensus:
     def begin(self) -> None:
         """Begin anew, with what this process holds now besides the storages of others."""
         self._count = object()  # frees of storages of an earlier count are not of this one
-        # By storage, while it lives: the module that made it, and its bytes.
-        self._storages: dict[int, tuple[Module, int]] = {}
+        self._storages: dict[int, _Storage] = {}  # those that live
         # Storages whose size may change while they live.
         self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._live_bytes: dict[Module, int] = defaultdict(int)
         self._total = 0
         gc.collect()  # cycles that nobody holds would count until a pass of the collector
+        tensors = {}
         for tensor in _list_tensors(self._device_type):
             if not self._is_foreign(tensor):
+                tensors.setdefault(storage_id(tensor), tensor)
                 self._add(tensor, Module.OTHER)
+        self._listed = {storage_id(tensor) for tensor in self.list_states()}
+        self._holders = name_holders(
+            {key: tensor for key, tensor in tensors.items() if key not in self._listed}
+        )
+        del tensors
         self._resident = dict(self._live_bytes)
-        self._resident_bytes = self._total
-        self._kept_bytes = self._total
-        self._peak_bytes = self._total
+        self._most = dict.fromkeys(StorageMoment, self._total)
+        self._snapshots = {StorageMoment.RESIDENT: self._take_snapshot()}
+        self._is_updating = False
         self._peak_by_module = dict(self._live_bytes)
         self._host_storages: dict[int, int] = {}  # bytes of those that live in host memory
         self._most_host_bytes = 0
@@ -86,11 +127,35 @@ class StorageCensus:
     @property
     def holds_more(self) -> bool:
         """Whether more lives now than was kept at any moment of rest."""
-        return self._total > self._kept_bytes
+        return self._total > self._most[StorageMoment.KEPT]
 
     def note_rest(self) -> None:
         """Note that nothing runs: what lives now is kept for later."""
-        self._kept_bytes = max(self._kept_bytes, self._total)
+        if self.holds_more:
+            self._note(StorageMoment.KEPT)
+
+    def note_gradients_ready(self) -> None:
+        """Note that backward has ended: from now on gradients are reduced and weights updated."""
+        self._is_updating = True
+        self._note(StorageMoment.UPDATE)
+
+    def note_gradients_reduced(self) -> None:
+        """Note that the gradients are reduced, and nothing has been updated."""
+        self._note(StorageMoment.REDUCED)
+
+    def end(self) -> None:
+        """Note that the step has ended: what lives now, the next one finds."""
+        self._note(StorageMoment.LEFT)
+        # Gradients that are made in the step are listed as soon as they are there.
+        self._listed.update(storage_id(tensor) for tensor in self.list_states())
+
+    def _note(self, moment: StorageMoment) -> None:
+        self._most[moment] = self._total
+        self._snapshots[moment] = self._take_snapshot()
+
+    def _take_snapshot(self) -> tuple[dict[int, _Storage], frozenset[int]]:
+        """Return the storages that live now, and which of them are counted as saved."""
+        return dict(self._storages), frozenset(self._list_saved())
 
     def note_host_bytes(self) -> None:
         """Note that nothing runs: what lies in host memory now stays there for later."""
@@ -104,9 +169,34 @@ class StorageCensus:
     @property
     def totals(self) -> StorageBytes:
         """The bytes at the moments of this count."""
-        return StorageBytes(
-            resident=self._resident_bytes, kept=self._kept_bytes, peak=self._peak_bytes
-        )
+        return StorageBytes(**{moment.value: self._most[moment] for moment in StorageMoment})
+
+    @property
+    def unlisted(self) -> tuple[StorageRow, ...]:
+        """What no row of a ledger lists, by moment and place, the largest first."""
+        rows: list[StorageRow] = []
+        for moment, (storages, saved) in self._snapshots.items():
+            nbytes: dict[tuple[Module, str], int] = defaultdict(int)
+            for key, storage in storages.items():
+                if key not in self._listed and key not in saved and storage.nbytes:
+                    nbytes[storage.module, self._name_place(key, storage)] += storage.nbytes
+            places = sorted(nbytes.items(), key=lambda item: -item[1])
+            rows += (
+                StorageRow(moment=moment, module=module, place=place, bytes=size)
+                for (module, place), size in places[:_PLACES_NAMED]
+            )
+            rest = sum(size for _, size in places[_PLACES_NAMED:])
+            if rest:
+                other = Module.OTHER
+                rows.append(StorageRow(moment=moment, module=other, place="elsewhere", bytes=rest))
+        return tuple(rows)
+
+    def _name_place(self, key: int, storage: _Storage) -> str:
+        if storage.line is None:
+            return self._holders.get(key, "held by no object")
+        code, line = storage.line
+        file = code.co_filename.removeprefix(_PACKAGE).lstrip("/")
+        return f"{file}:{line} in {code.co_name} ({storage.operation})"
 
     @property
     def peak_by_module(self) -> dict[Module, int]:
@@ -128,20 +218,26 @@ class StorageCensus:
                 continue
             on_host = self._scopes.is_on_host and tensor.device.type == "cpu"
             if on_host or tensor.device.type == self._device_type:
-                self._add(tensor, self._scopes.module, on_host=on_host)
+                self._add(tensor, self._scopes.module, str(func), on_host=on_host)
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
         reference = self._foreign.get(storage_id(tensor))
         return reference is not None and reference() is not None
 
-    def _add(self, tensor: torch.Tensor, module: Module, *, on_host: bool = False) -> None:
-        """Weigh a new storage; one in the host's memory weighs nothing on the device."""
+    def _add(
+        self, tensor: torch.Tensor, module: Module, operation: str = "", *, on_host: bool = False
+    ) -> None:
+        """Weigh a new storage; one in the host's memory weighs nothing on the device.
+
+        `operation` made it; "" where it was there before the count.
+        """
         key = storage_id(tensor)
         if key in self._storages or self._is_foreign(tensor):
             return
         storage = tensor.untyped_storage()
         weakref.finalize(storage, self._forget, key, self._count).atexit = False
-        self._storages[key] = (module, 0)
+        line = _find_engine_line(sys._getframe(1)) if operation else None
+        self._storages[key] = _Storage(module, 0, line, operation)
         if on_host:
             self._host_storages[key] = storage.nbytes()
         self._set_bytes(key, 0 if on_host else storage.nbytes())
@@ -161,23 +257,88 @@ class StorageCensus:
             nbytes = storage.nbytes() if storage is not None else 0
             if nbytes == 0:
                 del self._resizable[key]
-            if key in self._storages and self._storages[key][1] != nbytes:
+            if key in self._storages and self._storages[key].nbytes != nbytes:
                 self._set_bytes(key, nbytes)
 
     def _set_bytes(self, key: int, nbytes: int) -> None:
-        module, previous = self._storages[key]
-        self._storages[key] = (module, nbytes)
-        self._live_bytes[module] += nbytes - previous
-        self._total += nbytes - previous
-        if self._total > self._peak_bytes:
-            self._peak_bytes = self._total
+        storage = self._storages[key]
+        self._storages[key] = storage._replace(nbytes=nbytes)
+        self._live_bytes[storage.module] += nbytes - storage.nbytes
+        self._total += nbytes - storage.nbytes
+        if self._total > self._most[StorageMoment.PEAK]:
+            self._note(StorageMoment.PEAK)
             self._peak_by_module = dict(self._live_bytes)
+        if self._is_updating and self._total > self._most[StorageMoment.UPDATE]:
+            self._note(StorageMoment.UPDATE)
 
     def _forget(self, key: int, count: object) -> None:
         if count is self._count and key in self._storages:
             self._set_bytes(key, 0)
             self._host_storages.pop(key, None)
             del self._storages[key]
+
+
+def _find_engine_line(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """Return the innermost line of the engine that runs, without what observes it."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_PACKAGE) and not name.startswith(_OWN_FOLDER):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def name_holders(tensors: Mapping[int, torch.Tensor]) -> dict[int, str]:
+    """Return for tensors, by their keys, the class and the attribute of an object that holds each.
+
+    Lists, dictionaries and closures are not named, but the object that holds them.
+    """
+    names: dict[int, str] = {}
+    # By the id of an object: the tensors in it, each with the way to it from there.
+    inside: dict[int, list[tuple[int, str]]] = {
+        id(tensor): [(key, "")] for key, tensor in tensors.items()
+    }
+    level: list[Any] = list(tensors.values())
+    seen = {id(tensors), id(inside)}
+    for _ in range(_HOLDER_DEPTH):
+        seen.update(map(id, (level, *level)))
+        around: list[Any] = []
+        for holder in gc.get_referrers(*level) if level else ():
+            if id(holder) in seen or isinstance(holder, FrameType):
+                continue
+            seen.add(id(holder))
+            is_container = isinstance(holder, (dict, list, tuple, set, CellType))
+            for name, value in _list_values(holder):
+                for key, way in inside.get(id(value), ()):
+                    if is_container:
+                        inside.setdefault(id(holder), []).append((key, way or name))
+                    else:
+                        owner = getattr(holder, "__qualname__", type(holder).__name__)
+                        names.setdefault(key, f"{owner}.{name or way}")
+            if is_container and id(holder) in inside:
+                around.append(holder)
+        level = around
+    return names
+
+
+def _list_values(holder: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object refers to, by the name of each; an object's own dictionary has none."""
+    if isinstance(holder, dict):
+        yield from ((str(key), value) for key, value in list(holder.items()))
+    elif isinstance(holder, (list, tuple, set)):
+        yield from (("", value) for value in list(holder))
+    elif isinstance(holder, CellType):
+        yield "", holder.cell_contents
+    else:
+        own = getattr(holder, "__dict__", None)
+        yield "", own
+        yield "", getattr(holder, "__closure__", None)
+        for kind in type(holder).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            for slot in (slots,) if isinstance(slots, str) else slots:
+                yield slot, getattr(holder, slot, None)
+        if isinstance(own, dict):
+            yield from own.items()
 
 
 def _list_tensors(device_type: str) -> Iterator[torch.Tensor]:

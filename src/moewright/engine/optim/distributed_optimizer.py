@@ -403,6 +403,18 @@ class DistributedOptimizer:
         if self._runtime.delayed_scaling is not None:
             yield from self._runtime.delayed_scaling.memory_rows()
 
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of which `memory_rows` has the bytes."""
+        yield from self.frozen.state_tensors()
+        for bucket in self.buckets:
+            yield from bucket.state_tensors()
+        for replicas in self._replicas:
+            yield from replicas.state_tensors()
+        if self.fsdp is not None:
+            yield from self.fsdp.state_tensors()
+        if self._runtime.delayed_scaling is not None:
+            yield from self._runtime.delayed_scaling.state_tensors()
+
     def local_shards(self) -> list[LocalShard]:
         """Return all that a checkpoint holds of parameters and optimizer state, by global name.
 

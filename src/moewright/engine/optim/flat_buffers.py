@@ -8,7 +8,7 @@ gradients accumulate in grad_dtype; optimizer state covers only the shard that t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from moewright.engine.optim.optimizer_states import (
     StateSegment,
     StoredStates,
     split_by_module,
+    state_tensors,
     store_states,
 )
 from moewright.engine.runtime import Runtime, torch_dtype
@@ -193,6 +194,12 @@ class FlatBucket:
             *split_by_module(Component.GRADIENTS, self.grads, all_spans),
             *(row for segment in self.segments for row in segment.memory_rows()),
         ]
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the buffers of which `memory_rows` has the bytes."""
+        yield from (self.weights, self.grads)
+        for segment in self.segments:
+            yield from state_tensors(segment)
 
     def stored_states(self) -> list[StoredStates]:
         """Return the master copy and the moments as checkpoints hold them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -84,6 +84,12 @@ class FrozenWeights:
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor lies in one of them."""
         return storage_id(tensor) in self._storages
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of which `memory_rows` has the bytes."""
+        yield from (parameter.parameter for parameter in self._parameters)
+        for own in self._packed.values():
+            yield from own.tensors
 
     def memory_rows(self) -> list[MemoryRow]:
         """Return the bytes of each."""

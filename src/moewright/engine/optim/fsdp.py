@@ -9,7 +9,7 @@ through engine.comm.collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -45,6 +45,7 @@ from moewright.engine.optim.optimizer_states import (
     build_moments,
     split_by_module,
     split_moment_by_module,
+    state_tensors,
     store_states,
     uses_muon,
 )
@@ -173,6 +174,16 @@ class FsdpParams:
             not isinstance(weight, DTensor) and storage_id(weight) == storage_id(tensor)
             for weight in weights
         )
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of which `memory_rows` has the bytes."""
+        for parameter in self.parameters:
+            if self.stays_gathered:
+                yield parameter.named.owner.weight
+            yield _local_tensor(parameter.parameter)
+            if parameter.parameter.grad is not None:
+                yield _local_tensor(parameter.parameter.grad)
+            yield from state_tensors(parameter)
 
     def memory_rows(self) -> list[MemoryRow]:
         """Return the bytes of the sharded tensors, and of whole weights that stay beside them.

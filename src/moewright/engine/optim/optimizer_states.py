@@ -6,7 +6,7 @@ Muon updates have one fp32 momentum in place of the moments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
@@ -68,6 +68,12 @@ class OptimizerStates(Protocol):
     def exp_avg_sq(self) -> Moment: ...
     @property
     def momentum(self) -> torch.Tensor: ...
+
+
+def state_tensors(states: OptimizerStates) -> Iterator[torch.Tensor]:
+    """Yield the master weights and the moments."""
+    yield from (states.master, states.momentum)
+    yield from (*states.exp_avg.tensors, *states.exp_avg_sq.tensors)
 
 
 def uses_muon(runtime: Runtime, parameter: NamedParameter) -> bool:

@@ -189,9 +189,11 @@ def build_train_state(
         runtime, model, lambda parameter: initial_value(parameter, runtime), update_rule
     )
     graph = StepGraph(device) if CudaGraphScope.FULL in layout.graphs else None
-    return TrainState(
+    state = TrainState(
         runtime=runtime, model=model, optimizer=optimizer, train_data=train_data, graph=graph
     )
+    counters.census.list_states = state.state_tensors
+    return state
 
 
 def _build_part_graphs(

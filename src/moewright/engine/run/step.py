@@ -221,6 +221,7 @@ def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResul
         router.begin_step()
     _run_micro_batches(passes)
     sums = passes.sums
+    runtime.counters.note_gradients_ready()
     with clock.phase(StepPhase.GRAD_REDUCE):
         squared_norm = state.optimizer.reduce_gradients()
         # The ranks of a TP group have the same losses: one of them adds them up.
@@ -240,6 +241,7 @@ def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResul
         rewards, excess = others[: len(sums.rewards)], others[len(sums.rewards) :]
         local_nll = float(reduced[-1])
         router_losses = reduced[len(world_sums) : -1].view_as(sums.router_losses)
+    runtime.counters.note_gradients_reduced()
     if sum(excess) > 1:
         return None
     grad_norm = squares**0.5 / state.optimizer.loss_scale

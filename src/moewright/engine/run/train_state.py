@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.kernels.delayed_scaling import ScaleState
 from moewright.engine.model.router import router_state_shards
@@ -31,6 +33,10 @@ class TrainState:
     def memory_rows(self) -> tuple[MemoryRow, ...]:
         """Return the bytes held all the time, in rows of component and module."""
         return *self.optimizer.memory_rows(), *self.runtime.part_graphs.memory_rows()
+
+    def state_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of which `memory_rows` has the bytes."""
+        return *self.optimizer.state_tensors(), *self.runtime.part_graphs.state_tensors()
 
     def local_shards(self) -> list[LocalShard]:
         """Return everything that a checkpoint holds of this rank.

@@ -125,7 +125,7 @@ mw.expertPanel = experts => {
 };
 
 mw.ledgerPanel = ledgers => mw.el("section", {class: "panel", id: "ledger"}, mw.el("h2", {}, "Predicted and counted"),
-  ledgers.length ? mw.el("p", {class: "note"}, "States, collectives and FLOPs must be equal, saved activations within 3 % in total; listed lines promise nothing.") : mw.el("p", {class: "quiet"}, "No ledger was counted in this run."),
+  ledgers.length ? mw.el("p", {class: "note"}, "States, collectives and FLOPs must be equal, saved activations within 3 % in total; all storages that live are those of the rows and what may lie beside them; listed lines promise nothing.") : mw.el("p", {class: "quiet"}, "No ledger was counted in this run."),
   ledgers.map(ledger => mw.el("details", {open: ledger.tone === "bad"}, mw.el("summary", {}, `${ledger.title} `, mw.el("span", {class: `badge ${ledger.tone}`}, ledger.summary)),
     ledger.groups.map(([title, rows]) => mw.table([{t: title}, {t: "predicted", n: true}, {t: "counted", n: true}, {t: "difference", n: true}, {t: ""}], rows.map(row => [row.label, row.predicted || "–", row.counted || "–", row.difference, mw.el("span", {class: `badge state ${row.tone}`}, row.mark)]), `${ledger.title}: ${title}`)),
     ledger.notes.length ? mw.el("ul", {class: "plain note"}, ledger.notes.map(note => mw.el("li", {}, note))) : "")));

@@ -1,0 +1,213 @@
+"""All storages of a rank at the moments of a counted step: what rows list, and what lies beside.
+
+The engine weighs every storage that lives, whoever holds it (engine.observe.storage_census). At
+rest these are the states and the saved activations, to the byte, and little else: tables of
+positions, statistics of the routers, the tokens of the step, messages of a pipeline and weights on
+their way. What follows says how much that may be; more is memory that no row lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moewright.cost.memory.model_states import BucketSet
+from moewright.rules.context_parallel import cp_factors
+from moewright.rules.delayed_scaling import is_delayed
+from moewright.rules.job import Job
+from moewright.rules.low_precision import find_recipe
+from moewright.rules.saved.recompute import activation_nbytes
+from moewright.rules.shapes.fsdp import FsdpUnit
+from moewright.rules.shapes.parameters import count_parameters
+from moewright.spec.layout import Overlap
+from moewright.spec.ledger import Component, MemoryRow, StorageBytes
+from moewright.spec.model import AttentionKind
+from moewright.spec.workload import DocumentMasking, MatrixUpdate
+
+# Counters, scalars and the random state.
+_SCALARS = 4 << 10
+_SAVED = (Component.ACTIVATIONS, Component.LOGITS)
+_KEY_TABLE_RATES = 3  # the rates at which keys of a few tokens are made, at most
+
+
+def list_storages(job: Job, rows: Sequence[MemoryRow], *, host_bytes: int) -> StorageBytes:
+    """Return the least bytes at each moment: what `rows` list, but `host_bytes` on the host.
+
+    fully_shard makes gradients as backwards end: before, and when the most activations are kept,
+    there may be none yet.
+    """
+    states = sum(row.bytes for row in rows if row.component not in _SAVED) - host_bytes
+    saved = sum(row.bytes for row in rows if row.component in _SAVED)
+    without_gradients = states - _later_bytes(job, rows)
+    kept = without_gradients + saved
+    return StorageBytes(
+        resident=without_gradients,
+        kept=kept,
+        peak=kept,
+        reduced=states,
+        update=states,
+        left=states,
+    )
+
+
+def _later_bytes(job: Job, rows: Sequence[MemoryRow]) -> int:
+    """Return the bytes of gradients that are made in the step."""
+    if job.layout.zero < 2:
+        return 0
+    return sum(row.bytes for row in rows if row.component is Component.GRADIENTS)
+
+
+def bound_beside(
+    job: Job,
+    rows: Sequence[MemoryRow],
+    flat_sets: Sequence[BucketSet],
+    units: Sequence[FsdpUnit],
+    *,
+    recorded_micro_batches: int,
+) -> StorageBytes:
+    """Return the most bytes that may live at each moment beside the least (`list_storages`)."""
+    beside = _SCALARS + _table_bytes(job) + _statistics_bytes(job, recorded_micro_batches)
+    inputs = _input_bytes(job)
+    if job.workload.data.prefetch:
+        beside += inputs  # of the step that is read ahead, where it is computed
+    on_their_way = _weights_on_their_way(job, rows, units)
+    rest = beside + on_their_way
+    later = _later_bytes(job, rows)
+    kept = rest + inputs + _message_bytes(job) + later
+    update = rest + inputs + _update_bytes(job, flat_sets, units)
+    if is_delayed(job.workload):  # histories move on in a copy
+        update += 2 * sum(row.bytes for row in rows if row.component is Component.BUFFERS)
+    return StorageBytes(
+        resident=rest + later,
+        kept=kept,
+        peak=max(kept + on_their_way + _working_set_bytes(job, rows), update),
+        reduced=rest + inputs + _reduced_bytes(job, flat_sets, units),
+        update=update,
+        left=rest,
+    )
+
+
+def _tokens(job: Job) -> int:
+    """Return the tokens of a rank's micro-batch."""
+    return job.workload.seq_len * job.layout.mbs // job.layout.cp
+
+
+def _table_bytes(job: Job) -> int:
+    """Return the bytes of tables: rotations, keys of a few tokens, experts of hashed layers."""
+    model, workload = job.model, job.workload
+    spec = model.attention
+    is_compressed = spec.kind is AttentionKind.COMPRESSED
+    positions = workload.seq_len
+    if not is_compressed and workload.data.documents is not DocumentMasking.RESTARTED:
+        positions //= job.layout.cp
+    rotations = 4 * positions * spec.head_dim  # cos and sin of half of a head each, fp32
+    if is_compressed:
+        # A rotation of each of two kinds, and of the keys of each rate.
+        rotations *= 2 + _KEY_TABLE_RATES
+        rotations += _KEY_TABLE_RATES * 32 * workload.seq_len  # bounds and first tokens
+    hashed = 0
+    if model.moe is not None:
+        router = model.moe.router
+        hashed = 8 * model.vocab_size * router.top_k * router.hash_layers
+    return rotations + hashed
+
+
+def _statistics_bytes(job: Job, micro_batches: int) -> int:
+    """Return the bytes of what routers count: of this step and of the one before."""
+    moe = job.model.moe
+    if moe is None:
+        return 0
+    layers = len(job.model.routed_layers)
+    width = moe.experts + 2 * job.layout.ep  # and copies by rank and node
+    return 8 * layers * width * (2 * micro_batches + 8)
+
+
+def _input_bytes(job: Job) -> int:
+    """Return the bytes of the tokens of a step, the largest there may be."""
+    layout, workload, model = job.layout, job.workload, job.model
+    sequences = max(workload.global_batch, workload.batch_samples)
+    batches = -(-sequences // (layout.mbs * layout.dp))
+    tokens = _tokens(job)
+    nbytes = 16 * (1 + model.mtp_layers) * batches * tokens
+    if workload.data.documents is not DocumentMasking.JOINED:
+        # Where documents begin, and the rotation of their positions.
+        head_ranks, _ = cp_factors(layout)
+        nbytes += 4 * batches * tokens * (8 + model.attention.head_dim) * head_ranks
+    if workload.data.documents is DocumentMasking.RESTARTED:
+        nbytes += 8 * batches * tokens  # which tokens of packed chats the routers count
+    return nbytes
+
+
+def _message_bytes(job: Job) -> int:
+    """Return the bytes of a pipeline's messages that were received and not used yet, or sent."""
+    layout = job.layout
+    if layout.pp == 1:
+        return 0
+    message = activation_nbytes(job.workload) * _tokens(job) * job.model.hidden_size // layout.tp
+    return 4 * layout.pp * layout.vpp * message
+
+
+def _weights_on_their_way(job: Job, rows: Sequence[MemoryRow], units: Sequence[FsdpUnit]) -> int:
+    """Return the bytes of weights that are gathered, or cast to be sent."""
+    layout = job.layout
+    if layout.zero == 3 and units:
+        return activation_nbytes(job.workload) * count_parameters(job.model).total
+    if Overlap.PARAM in layout.overlap:
+        return sum(row.bytes for row in rows if row.component is Component.WEIGHTS)
+    return 0
+
+
+def _reduced_bytes(job: Job, flat_sets: Sequence[BucketSet], units: Sequence[FsdpUnit]) -> int:
+    """Return the most bytes of reduced gradients beside those that the buffers hold.
+
+    They are the shards of what is scattered over several ranks, and zeros for parameters of
+    fully_shard that no token used.
+    """
+    scattered = sum(
+        bucket_set.numel // bucket_set.shards for bucket_set in flat_sets if bucket_set.shards > 1
+    )
+    zeros = 4 * sum(unit.padded_numel for unit in units)
+    return job.workload.grad_dtype.nbytes * scattered + zeros
+
+
+def _update_bytes(job: Job, flat_sets: Sequence[BucketSet], units: Sequence[FsdpUnit]) -> int:
+    """Return the most bytes of the reduction of gradients and of the update beside states.
+
+    Beside the reduced gradients they are one bucket on its way or one shard in fp32, and weights
+    that are cast to be gathered.
+    """
+    workload = job.workload
+    grad_nbytes = workload.grad_dtype.nbytes
+    c = activation_nbytes(workload)
+    buckets = [
+        (bucket.numel, bucket.numel // bucket_set.shards)
+        for bucket_set in flat_sets
+        for bucket in bucket_set.buckets
+    ]
+    on_its_way = max((grad_nbytes * numel for numel, shard in buckets if numel > shard), default=0)
+    widened = max((4 * shard for _, shard in buckets), default=0) if grad_nbytes < 4 else 0
+    cast = sum(c * shard for numel, shard in buckets if numel > shard)
+    nbytes = _reduced_bytes(job, flat_sets, units)
+    if Overlap.PARAM in job.layout.overlap:
+        nbytes += cast
+    nbytes += max(on_its_way, widened, cast)
+    nbytes += max((2 * c * unit.ranks * unit.padded_numel for unit in units), default=0)
+    if workload.optimizer.matrix_update is MatrixUpdate.MUON:
+        nbytes += 16 * sum(numel for numel, _ in buckets)
+        nbytes += 16 * sum(unit.ranks * unit.padded_numel for unit in units)
+    return nbytes
+
+
+def _working_set_bytes(job: Job, rows: Sequence[MemoryRow]) -> int:
+    """Return the most bytes of what one operation of forward or backward works with."""
+    model, workload = job.model, job.workload
+    weights = sum(row.bytes for row in rows if row.component is Component.WEIGHTS)
+    nbytes = 12 * _tokens(job) * max(model.vocab_size, 8 * model.hidden_size) + weights
+    recipe = find_recipe(workload)
+    if recipe is not None and model.moe is not None:
+        # A CPU converts the experts of a layer in fp32, and in int64 where numbers have 4 bits,
+        # padded to blocks on both sides.
+        block = recipe.weights.block or 1
+        sides = (2 * model.moe.ffn_size, model.hidden_size)
+        rows_numel, columns = (-(-side // block) * block for side in sides)
+        nbytes += 40 * model.moe.experts // job.layout.ep * rows_numel * columns
+    return nbytes
