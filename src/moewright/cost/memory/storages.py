@@ -18,6 +18,7 @@ from moewright.rules.low_precision import find_recipe
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes.fsdp import FsdpUnit
 from moewright.rules.shapes.parameters import count_parameters
+from moewright.rules.timetable.paired_passes import can_pair
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, StorageBytes
 from moewright.spec.model import AttentionKind
@@ -33,16 +34,17 @@ def list_storages(job: Job, rows: Sequence[MemoryRow], *, host_bytes: int) -> St
     """Return the least bytes at each moment: what `rows` list, but `host_bytes` on the host.
 
     fully_shard makes gradients as backwards end: before, and when the most activations are kept,
-    there may be none yet.
+    there may be none yet. Where two passes run beside each other, the fullest moment lies between
+    their segments, and no row of the timetable ends there.
     """
     states = sum(row.bytes for row in rows if row.component not in _SAVED) - host_bytes
     saved = sum(row.bytes for row in rows if row.component in _SAVED)
     without_gradients = states - _later_bytes(job, rows)
-    kept = without_gradients + saved
+    fullest = without_gradients + saved
     return StorageBytes(
         resident=without_gradients,
-        kept=kept,
-        peak=kept,
+        kept=without_gradients if can_pair(job.layout, job.micro_batches) else fullest,
+        peak=fullest,
         reduced=states,
         update=states,
         left=states,
@@ -72,14 +74,17 @@ def bound_beside(
     on_their_way = _weights_on_their_way(job, rows, units)
     rest = beside + on_their_way
     later = _later_bytes(job, rows)
-    kept = rest + inputs + _message_bytes(job) + later
+    in_passes = rest + inputs + _message_bytes(job) + later
+    kept = in_passes
+    if can_pair(job.layout, job.micro_batches):
+        kept += sum(row.bytes for row in rows if row.component in _SAVED)
     update = rest + inputs + _update_bytes(job, flat_sets, units)
     if is_delayed(job.workload):  # histories move on in a copy
         update += 2 * sum(row.bytes for row in rows if row.component is Component.BUFFERS)
     return StorageBytes(
         resident=rest + later,
         kept=kept,
-        peak=max(kept + on_their_way + _working_set_bytes(job, rows), update),
+        peak=max(in_passes + on_their_way + _working_set_bytes(job, rows), update),
         reduced=rest + inputs + _reduced_bytes(job, flat_sets, units),
         update=update,
         left=rest,

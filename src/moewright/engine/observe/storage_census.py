@@ -101,7 +101,7 @@ class StorageCensus:
         self._live_bytes: dict[Module, int] = defaultdict(int)
         self._total = 0
         gc.collect()  # cycles that nobody holds would count until a pass of the collector
-        tensors = {}
+        tensors: dict[int, torch.Tensor] = {}
         for tensor in _list_tensors(self._device_type):
             if not self._is_foreign(tensor):
                 tensors.setdefault(storage_id(tensor), tensor)
