@@ -74,9 +74,11 @@ test-all: check
 	$(BIN)/pytest -n 2 --dist worksteal -m "not serial"
 	$(BIN)/pytest -m serial $(SERIAL)
 
-# One-line faults of the package, each of which a test of `make test` has to catch.
+# One-line faults of the package, each of which a test of `make test` has to catch; and those that a user's own run sees, or
+# `moewright verify` of its job.
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants/run.py
+	PYTHONPATH=tests $(BIN)/python -m mutants.seen
 
 # Mutated inputs for every reader; every fault of the matrix at five moments, and the table of what held (half an
 # hour on two cores that do other work beside).

@@ -433,6 +433,26 @@ class UpcyclingOptions(UpcyclingSpec):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedRun:
+    """The run that `verify` starts.
+
+    Parameters
+    ----------
+    layout
+        The layout, such as "ep2,mbs1"; dp is the rest of --nproc. A job has its own.
+    nproc
+        Processes to start: the world size; 1 or the job's own number when not given.
+    steps
+        Updates: 1 of a checkpoint, where step s uses batch s mod N, and 3 of a job.
+    """
+
+    layout: str = ""
+    nproc: OptionalCount = None
+    steps: OptionalCount = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateOptions:
     """The update rule of `verify`, at a constant learning rate.
 

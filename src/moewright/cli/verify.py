@@ -1,4 +1,4 @@
-"""`moewright verify`: run a Hugging Face checkpoint in a layout, and write what came out."""
+"""`moewright verify`: a checkpoint run in a layout, or a job trained there and in one process."""
 
 from __future__ import annotations
 
@@ -7,48 +7,90 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moewright.cli.options import Count, UpdateOptions
+from moewright.cli.answers import open_console, print_now
+from moewright.cli.exit_codes import FAILED
+from moewright.cli.options import SetOption, UpdateOptions, VerifiedRun
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
     from moewright.spec.workload import OptimizerSpec
 
 _DEFAULT_UPDATE = UpdateOptions()
+_DEFAULT_RUN = VerifiedRun()
 
 
 def verify(
-    hf_dir: Path,
+    what: Path,
     /,
     *,
-    batch: Path,
     out: Path,
-    layout: str = "",
-    nproc: Count = 1,
-    steps: Count = 1,
+    batch: Path | None = None,
+    run: VerifiedRun = _DEFAULT_RUN,
+    set_: SetOption = None,
     update: UpdateOptions = _DEFAULT_UPDATE,
 ) -> int:
-    """Run a checkpoint on the batches of a file in a layout, in fp32, and write what came out.
+    """Compare a job's training with one process, or run a checkpoint on the batches of a file.
 
-    tensors.safetensors holds logits, nll and grad/<name> of the first batch, curve.json loss and
-    grad_norm by step. Tensors have the names of the checkpoint.
+    Of a job or a plan the first steps are trained in its layout and in one process, with its
+    auxiliary losses, clipping and update, in fp32 and in its own format; gradients, norms and
+    weights are compared, and exit code 1 says that one is too far off. Of a checkpoint
+    tensors.safetensors gets logits, nll and grad/<name> of the first batch, curve.json loss and
+    grad_norm by step, in fp32; tensors have the names of the checkpoint.
 
     Parameters
     ----------
-    hf_dir
-        A folder with config.json and model.safetensors, or its shards and their index; or the id of
-        a model of the hub.
-    batch
-        A safetensors file with input_ids and labels, both integers [N, B, T]; labels unshifted,
-        -100 ignored.
+    what
+        A job file, or a plan as `plan --json` wrote it; or a folder with config.json and
+        model.safetensors, or its shards and their index; or the id of a model of the hub.
     out
         The folder to write to.
-    layout
-        The layout, such as "ep2,mbs1"; dp is the rest of --nproc.
-    nproc
-        Processes to start: the world size.
-    steps
-        Updates; step s uses batch s mod N.
+    batch
+        Of a checkpoint: a safetensors file with input_ids and labels, both integers [N, B, T];
+        labels unshifted, -100 ignored.
+    set_
+        Another value for a key of the job, section.key=value; may be given again.
     """
+    if what.is_file():
+        if batch is not None or update != _DEFAULT_UPDATE:
+            rule = "are for a checkpoint: a job has data and an update rule of its own"
+            raise BadInput(Reason(field="--batch, --optimizer, --lr, ...", rule=rule))
+        return _verify_training(what, out, run, tuple(set_ or ()))
+    if set_:
+        rule = "is for a job file"
+        raise BadInput(Reason(field="--set", value=set_[0], rule=rule, nearest="leave it out"))
+    if batch is None:
+        rule = "is needed with a checkpoint: the file of its batches"
+        raise BadInput(Reason(field="--batch", rule=rule))
+    return _verify_checkpoint(what, batch=batch, out=out, run=run, update=update)
+
+
+def _verify_training(path: Path, out: Path, run: VerifiedRun, overrides: tuple[str, ...]) -> int:
+    from moewright.api.verifying import (
+        CHECK_FILE,
+        CHECKED_STEPS,
+        TrainingCheckRequest,
+        verify_training,
+    )
+    from moewright.report.training_check_text import print_training_checks
+
+    steps = CHECKED_STEPS if run.steps is None else run.steps
+    _check_at_least_one("--steps", steps)
+    if run.nproc is not None:
+        _check_at_least_one("--nproc", run.nproc)
+    request = TrainingCheckRequest(
+        path=path, out=out, layout=run.layout, nproc=run.nproc, steps=steps, overrides=overrides
+    )
+    answer = verify_training(request, print_now)
+    print_training_checks(open_console(None), answer.checks)
+    if answer.code:
+        return answer.code
+    print(f"wrote {out / CHECK_FILE}")
+    return 0 if answer.holds else FAILED
+
+
+def _verify_checkpoint(
+    hf_dir: Path, *, batch: Path, out: Path, run: VerifiedRun, update: UpdateOptions
+) -> int:
     from moewright.codec import parse_layout
     from moewright.engine.run.batch_file import read_batch_workload
     from moewright.engine.run.process_limit import refuse_too_many_processes
@@ -57,12 +99,14 @@ def verify(
     from moewright.rules.job import Job
     from moewright.rules.limits.engine_limits import require_runnable
 
+    nproc = 1 if run.nproc is None else run.nproc
+    steps = 1 if run.steps is None else run.steps
     _check_at_least_one("--nproc", nproc)
     _check_at_least_one("--steps", steps)
     optimizer = _read_optimizer(update)
     hf_dir = locate_folder(hf_dir, "hf_dir")
     model = read_config(hf_dir)
-    parsed_layout = parse_layout(layout, world_size=nproc)
+    parsed_layout = parse_layout(run.layout, world_size=nproc)
     refuse_too_many_processes(nproc, field="--nproc")
     # Refused before torch is imported, which takes seconds; without MTP layers, which a checkpoint
     # may leave out.

@@ -1,0 +1,57 @@
+"""How training in a layout compares with training in one process, figure by figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moewright.spec.workload import Dtype
+
+
+class ComparedKind(StrEnum):
+    """What is compared of two trainings."""
+
+    LOSS = "loss"
+    AUX_LOSS = "auxiliary loss"
+    NORM = "gradient norm"
+    GRADIENT = "gradient"  # of the first step, reduced and before clipping
+    WEIGHT = "weight"  # after the last step, over the way that it has gone
+
+
+class ComparedRun(StrEnum):
+    """What is compared with a plain run of one process."""
+
+    LAYOUT = "layout"
+    DOUBLED = "each micro-batch twice"  # of which losses and gradients are means: they stay
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingLine:
+    """One figure of both: how far the two are apart, over its size, and how far they may be.
+
+    `name` is a parameter, or a step from 1. `rounding` is how far one process is apart from itself
+    where its weights are off by a unit in the last place.
+    """
+
+    run: ComparedRun
+    kind: ComparedKind
+    name: str
+    difference: float
+    rounding: float
+    bound: float
+    holds: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingCheck:
+    """The comparison of a few steps, in one format. `clipped_steps` are those that were clipped."""
+
+    precision: Dtype
+    steps: int
+    clipped_steps: int
+    lines: tuple[TrainingLine, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every figure is within its bound."""
+        return all(line.holds for line in self.lines)
