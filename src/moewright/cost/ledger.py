@@ -107,7 +107,12 @@ def predict_rank_ledger(
         memory=sum_memory(memory),
         storages=list_storages(job, memory, host_bytes=host_bytes),
         beside=bound_beside(
-            job, memory, flat_sets, units, recorded_micro_batches=rows.micro_batches
+            job,
+            memory,
+            flat_sets,
+            units,
+            recorded_micro_batches=rows.micro_batches,
+            is_repeated=selection is not None and selection.is_repeated,
         ),
         comm=comm_rows(job, rank, rows, flat_sets, units),
         flops=flop_rows(job, pp_rank, rows),

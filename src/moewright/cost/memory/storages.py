@@ -65,12 +65,18 @@ def bound_beside(
     units: Sequence[FsdpUnit],
     *,
     recorded_micro_batches: int,
+    is_repeated: bool = False,
 ) -> StorageBytes:
-    """Return the most bytes that may live at each moment beside the least (`list_storages`)."""
+    """Return the most bytes that may live at each moment beside the least (`list_storages`).
+
+    Of a step that is repeated, what the first try has left lives through the second.
+    """
     beside = _SCALARS + _table_bytes(job) + _statistics_bytes(job, recorded_micro_batches)
     inputs = _input_bytes(job)
     if job.workload.data.prefetch:
         beside += inputs  # of the step that is read ahead, where it is computed
+    if is_repeated:
+        beside += inputs + _reduced_bytes(job, flat_sets, units)
     on_their_way = _weights_on_their_way(job, rows, units)
     rest = beside + on_their_way
     later = _later_bytes(job, rows)
