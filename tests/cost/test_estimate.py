@@ -307,6 +307,30 @@ def test_documents_leave_the_windows_of_compressed_attention() -> None:
         assert amounts[0.25, layer] - near == 0.25 * (amounts[1.0, layer] - near) > 0
 
 
+def test_a_cpu_without_rates_of_a_format_plans_memory_and_says_that_it_has_no_time() -> None:
+    model = catalogue.model("Qwen3-30B-A3B")
+    hardware = catalogue.hardware("8xH100")
+    device = replace(
+        hardware.device,
+        kind=DeviceKind.CPU,
+        name="some CPU",
+        peaks=tuple(peak for peak in hardware.device.peaks if not peak.dtype.is_narrow),
+        rates=(),
+    )
+    cpu = replace(hardware, device=device)
+    layout = parse_layout("ep8", world_size=8)
+    work = Workload(seq_len=1024, global_batch=64, precision=Dtype.MXFP8)
+    narrow = estimate(model, work, cpu, layout)
+    wide = estimate(model, replace(work, precision=Dtype.BF16), cpu, layout)
+    assert (
+        narrow.untimed
+        == "some CPU has no rates for mxfp8: memory and counts are planned, and no time"
+    )
+    assert narrow.title().endswith(narrow.untimed)
+    assert not wide.untimed
+    assert narrow.peak_bytes < wide.peak_bytes
+
+
 def test_four_bit_linears_keep_less_and_multiply_faster_where_the_part_can() -> None:
     """Compare with 1,440 tokens/s a GB300 in NVFP4, as published."""
     hardware = catalogue.hardware("256xGB300")

@@ -4,12 +4,22 @@ from dataclasses import replace
 
 import pytest
 
+from moewright.diagnosis.compare_ledgers import compare_ledgers
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, find_fixes
+from moewright.diagnosis.utilization import describe_use
 from moewright.rules.steady_steps import median_phase_seconds, median_step_s, steady_steps
 from moewright.spec.finding import Basis, Cause, Wall
-from moewright.spec.ledger import StepPhase, TimeRow
-from moewright.spec.run import GroupWait, HostTime, RankTiming
+from moewright.spec.ledger import (
+    Ledger,
+    Module,
+    StepPhase,
+    StorageBytes,
+    StorageMoment,
+    StorageRow,
+    TimeRow,
+)
+from moewright.spec.run import DeviceSample, GroupWait, HostTime, RankTiming
 from sample_run import plan, record
 
 OURS = FixContext(trainer=Trainer.OURS)
@@ -146,3 +156,40 @@ def test_the_link_is_told_from_late_ranks_by_what_the_last_rank_waits():
         replace(run, paces=(timing(0, 0.5, 0.1, 0.15), timing(1, 0.3, 0.1, 0.15)))
     )
     assert crowded.mean_late_wait_s == pytest.approx(0.15)  # each peer had no core for as long
+
+
+def test_goals_of_busy_full_and_quiet_devices_are_judged():
+    idle = DeviceSample(resident_share=0.62, used_bytes=3 << 30, peak_allocated_bytes=0)
+    timings = [
+        RankTiming(rank=rank, steps=3, phases=(), waits=(), host=HostTime(), device=sample)
+        for rank, sample in enumerate((replace(idle, resident_share=0.95), idle))
+    ]
+    run = replace(record(), paces=tuple(timings))
+    critical = find_critical_rank(record())
+    waits = {Cause.EP: 0.3 * critical.step_s}
+    lines = list(describe_use(run, replace(critical, waits=waits, late_wait_s=0.0)))
+    assert lines[0] == "utilisation 62% on rank 1, the least busy, below the 90% to aim at"
+    assert lines[1] == "memory 3 GiB of 4 GiB on rank 0, below the 80% to aim at"
+    assert lines[2].endswith("30% of the step on rank 0, above the 20% to aim at")
+    assert not list(describe_use(record(), replace(critical, waits={})))
+
+
+def test_storages_that_no_row_lists_are_a_finding_with_their_place_and_no_wall():
+    run = record()
+    weighed = StorageBytes(resident=100, kept=5000, peak=6000, left=100)
+    place = "engine/model/moe.py:7 in forward (aten.clone.default)"
+    row = StorageRow(moment=StorageMoment.KEPT, module=Module.EXPERTS, place=place, bytes=4000)
+    counted = Ledger(rank=0, pp_rank=0, storages=weighed, unlisted=(row,))
+    listed = StorageBytes(resident=100, kept=1000, peak=1000, left=100)
+    allowance = StorageBytes(resident=10, kept=50, peak=9000, left=10)
+    predicted = Ledger(rank=0, pp_rank=0, storages=listed, allowance=allowance)
+    comparison = compare_ledgers(predicted, counted)
+    assert not comparison.is_accounted
+    findings = diagnose_run(run, [comparison])
+    (finding,) = (finding for finding in findings if finding.cause is Cause.UNLISTED)
+    assert finding is not findings[0]
+    assert finding.title == "Rank 0 holds 3.91 KiB that no row of the ledger lists"
+    assert finding.evidence[-1] == f"3.91 KiB of experts: {place}"
+    assert find_fixes(finding, OURS)
+    within = replace(predicted, allowance=replace(allowance, kept=4000))
+    assert compare_ledgers(within, counted).is_accounted

@@ -5,10 +5,13 @@ Of every call it is what the rank to come last waited.
 
 import time
 
+import torch
+
+from moewright.engine.observe.device_meter import DeviceMeter
 from moewright.engine.observe.step_timing import StepTimer, add_links
 from moewright.engine.observe.wait_clock import WaitClock
 from moewright.spec.layout import Layout
-from moewright.spec.run import GroupWait, HostTime, RankTiming
+from moewright.spec.run import DeviceSample, GroupWait, HostTime, RankTiming
 
 
 def rank_timing(rank: int, **seconds: float) -> RankTiming:
@@ -61,3 +64,26 @@ def test_ranks_that_do_not_tell_the_same_calls_tell_no_link() -> None:
     assert (
         add_links(layout, [rank_timing(0, ep=1e-3), rank_timing(1, ep=1e-3)], calls)[0].links == ()
     )
+
+
+def test_a_process_that_computes_is_busy_and_one_that_sleeps_is_not() -> None:
+    meter = DeviceMeter(torch.device("cpu"))
+    samples = []
+    for work in (lambda: sum(range(10**7)), lambda: time.sleep(0.3)):
+        meter.begin_step()
+        work()
+        sample = meter.end_step()
+        assert sample is not None
+        samples.append(sample)
+    assert samples[0].resident_share > 3 * samples[1].resident_share
+    assert samples[0].used_bytes > 50 << 20  # torch is imported
+
+
+def test_the_use_of_a_device_is_the_median_of_its_steady_steps_and_its_most_memory() -> None:
+    timer = StepTimer(rank=0)
+    for share, used in ((0.5, 100), (0.9, 300), (0.7, 200)):
+        sample = DeviceSample(resident_share=share, used_bytes=used, peak_allocated_bytes=0)
+        timer.add_steady_step((), (), {}, HostTime(), sample)
+    timer.close()
+    expected = DeviceSample(resident_share=0.7, used_bytes=300, peak_allocated_bytes=0)
+    assert timer.build_rank_timing().device == expected

@@ -15,7 +15,7 @@ import tiny_jobs
 from moewright.engine.observe.trackers import open_trackers
 from moewright.rules.limits.engine_limits import unsupported_model
 from moewright.spec.extensions import list_extensions
-from moewright.spec.run import EvalRecord, StepRecord
+from moewright.spec.run import DeviceSample, EvalRecord, HostTime, RankTiming, StepRecord
 from moewright.spec.workload import DataSpec, Tracker
 
 STEP = StepRecord(
@@ -33,6 +33,11 @@ STEP = StepRecord(
     skipped=False,
     phases=(),
     loads=(),
+    device=DeviceSample(resident_share=0.75, used_bytes=1 << 30, peak_allocated_bytes=0),
+)
+TIMINGS = tuple(
+    RankTiming(rank=rank, steps=2, phases=(), waits=(), host=HostTime(), device=STEP.device)
+    for rank in (0, 1)
 )
 EVALUATION = EvalRecord(step=3, heldout_loss=2.4, unigram_entropy=4.0, tokens=64)
 
@@ -44,6 +49,7 @@ def write_records(run_dir: Path, *trackers: str) -> None:
     writer = open_trackers(plan, run_dir, first_step=1)
     writer.write_step(STEP)
     writer.write_evaluation(EVALUATION)
+    writer.write_timings(3, TIMINGS)
     writer.close()
 
 
@@ -57,6 +63,8 @@ def test_tensorboard_reads_what_is_written_and_hides_what_was_taken_back(tmp_pat
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 2.5)]
     assert events.Scalars("eval/heldout_loss")[0].value == pytest.approx(2.4)
+    assert events.Scalars("device/utilisation_rank_0")[0].value == pytest.approx(0.75)
+    assert events.Scalars("device/used_bytes_rank_1")[0].value == 1 << 30
 
 
 def test_a_full_disk_ends_tensorboard_in_one_line(
@@ -142,9 +150,9 @@ def test_mlflow_takes_scalars_and_the_job_once(
     write_records(tmp_path / "run", Tracker.MLFLOW)
     write_records(tmp_path / "run", Tracker.MLFLOW)
     names = [name for name, _ in stand_in.calls]
-    assert names == ["start", "params", "metrics", "metrics", "end", *names[5:]]
-    assert names[5:] == ["start", "metrics", "metrics", "end"]
-    assert stand_in.calls[5] == ("start", "there")
+    logged = ["metrics"] * 3  # a step, an evaluation, the ranks' devices
+    assert names == ["start", "params", *logged, "end", "start", *logged, "end"]
+    assert stand_in.calls[6] == ("start", "there")
     scalars, step = stand_in.calls[2][1]
     assert (scalars["train/grad_norm"], step) == (0.7, 3)
     assert stand_in.calls[1][1]["workload.seq_len"] == "32"

@@ -13,12 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import tiny_jobs
 from moewright.codec import read_incidents
 from moewright.engine.comm import collectives
-from moewright.engine.run import train as train_module
+from moewright.engine.observe.device_meter import DeviceMeter
 from moewright.engine.run.launch import launch
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Timeouts
@@ -165,12 +164,12 @@ def run_job(folder: Path, plan: Plan) -> ExitCode:
     """Train, and suspend rank 1 at the end of its fourth step."""
     steps = iter(range(1, 1000))
 
-    def sample_and_suspend(device: torch.device) -> None:
+    def sample_and_suspend(meter: DeviceMeter) -> None:
         if next(steps) == 4 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGSTOP)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "sample_device", sample_and_suspend)
+        patch.setattr(DeviceMeter, "end_step", sample_and_suspend)
         return train(plan, folder / "run")
 
 

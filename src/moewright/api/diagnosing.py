@@ -34,6 +34,7 @@ from moewright.diagnosis.traces.step_details import StepDetails, detail_step
 from moewright.diagnosis.traces.trace_findings import diagnose_traces
 from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall
 from moewright.diagnosis.traces.worst_step import WorstStep, find_worst_step
+from moewright.diagnosis.utilization import describe_use
 from moewright.diagnosis.waterfall import build_log_waterfall, peak_flops
 from moewright.report.diagnosis_text import describe_log
 from moewright.report.findings_track import write_findings_tracks
@@ -64,9 +65,10 @@ class Diagnosis(Record):
     """The walls of a run, largest first, and where its step goes.
 
     `headline` says what the findings do not explain, "" where they explain the step. `waterfall` is
-    None where the job is not known; `notes` say what was read otherwise than written, and `hint`
-    what else to say for a fuller answer, "" where nothing is missing. `mfu` is by the rate that a
-    log prints and the peak of the hardware that was named; 0 where either is missing.
+    None where the job is not known; `notes` say what was read otherwise than written, and how busy
+    the devices of a run are; `hint` what else to say for a fuller answer, "" where nothing is
+    missing. `mfu` is by the rate that a log prints and the peak of the hardware that was named; 0
+    where either is missing.
     """
 
     source: DiagnosisSource
@@ -236,11 +238,13 @@ def _diagnose_engine_run(folder: Path) -> Diagnosis:
         rule = "holds no finished steps to diagnose"
         raise BadInput(Reason(field=str(folder), rule=rule, nearest="a run that trained"))
     job = record.plan
+    critical = find_critical_rank(record)
     return Diagnosis(
         source=DiagnosisSource.RUN,
         findings=price_findings(findings, FixContext(job=job, trainer=Trainer.OURS)),
-        waterfall=build_run_waterfall(record, find_critical_rank(record), job),
+        waterfall=build_run_waterfall(record, critical, job),
         job=job,
+        notes=tuple(describe_use(record, critical)),
     )
 
 

@@ -71,6 +71,7 @@ from moewright.rules.expert_load import (
 )
 from moewright.rules.expert_placement import describe_placements
 from moewright.rules.job import Job
+from moewright.rules.limits.legality import describe_untimed
 from moewright.rules.shapes import flops
 from moewright.rules.timetable import stages
 from moewright.spec.hardware import Hardware, NetworkKind
@@ -343,6 +344,7 @@ def _join(
         peak_interval_95=peak_interval(peak.peak_bytes, peak.sd_bytes, 0.95),
         fit_probability=fit_probability(margin_bytes, peak.sd_bytes),
         evidence=evidence,
+        untimed=describe_untimed(workload, hardware),
     )
 
 

@@ -11,7 +11,7 @@ from moewright.cost.memory.model_states import frozen_rows
 from moewright.cost.memory.paired_memory import paired_saved_rows
 from moewright.cost.memory.peak import sum_memory
 from moewright.cost.memory.replicas import replica_rows
-from moewright.cost.memory.storages import bound_beside, list_storages
+from moewright.cost.memory.storages import bound_allowance, list_storages
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
 from moewright.cost.volumes.collective_bytes import comm_rows
 from moewright.rules import grid
@@ -106,7 +106,7 @@ def predict_rank_ledger(
         pp_rank=pp_rank,
         memory=sum_memory(memory),
         storages=list_storages(job, memory, host_bytes=host_bytes),
-        beside=bound_beside(
+        allowance=bound_allowance(
             job,
             memory,
             flat_sets,

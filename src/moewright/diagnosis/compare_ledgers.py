@@ -244,7 +244,7 @@ def _memory_bytes(ledger: Ledger, components: Iterable[Component]) -> LedgerColu
 
 def _storage_lines(predicted: Ledger, counted: Ledger) -> Iterator[LedgerLine]:
     """Yield the bytes of all storages at each moment, where they were weighed."""
-    least, most, weighed = predicted.storages, predicted.beside, counted.storages
+    least, most, weighed = predicted.storages, predicted.allowance, counted.storages
     if least is None or most is None or weighed is None:
         return
     for moment in StorageMoment:

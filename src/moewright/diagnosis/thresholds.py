@@ -11,6 +11,11 @@ from moewright.spec.finding import Cause, Finding, Wall
 from moewright.spec.plan import TimePart
 
 COMMUNICATION_SHARE = 0.15
+# What the throughput guide for Megatron-LM aims at: devices this busy, memory this full, and no
+# more of a step than this for communication.
+BUSY_SHARE = 0.90
+MEMORY_GOAL = 0.80
+COMMUNICATION_GOAL = 0.20
 HOST_SHARE = 0.10
 MEMORY_SHARE = 0.90
 # Memory that the allocator holds beyond what it gave out, over what it holds, above which

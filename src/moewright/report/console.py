@@ -80,13 +80,17 @@ def print_estimate_parts(console: Console, plan: Plan, *, verbose: bool = False)
             f"{ledger.pp_rank}: {format_bytes(ledger.device_bytes)}" for ledger in estimate.ledgers
         )
         console.print(Text(f"Peak by pipeline rank   {peaks}\n"))
-    console.print(_time_table(console, estimate, verbose=verbose))
-    console.print(
-        f"{plural(estimate.micro_batches, 'micro-batch')}, bubble {estimate.bubble_fraction:.2%}; "
-        f"{format_rate(estimate.tokens_per_s_per_device)} tokens/s/device, "
-        f"{estimate.tflops_per_device:.4g} TFLOP/s/device, "
-        f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}"
-    )
+    if estimate.untimed:
+        console.print(Text(estimate.untimed), soft_wrap=True)
+    else:
+        console.print(_time_table(console, estimate, verbose=verbose))
+        console.print(
+            f"{plural(estimate.micro_batches, 'micro-batch')}, "
+            f"bubble {estimate.bubble_fraction:.2%}; "
+            f"{format_rate(estimate.tokens_per_s_per_device)} tokens/s/device, "
+            f"{estimate.tflops_per_device:.4g} TFLOP/s/device, "
+            f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}"
+        )
     if verbose:
         console.print(assumption_table(estimate.assumptions))
     else:

@@ -132,10 +132,14 @@ def build_verdict(record: RunRecord, comparisons: Sequence[LedgerComparison]) ->
     if measured_s:
         error = (predicted_s - measured_s) / measured_s
     error_text = f"{abs(error):.1%} too {'low' if error < 0 else 'high'}"
+    step_note = f"predicted {format_seconds(predicted_s)}, {error_text}"
     learning = _judge_learning(record)
     ledger = _judge_ledgers(comparisons)
     clauses = [learning.clause]
-    if measured_s:
+    if measured_s and estimate.untimed:
+        clauses += [f"a step took {format_seconds(measured_s)}", estimate.untimed]
+        step_note = estimate.untimed
+    elif measured_s:
         clauses.append(
             f"a step took {format_seconds(measured_s)} where {format_seconds(predicted_s)} "
             f"was predicted, {error_text}"
@@ -151,7 +155,7 @@ def build_verdict(record: RunRecord, comparisons: Sequence[LedgerComparison]) ->
         Tile(
             label="Step time",
             value=format_seconds(measured_s),
-            note=f"predicted {format_seconds(predicted_s)}, {error_text}",
+            note=step_note,
         ),
         Tile(label="Speed", value=format_rate(rate), note="tokens/s/rank, median"),
         Tile(label="MFU", value=f"{mfu:.1%}", note=f"predicted {estimate.mfu:.1%}"),

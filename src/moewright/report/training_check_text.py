@@ -8,7 +8,7 @@ from itertools import product
 from rich.console import Console
 
 from moewright.report.console import make_table
-from moewright.spec.training_check import ComparedKind, ComparedRun, TrainingCheck, TrainingLine
+from moewright.spec.training_check import CheckedRun, ComparedKind, TrainingCheck, TrainingLine
 from moewright.spec.units import plural
 
 _FAILURES_SHOWN = 8
@@ -30,7 +30,7 @@ def print_training_checks(console: Console, checks: Sequence[TrainingCheck]) -> 
             text_columns=("run", "figure", "nearest to its bound", ""),
             title=title,
         )
-        for run, kind in product(ComparedRun, ComparedKind):
+        for run, kind in product(CheckedRun, ComparedKind):
             lines = [line for line in check.lines if (line.run, line.kind) == (run, kind)]
             if not lines:
                 continue

@@ -157,7 +157,7 @@ class Ledger:
     (micro-batch, chunk) pairs between their forward and the end of their backward.
 
     `storages` are the bytes of a counted step; in a prediction, what its rows list at the same
-    moments, and `beside` is the most that may live beside that. `unlisted` are the largest storages
+    moments, and `allowance` is the most that may live beside that. `unlisted` are the largest storages
     of a counted step that no row of `memory` lists.
     """
 
@@ -169,7 +169,7 @@ class Ledger:
     time: tuple[TimeRow, ...] = ()
     in_flight: int = 0
     storages: StorageBytes | None = None
-    beside: StorageBytes | None = None
+    allowance: StorageBytes | None = None
     unlisted: tuple[StorageRow, ...] = ()
     # peculiarities of this device that the other ledger (predicted or counted) cannot contain
     notes: tuple[str, ...] = ()

@@ -142,10 +142,15 @@ class Estimate(Record):
     fit_probability: float = 0.0  # that the peak stays within capacity
     evidence: Evidence = Evidence(grade=EvidenceGrade.FORMULA)
     imbalance: Imbalance = Imbalance()
+    # Why there is no time; "" where there is. Seconds are then those of wide products, by which
+    # layouts are ordered, and say nothing of a step.
+    untimed: str = ""
 
     def title(self) -> str:
         """Return the verdict with the peak, and the speed."""
         peak = f"peak {self.peak_bytes / GIB:.4g} of {self.capacity_bytes / GIB:.4g} GiB"
+        if self.untimed:
+            return f"{self.verdict.value}: {peak}; {self.untimed}"
         speed = f"{self.tokens_per_s_per_device:,.4g} tokens/s/device, MFU {self.mfu:.1%}"
         return f"{self.verdict.value}: {peak}; {self.step_s:.4g} s a step, {speed}"
 

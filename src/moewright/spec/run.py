@@ -68,15 +68,16 @@ class HostTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSample:
-    """What the driver of a GPU reports at the end of a step.
+    """What is known of a rank's device at the end of a step.
 
-    `resident_share` is the share of recent time in which any kernel was resident, spinning
-    communication included: it does not tell how busy the tensor cores are.
+    Of a GPU its driver reports it: `resident_share` is the share of recent time in which any kernel
+    was resident, spinning communication included, and does not tell how busy the tensor cores are.
+    Of a CPU it is the share of the step in which the threads of this process ran.
     """
 
     resident_share: float
-    used_bytes: int  # of the whole device, by every process
-    peak_allocated_bytes: int  # by torch in this process since its start
+    used_bytes: int  # of a GPU by every process; of a CPU by this one
+    peak_allocated_bytes: int  # by torch in this process since its start; 0 on a CPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +87,8 @@ class RankTiming:
     Warm-up steps and the counted step are left out. `links` is the part of `waits` that the last
     rank to arrive spent as well: the collective itself, with all ranks present. The rest of `waits`
     was spent waiting for a late rank. `links` covers groups whose ranks all take part in each call;
-    it is () where the calls were not kept.
+    it is () where the calls were not kept. `device` has the median share and the most memory; None
+    where nothing tells.
     """
 
     rank: int
@@ -95,6 +97,7 @@ class RankTiming:
     waits: tuple[GroupWait, ...]
     host: HostTime
     links: tuple[GroupWait, ...] = ()
+    device: DeviceSample | None = None
 
     @property
     def step_s(self) -> float:

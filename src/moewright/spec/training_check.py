@@ -18,7 +18,7 @@ class ComparedKind(StrEnum):
     WEIGHT = "weight"  # after the last step, over the way that it has gone
 
 
-class ComparedRun(StrEnum):
+class CheckedRun(StrEnum):
     """What is compared with a plain run of one process."""
 
     LAYOUT = "layout"
@@ -33,7 +33,7 @@ class TrainingLine:
     where its weights are off by a unit in the last place.
     """
 
-    run: ComparedRun
+    run: CheckedRun
     kind: ComparedKind
     name: str
     difference: float

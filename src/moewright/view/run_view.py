@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import nan
 from statistics import fmean
 
 from moewright.diagnosis.compare_ledgers import TOTAL, LedgerComparison, Section
+from moewright.diagnosis.utilization import list_device_use
 from moewright.report.incident_section import IncidentSection, build_incident_section
 from moewright.report.plan_sections import FactList, build_plan_facts, list_sources
 from moewright.report.run_sections import (
@@ -27,6 +28,7 @@ from moewright.spec.ledger import Component, StepPhase
 from moewright.spec.plan import Assumption, Plan
 from moewright.spec.record import Record, Row
 from moewright.spec.run import EvalRecord, RunRecord, Session
+from moewright.spec.units import format_bytes
 from moewright.view.curves import Point, thin_points
 from moewright.view.diagnosis_view import DiagnosisView, build_diagnosis_view, close_at
 from moewright.view.plan_view import JobView, build_job_view
@@ -153,12 +155,25 @@ def build_run_view(
         memory=_compare_memory(plan, comparisons),
         is_counted=bool(comparisons),
         capacity_bytes=plan.estimate.capacity_bytes,
-        facts=build_plan_facts(plan),
+        facts=(*build_plan_facts(plan), *_list_device_facts(record)),
         ledgers=tuple(build_ledger_table(comparison, is_open=False) for comparison in comparisons),
         sources=list_sources(plan),
         sessions=record.sessions,
         incidents=build_incident_section(record.incidents),
     )
+
+
+def _list_device_facts(record: RunRecord) -> Iterator[FactList]:
+    """Yield the list of how busy and how full each rank's device was; none where nothing tells."""
+    rows = tuple(
+        (
+            f"rank {use.rank}",
+            f"{use.sample.resident_share:.0%} busy, {format_bytes(use.sample.used_bytes)}",
+        )
+        for use in list_device_use(record)
+    )
+    if rows:
+        yield FactList(title="Devices, median over steps", rows=rows)
 
 
 def _compare_phases(record: RunRecord, step_s: float) -> tuple[ComparedValue, ...]:

@@ -58,7 +58,7 @@ def _later_bytes(job: Job, rows: Sequence[MemoryRow]) -> int:
     return sum(row.bytes for row in rows if row.component is Component.GRADIENTS)
 
 
-def bound_beside(
+def bound_allowance(
     job: Job,
     rows: Sequence[MemoryRow],
     flat_sets: Sequence[BucketSet],
@@ -71,14 +71,14 @@ def bound_beside(
 
     Of a step that is repeated, what the first try has left lives through the second.
     """
-    beside = _SCALARS + _table_bytes(job) + _statistics_bytes(job, recorded_micro_batches)
+    steady = _SCALARS + _table_bytes(job) + _statistics_bytes(job, recorded_micro_batches)
     inputs = _input_bytes(job)
     if job.workload.data.prefetch:
-        beside += inputs  # of the step that is read ahead, where it is computed
+        steady += inputs  # of the step that is read ahead, where it is computed
     if is_repeated:
-        beside += inputs + _reduced_bytes(job, flat_sets, units)
+        steady += inputs + _reduced_bytes(job, flat_sets, units)
     on_their_way = _weights_on_their_way(job, rows, units)
-    rest = beside + on_their_way
+    rest = steady + on_their_way
     later = _later_bytes(job, rows)
     in_passes = rest + inputs + _message_bytes(job) + later
     kept = in_passes

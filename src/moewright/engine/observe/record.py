@@ -59,6 +59,8 @@ class RecordWriter(Protocol):
 
     def write_evaluation(self, record: EvalRecord) -> None: ...
 
+    def write_timings(self, step: int, timings: Sequence[RankTiming]) -> None: ...
+
     def sync(self) -> None: ...
 
     def close(self) -> None: ...
@@ -93,6 +95,9 @@ class JsonLinesWriter:
 
     def write_evaluation(self, record: EvalRecord) -> None:
         self._write(record)
+
+    def write_timings(self, step: int, timings: Sequence[RankTiming]) -> None:
+        pass  # paces.json has them
 
     def sync(self) -> None:
         """Wait until all lines, and the name of their file, are on disk."""
@@ -239,6 +244,9 @@ class ConsoleWriter:
         else:
             self._line(f"step {record.step}/{self._last}  {text}")
 
+    def write_timings(self, step: int, timings: Sequence[RankTiming]) -> None:
+        pass
+
     def write_evaluation(self, record: EvalRecord) -> None:
         loss = _format_number(record.heldout_loss, 4)
         line = (
@@ -298,6 +306,10 @@ class Recorder:
     def write_evaluation(self, record: EvalRecord) -> None:
         for writer in self.writers:
             writer.write_evaluation(record)
+
+    def write_timings(self, step: int, timings: Sequence[RankTiming]) -> None:
+        for writer in self.writers:
+            writer.write_timings(step, timings)
 
     def sync(self) -> None:
         for writer in self.writers:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-import torch
-
 from moewright.engine.observe.wait_clock import CallsByGroup, SchedulerClock, WaitClock
 from moewright.rules.grid import group_ranks
 from moewright.spec.layout import Layout
@@ -39,6 +37,7 @@ class StepTimer:
         self._phases: dict[StepPhase, list[float]] = defaultdict(list)
         self._waits: dict[str, list[float]] = defaultdict(list)
         self._hosts: list[HostTime] = []
+        self._devices: list[DeviceSample] = []
         self._calls: deque[CallsByGroup] = deque(maxlen=STEPS_KEPT)
         gc.callbacks.append(self._on_garbage_collection)
 
@@ -80,8 +79,11 @@ class StepTimer:
         waits: tuple[GroupWait, ...],
         calls: CallsByGroup,
         host: HostTime,
+        device: DeviceSample | None,
     ) -> None:
         """Take a step into the medians."""
+        if device is not None:
+            self._devices.append(device)
         self._calls.append(
             {group: waited for group, waited in calls.items() if len(waited) <= CALLS_KEPT}
         )
@@ -116,6 +118,16 @@ class StepTimer:
                 collecting_s=median(host.collecting_s for host in hosts),
                 asleep_s=median(host.asleep_s for host in hosts),
             ),
+            device=self._build_sample(),
+        )
+
+    def _build_sample(self) -> DeviceSample | None:
+        if not self._devices:
+            return None
+        return DeviceSample(
+            resident_share=median(sample.resident_share for sample in self._devices),
+            used_bytes=max(sample.used_bytes for sample in self._devices),
+            peak_allocated_bytes=max(sample.peak_allocated_bytes for sample in self._devices),
         )
 
 
@@ -151,17 +163,3 @@ def _measure_links(
             seconds = min(median(link_seconds), wait.seconds)
             links.append(GroupWait(group=wait.group, seconds=seconds))
     return tuple(links)
-
-
-def sample_device(device: torch.device) -> DeviceSample | None:
-    """Sample a GPU where its driver's library is installed; None elsewhere."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    try:
-        share = torch.cuda.utilization(device) / 100
-    except (ModuleNotFoundError, RuntimeError):
-        # nvidia-ml-py is not installed, or the driver does not answer.
-        return None
-    peak = torch.cuda.max_memory_allocated(device)
-    return DeviceSample(resident_share=share, used_bytes=total - free, peak_allocated_bytes=peak)

@@ -294,7 +294,7 @@ def name_holders(tensors: Mapping[int, torch.Tensor]) -> dict[int, str]:
     Lists, dictionaries and closures are not named, but the object that holds them.
     """
     names: dict[int, str] = {}
-    # By the id of an object: the tensors in it, each with the way to it from there.
+    # By the id of an object: the tensors in it, each with the path to it from there.
     inside: dict[int, list[tuple[int, str]]] = {
         id(tensor): [(key, "")] for key, tensor in tensors.items()
     }
@@ -309,12 +309,12 @@ def name_holders(tensors: Mapping[int, torch.Tensor]) -> dict[int, str]:
             seen.add(id(holder))
             is_container = isinstance(holder, (dict, list, tuple, set, CellType))
             for name, value in _list_values(holder):
-                for key, way in inside.get(id(value), ()):
+                for key, path in inside.get(id(value), ()):
                     if is_container:
-                        inside.setdefault(id(holder), []).append((key, way or name))
+                        inside.setdefault(id(holder), []).append((key, path or name))
                     else:
                         owner = getattr(holder, "__qualname__", type(holder).__name__)
-                        names.setdefault(key, f"{owner}.{name or way}")
+                        names.setdefault(key, f"{owner}.{name or path}")
             if is_container and id(holder) in inside:
                 around.append(holder)
         level = around

@@ -17,7 +17,15 @@ from typing import Any, Protocol
 from moewright.codec import read_text, to_data, write_text
 from moewright.spec.extensions import ExtensionPoint, load_extension
 from moewright.spec.plan import Plan
-from moewright.spec.run import EvalRecord, LayerLoad, PairRewards, Session, StepRecord
+from moewright.spec.run import (
+    DeviceSample,
+    EvalRecord,
+    LayerLoad,
+    PairRewards,
+    RankTiming,
+    Session,
+    StepRecord,
+)
 from moewright.spec.workload import Tracker
 
 # Where a run folder keeps the id that its run has with a tracker.
@@ -55,6 +63,8 @@ class ScalarWriter:
         }
         if record.rewards.pairs:
             scalars |= _reward_scalars(record.rewards)
+        if record.device is not None:
+            scalars |= _device_scalars(0, record.device)
         for load in record.loads:
             for name, value in _load_scalars(load):
                 scalars[f"moe/{name}_layer_{load.layer}"] = value
@@ -68,6 +78,15 @@ class ScalarWriter:
 
     def sync(self) -> None:
         """Do nothing: trackers write when they like, and steps.jsonl has all of it."""
+
+    def write_timings(self, step: int, timings: Sequence[RankTiming]) -> None:
+        """Log the use of every rank's device over the session; each step has that of rank 0."""
+        scalars: dict[str, float] = {}
+        for timing in timings:
+            if timing.device is not None:
+                scalars |= _device_scalars(timing.rank, timing.device)
+        if scalars:
+            self._log(scalars, step)
 
     def close(self) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -86,6 +105,13 @@ class ScalarWriter:
     def _leave(self, name: str, error: Exception) -> None:
         del self._trackers[name]
         print(f"{name} takes no more of this run: {error}", file=sys.stderr)
+
+
+def _device_scalars(rank: int, sample: DeviceSample) -> dict[str, float]:
+    return {
+        f"device/utilisation_rank_{rank}": sample.resident_share,
+        f"device/used_bytes_rank_{rank}": float(sample.used_bytes),
+    }
 
 
 def _reward_scalars(rewards: PairRewards) -> dict[str, float]:

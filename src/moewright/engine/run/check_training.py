@@ -55,7 +55,7 @@ from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import require_runnable
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.training_check import ComparedKind, ComparedRun, TrainingCheck, TrainingLine
+from moewright.spec.training_check import CheckedRun, ComparedKind, TrainingCheck, TrainingLine
 from moewright.spec.workload import Dtype, Objective, RoutesSpec, Workload
 
 # How often the distance that rounding makes may be exceeded: a layout rounds in other places, and
@@ -153,7 +153,7 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
     noisy, compared = others[: len(_NOISE_SEEDS)], others[len(_NOISE_SEEDS) :]
     lines = [
         line
-        for run, trained in zip(ComparedRun, compared, strict=False)
+        for run, trained in zip(CheckedRun, compared, strict=False)
         for line in _compare(run, reference, noisy, trained)
     ]
     clip = job.workload.optimizer.clip_norm
@@ -281,7 +281,7 @@ def _read_steps(out: Path) -> TrainedSteps:
 
 
 def _compare(
-    run: ComparedRun,
+    run: CheckedRun,
     reference: TrainedSteps,
     noisy: Sequence[TrainedSteps],
     trained: TrainedSteps,

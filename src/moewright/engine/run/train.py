@@ -36,9 +36,10 @@ from moewright.engine.kernels.fused.select import unavailable_reasons
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.routes import prepare_routes
 from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.observe.device_meter import DeviceMeter
 from moewright.engine.observe.profile import ProfilerWindow, merge_traces
 from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
-from moewright.engine.observe.step_timing import StepTimer, add_links, sample_device
+from moewright.engine.observe.step_timing import StepTimer, add_links
 from moewright.engine.observe.wait_clock import WaitClock
 from moewright.engine.optim.update_rules import learning_rate
 from moewright.engine.run.build_state import (
@@ -339,6 +340,7 @@ def _train_rank(
     recorder = open_recorder(plan, run_dir, rank, first_step, last_step)
     recorder.write_session(build_session(plan, first_step, device))
     timer = StepTimer(rank=rank)
+    device_meter = DeviceMeter(device)
     profiler = ProfilerWindow(
         workload.profile,
         run_dir,
@@ -365,6 +367,7 @@ def _train_rank(
         is_counted = step == counted_step
         guard.begin_step()
         timer.begin_step(wait_clock)
+        device_meter.begin_step()
         with profiler.step(step):
             result = train_step(
                 state,
@@ -376,12 +379,13 @@ def _train_rank(
             )
         waits, wait_calls = wait_clock.take()
         host = timer.end_step(waits)
+        sample = device_meter.end_step()
         guard.note(step)
         if step >= first_step + SESSION_WARMUP_STEPS and not is_counted:
-            timer.add_steady_step(result.phases, waits, wait_calls, host)
+            timer.add_steady_step(result.phases, waits, wait_calls, host, sample)
             straggler_watch.add_step(result.expert_loads, host)
         record = build_step_record(plan, step, lr, result)
-        record = replace(record, waits=waits, host=host, device=sample_device(device))
+        record = replace(record, waits=waits, host=host, device=sample)
         recorder.write_step(replace(record, copied_step=saver.copied_step))
         if step == first_step and repeated is not None:
             note_way_on(run_dir, plan.layout, first_step, repeated)
@@ -410,10 +414,10 @@ def _train_rank(
     batches.close()
     saver.close()
     _note_copy_failures(saver, run_dir, plan, step)
-    recorder.close()
     profiler.close()
     timer.close()
-    _write_rank_timings(plan, run_dir, timer, context)
+    recorder.write_timings(step, _write_rank_timings(plan, run_dir, timer, context))
+    recorder.close()
     state.optimizer.finish_pending()
     collectives.leave_world()
     return RankOutcome.STOPPED if stopped else RankOutcome.DONE
@@ -472,16 +476,23 @@ def _evaluate(
     )
 
 
-def _write_rank_timings(plan: Plan, run_dir: Path, timer: StepTimer, context: RankContext) -> None:
-    """Gather the timings of all ranks; rank 0 writes paces.json and the merged trace."""
+def _write_rank_timings(
+    plan: Plan, run_dir: Path, timer: StepTimer, context: RankContext
+) -> tuple[RankTiming, ...]:
+    """Gather the timings of all ranks; rank 0 writes paces.json and the merged trace.
+
+    It returns them; other ranks return ().
+    """
     own = {"pace": to_data(timer.build_rank_timing()), "calls": timer.recent_calls}
     gathered = gather_and_note(context, own)
     if context.rank != 0:
-        return
+        return ()
     timings = [
         from_data(RankTiming, data["pace"], where=f"pace of rank {number}")
         for number, data in enumerate(gathered)
     ]
     calls = [data["calls"] for data in gathered]
-    write_rank_timings(run_dir, plan.layout, add_links(plan.layout, timings, calls))
+    linked = add_links(plan.layout, timings, calls)
+    write_rank_timings(run_dir, plan.layout, linked)
     merge_traces(run_dir)
+    return linked

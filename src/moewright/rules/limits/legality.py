@@ -21,7 +21,7 @@ from moewright.rules.timetable.schedule import check_schedule
 from moewright.rules.timetable.stages import check_stages
 from moewright.spec.choices import MAX_DEGREE, FieldKind, LayoutField
 from moewright.spec.errors import Reason
-from moewright.spec.hardware import Hardware
+from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import DEFAULT_LAYOUT, LAYOUT_FIELDS, DispatcherKind, Layout, RankOrder
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, Workload
@@ -76,7 +76,8 @@ def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...
     """Return why devices cannot compute in the workload's precision; () where they can.
 
     They cannot where it has less than 16 bits and the device lists neither a peak nor a rate for
-    it; nor in bf16 where the units of the device know fp16 alone.
+    it; nor in bf16 where the units of the device know fp16 alone. A CPU computes in every format:
+    the engine converts to and fro there (`describe_untimed`).
     """
     dtype = workload.precision
     device = hardware.device
@@ -84,11 +85,24 @@ def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...
     if dtype is Dtype.BF16 and Dtype.FP16 in listed and dtype not in listed:
         rule = f"{device.name} supports fp16 but not bf16"
         return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=Dtype.FP16),)
-    if not dtype.is_narrow or dtype in listed or (dtype is Dtype.MXFP8 and Dtype.FP8 in listed):
+    if not describe_untimed(workload, hardware) or device.kind is DeviceKind.CPU:
         return ()
     best = next((narrow for narrow in (Dtype.MXFP8, Dtype.FP8) if narrow in listed), Dtype.BF16)
     rule = f"{device.name} has no rates for it"
     return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=best),)
+
+
+def describe_untimed(workload: Workload, hardware: Hardware) -> str:
+    """Return that nothing tells the time of the workload's products on a device; "" where it does.
+
+    That is so in fewer than 16 bits where the device lists neither a peak nor a rate for it.
+    """
+    dtype = workload.precision
+    device = hardware.device
+    listed = {peak.dtype for peak in device.peaks} | {rate.dtype for rate in device.rates}
+    if not dtype.is_narrow or dtype in listed or (dtype is Dtype.MXFP8 and Dtype.FP8 in listed):
+        return ""
+    return f"{device.name} has no rates for {dtype}: memory and counts are planned, and no time"
 
 
 def check_device(layout: Layout, hardware: Hardware) -> tuple[Reason, ...]:
