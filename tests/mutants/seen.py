@@ -183,16 +183,20 @@ def _last_line(output: str) -> str:
     return (output.splitlines() or [""])[-1]
 
 
-def check_job(plans: Path, name: str) -> bool:
+def check_job(plans: Path, verbs: tuple[str, ...], name: str) -> bool:
     """Train and verify a job without a mutant, and print what does not hold."""
     with (
         copied_package(REPOSITORY, None) as source,
         tempfile.TemporaryDirectory(prefix="seen-") as folder,
     ):
-        seer, said = _find_seer(source, plans / f"{name}.json", Path(folder))
-    if seer is not Seer.NOBODY or not said.startswith("wrote "):
-        print(f"{name} does not hold without a mutant: {said}", flush=True)
-        return False
+        for verb in verbs:
+            out = Path(folder) / verb
+            code, output = run_command(source, verb, plans / f"{name}.json", out)
+            broken = list_broken(out)
+            if code or broken:
+                said = broken or _last_line(output)
+                print(f"{name} does not hold without a mutant: {verb}: {said}", flush=True)
+                return False
     return True
 
 
@@ -215,9 +219,14 @@ def main() -> int:
     ):
         plans = Path(folder)
         write_plans(plans)
-        names = list(dict.fromkeys(seen.job for seen in chosen))
-        holds = all(pool.map(partial(check_job, plans), names))
-        counts = Counter(pool.map(partial(find_seer, plans), chosen))
+        trained = dict.fromkeys(seen.job for seen in chosen)
+        holds = all(pool.map(partial(check_job, plans, ("train",)), trained))
+        seers = list(pool.map(partial(find_seer, plans), chosen))
+        verified = dict.fromkeys(
+            seen.job for seen, seer in zip(chosen, seers, strict=True) if seer is Seer.VERIFY
+        )
+        holds &= all(pool.map(partial(check_job, plans, ("verify",)), verified))
+        counts = Counter(seers)
     print(", ".join(f"{counts[seer]} seen by {seer}" for seer in Seer), f"of {len(chosen)}")
     is_enough = bool(arguments.ids) or counts[Seer.RUN] >= LEAST_BY_RUN
     return 0 if holds and is_enough and not counts[Seer.NOBODY] else 1

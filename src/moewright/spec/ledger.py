@@ -157,8 +157,8 @@ class Ledger:
     (micro-batch, chunk) pairs between their forward and the end of their backward.
 
     `storages` are the bytes of a counted step; in a prediction, what its rows list at the same
-    moments, and `allowance` is the most that may live beside that. `unlisted` are the largest storages
-    of a counted step that no row of `memory` lists.
+    moments, and `allowance` is the most that may live beside that. `unlisted` are the largest
+    storages of a counted step that no row of `memory` lists.
     """
 
     rank: int
