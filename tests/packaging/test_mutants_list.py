@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
-from mutants.run import Mutant, find_list_faults, read_mutants
+from mutants.run import MUTANTS_FILE, Mutant, find_list_faults, read_mutants
 
 FLOORS = ("families", "rules", "cost", "search", "engine", "exporters", "intake", "codec")
 
@@ -13,6 +14,16 @@ def test_every_mutant_changes_one_place_and_names_tests_that_are_there() -> None
     mutants = read_mutants()
     assert len(mutants) >= 30
     assert {mutant.file.partition("/")[0] for mutant in mutants} == set(FLOORS)
+    assert not list(find_list_faults(mutants))
+
+
+def test_every_mutant_that_a_user_has_to_see_changes_one_place() -> None:
+    tables = tomllib.loads(MUTANTS_FILE.with_name("seen.toml").read_text("utf-8"))["mutant"]
+    mutants = [
+        Mutant(**{key: text for key, text in table.items() if key != "plan"}, tests=())
+        for table in tables
+    ]
+    assert len(mutants) >= 30
     assert not list(find_list_faults(mutants))
 
 

@@ -77,7 +77,7 @@ def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...
 
     They cannot where it has less than 16 bits and the device lists neither a peak nor a rate for
     it; nor in bf16 where the units of the device know fp16 alone. A CPU computes in every format:
-    the engine converts to and fro there (`describe_untimed`).
+    the engine converts its numbers there (`describe_untimed`).
     """
     dtype = workload.precision
     device = hardware.device
