@@ -102,7 +102,7 @@ class _RepeatedBatches:
     copies: int
 
     def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
-        own = replace(runtime, workload=self.workload)
+        own = replace(runtime, job=replace(runtime.job, workload=self.workload))
         return self.loader.micro_batch(own, step, micro_batch // self.copies)
 
 
