@@ -226,7 +226,8 @@ def _train_rank(run: _Run, out: Path, steps: int, context: RankContext) -> RankO
             count_ledger=False,
             before_update=keep_gradients,
         )
-        figures.append((result.loss, result.aux_loss, result.grad_norm))
+        passes = result.backward
+        figures.append((passes.loss, passes.aux_loss, passes.grad_norm))
     state.optimizer.finish_pending()
     after = [_copy(shard, "after/") for shard in _weights(state)]
     shards = [*gradients, *before, *after]
