@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
-from math import prod
+from math import ceil, log2, prod
 from operator import add
 from pathlib import Path
 
@@ -341,7 +341,9 @@ def _run_rank(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
         replace(shard, tensor=shard.tensor.clone()) for shard in state.optimizer.gradient_shards()
     ]
     apply_update(state, build_phase_clock(state.runtime.device), first, lr=0.0)
-    sgd = _train_curve(state, _SGD_LR, context, folder, digest_steps=range(1, STEPS + 1))
+    # Steps as long as weights would make rounding grow from one to the next.
+    sgd_lr = _SGD_LR * 0.5 ** ceil(log2(max(1.0, first.grad_norm)))
+    sgd = _train_curve(state, sgd_lr, context, folder, digest_steps=range(1, STEPS + 1))
     clipped = replace(
         plan.workload, optimizer=replace(plan.workload.optimizer, clip_norm=first.grad_norm / 2)
     )
