@@ -28,7 +28,8 @@ _EXPERT_SPREAD = 1.8  # an auxiliary loss over experts
 _RANK_SPREAD = 1.1  # a selection bias, or losses over groups of experts too (DeepSeek-V2)
 _SPECIAL_EXPERTS = 16  # experts over k from which on text has experts of its own
 # Excess of a peak over even rows, times experts on a rank: FP8-Flow's peaks, selective less full
-# recompute (1.14, 1.38, 2.39 at 16, 8, 4 experts a rank); with a selection bias they show none.
+# recompute (1.14, 1.38, 2.39 at 16, 8, 4 experts a rank); with a selection bias they show none, nor
+# do Megatron-LM's golden peaks of 8 experts with 2 chosen, one or two a rank.
 _PEAK_EXCESS = 4.0
 _BIAS_PEAK_TAIL = 2.0  # of its 90th percentile
 # Deviation of the logarithm of an excess over the layers and micro-batches of a step, of which a
@@ -136,7 +137,9 @@ def _natural_load(job: Job, moe: MoeSpec, scale: float) -> RankLoad:
         return RankLoad()
     most = _most_load(moe, job.layout.ep)
     excess = scale * largest_of_centred(job.layout.ep) * _rank_spread(job, moe)
-    peak_excess = _PEAK_EXCESS * job.layout.ep / moe.experts
+    # Squared: few experts have little text of their own, and it evens out over a peak's layers.
+    special = min(1.0, moe.experts / moe.router.top_k / _SPECIAL_EXPERTS)
+    peak_excess = _PEAK_EXCESS * special**2 * job.layout.ep / moe.experts
     peak_tail = peak_excess * exp(TAIL_DEVIATIONS * _PEAK_SPREAD)
     if moe.router.selection_bias:
         peak_tail = peak_excess * _BIAS_PEAK_TAIL / _PEAK_EXCESS
