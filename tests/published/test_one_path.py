@@ -20,6 +20,7 @@ from moewright.calibration.readings import Reading
 from moewright.calibration.score import score_table
 from moewright.calibration.table import MeasurementTable, read_table
 from moewright.codec import format_layout
+from moewright.intake import catalogue
 from moewright.spec.workload import Workload
 
 DATA = Path(__file__).parent / "data"
@@ -71,8 +72,9 @@ def estimate_reading(row: MeasuredRow, reading: Reading, folder: Path) -> float:
     """Return the tokens/s a device that `estimate` says of a row in one reading."""
     job = write_job(row, reading.workload, folder / f"{row.id}.toml")
     layout = format_layout(reading.layout)
-    face = mw.estimate(job, layout, on=row.hardware)
-    if face.model != row.model:  # such as one whose MTP layers were not trained
+    if catalogue.model(row.cells["model"]) == row.model:
+        face = mw.estimate(job, layout, on=row.hardware)
+    else:  # such as one whose MTP layers were not trained, for which its layout has no place
         bare = Workload(
             seq_len=reading.workload.seq_len,
             global_batch=reading.workload.global_batch,
@@ -88,7 +90,8 @@ def estimate_reading(row: MeasuredRow, reading: Reading, folder: Path) -> float:
                 precision=bare.precision,
             )
         else:
-            face = mw.estimate(replace(face, model=row.model), layout, on=row.hardware)
+            own = mw.estimate(job, "mbs1", on=row.hardware)
+            face = mw.estimate(replace(own, model=row.model), layout, on=row.hardware)
     assert face.workload == reading.workload
     return face.estimate.tokens_per_s_per_device
 
