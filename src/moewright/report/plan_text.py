@@ -15,7 +15,6 @@ from moewright.cost.evidence import JOIN, OWN_RATES
 from moewright.report.console import (
     STYLES,
     assumption_table,
-    describe_imbalance,
     draw_bar,
     format_rate,
     job_title,
@@ -112,11 +111,15 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
     """Yield lines on what the first plan rests on, what is faster, and the job's own layout."""
     first = plans[0]
     yield f"Evidence: {describe_evidence(first.estimate.evidence)}."
-    texts = [describe_imbalance(first.estimate)]
+    texts = []
+    uneven = first.estimate.imbalance
+    if uneven.even_step_s:
+        slow_s = format_seconds(uneven.step_p90_s)
+        texts.append(f"imbalance costs {uneven.cost:.1%}, 1 run of 10 over {slow_s}")
     if first.estimate.load_limit > 1:
         texts.append(f"memory full at {first.estimate.load_limit:.2f} x")
-    if any(texts):
-        yield f"Routing: {'; '.join(text for text in texts if text)}."
+    if texts:
+        yield f"Routing: {'; '.join(texts)}."
     wanted = first.rule.fit_probability
     if first.estimate.fit_probability < wanted:
         yield (
