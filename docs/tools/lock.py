@@ -8,14 +8,12 @@ requirements, which is installed first, and then the project alone (`make locked
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +24,9 @@ _PYTHONS = ("3.11", "3.12")
 _PLATFORMS = ("linux", "manylinux2014", "manylinux_2_17", "manylinux_2_27", "manylinux_2_28")
 _HEAD = """\
 # Every package of a working set-up, and of the build, with the hashes of its files for Python 3.11
-# and 3.12 on Linux (x86-64); versions are those of constraints.txt. torch has the hashes of its CPU
-# build and of its CUDA build, which asks for packages that are not here: --no-deps leaves them out.
-# `make lock` writes this file, `make locked` installs from it.
+# and 3.12 on Linux (x86-64); versions are those of constraints.txt. torch is its CPU build for
+# Python 3.11, from a folder or an index that has it: the CUDA build needs packages that are not
+# here. `make lock` writes this file, `make locked` installs from it.
 """
 
 
@@ -40,8 +38,7 @@ def main() -> None:
         hashes.setdefault(package.pin, set()).add(package.sha256)
         if not package.file.endswith("-none-any.whl"):
             compiled.append(package.pin)
-    torch = [pin for pin in compiled if pin.startswith("torch==")]
-    others = [pin for pin in compiled if pin not in torch]
+    others = [pin for pin in compiled if not pin.startswith("torch==")]
     for python in _PYTHONS:
         options = ["--no-deps", "--only-binary=:all:", "--target", "unused"]
         options += [
@@ -49,13 +46,8 @@ def main() -> None:
             python,
             *(f"--platform={name}_x86_64" for name in _PLATFORMS),
         ]
-        # A folder of wheels may hold torch for the CPU, which goes before the index.
-        for pins, variables in (
-            (others, {}),
-            (torch, {"PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}),
-        ):
-            for package in _ask_pip(*options, *pins, variables=variables):
-                hashes[package.pin].add(package.sha256)
+        for package in _ask_pip(*options, *others):
+            hashes[package.pin].add(package.sha256)
     LOCK.write_text(format_lock(hashes))
 
 
@@ -76,16 +68,13 @@ class _Package(NamedTuple):
     sha256: str
 
 
-def _ask_pip(
-    *arguments: str, variables: Mapping[str, str] = MappingProxyType({})
-) -> list[_Package]:
+def _ask_pip(*arguments: str) -> list[_Package]:
     """Return what pip would install into an empty environment; the project itself is left out."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-    environment = {**os.environ, **variables}
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command += ["--report", str(report), *arguments]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        subprocess.run(command, cwd=ROOT, check=True)
         items = json.loads(report.read_text())["install"]
     return [_read_item(item) for item in items if "archive_info" in item["download_info"]]
 
