@@ -26,7 +26,7 @@ from moewright.spec.options import ExportTarget
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
 
-_TRAINERS = ("megatron", "bridge", "torchtitan")
+_STARTERS = ("slurm", "k8s", "torchrun")  # of our own engine, from a job file
 
 
 def list_trainers(plan: Plan) -> tuple[str, ...]:
@@ -73,6 +73,19 @@ def engine_refusals(plan: Plan) -> tuple[Reason, ...]:
     return trainer_refusals(TargetTrainer.ENGINE, plan_job(plan), plan.hardware)
 
 
+def check_target(to: str) -> None:
+    """Refuse what no plan can be written for, with the nearest target.
+
+    Raises:
+        BadInput: neither moewright nor an installed package writes it.
+    """
+    names = (*get_args(ExportTarget), *list_extensions(ExtensionPoint.EXPORTERS))
+    if to not in names:
+        rule = f"must be one of {', '.join(names)}"
+        nearest = closest_match(to[:60], names) or "megatron"
+        raise BadInput(Reason(field="--to", value=to[:60], rule=rule, nearest=nearest))
+
+
 def export(plan: Plan, *, to: str, job: str = "", image: str = "", run_dir: str = ".") -> str:
     """Render a plan as the launch file of a trainer; what the target cannot say is refused.
 
@@ -96,13 +109,8 @@ def export(plan: Plan, *, to: str, job: str = "", image: str = "", run_dir: str 
         >>> "--expert-model-parallel-size 8" in mw.export(plan, to="megatron")
         True
     """
-    added = list_extensions(ExtensionPoint.EXPORTERS)
-    names = (*get_args(ExportTarget), *added)
-    if to not in names:
-        rule = f"must be one of {', '.join(names)}"
-        nearest = closest_match(to[:60], names) or "megatron"
-        raise BadInput(Reason(field="--to", value=to[:60], rule=rule, nearest=nearest))
-    if job and (to in _TRAINERS or to in added):
+    check_target(to)
+    if job and to not in _STARTERS:
         rule = f"says nothing to {to}"
         raise BadInput(Reason(field="--job", value=job, rule=rule, nearest="leave it out"))
     if job and (reasons := unsupported_device(plan.hardware)):

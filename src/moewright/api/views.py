@@ -107,7 +107,7 @@ def show(
     Example:
         >>> import moewright as mw
         >>> shown = mw.show("Qwen3-30B-A3B", "ep8,recompute=full", on="16xH100")
-        >>> shown.verdict, len(shown.stages)
+        >>> shown.estimate.verdict.value, len(shown.stages)
         ('fits', 1)
         >>> mw.show("Qwen3-30B-A3B", "tp3,ep8", on="16xH100").reasons[0].key
         'tp'

@@ -49,10 +49,13 @@ def export(
         Write the script's plan to this file; "-": to standard output, and the tables to standard
         error.
     """
+    from moewright.api.running import check_target
     from moewright.api.running import export as render_launch_file
     from moewright.codec import read_json
     from moewright.spec.plan import Plan
 
+    if to is not None:
+        check_target(to)
     _check_json(plan, to, json)
     if plan is not None and script.from_flags is None:
         if to is None:

@@ -26,6 +26,7 @@ from moewright.spec.workload import DocumentMasking, MatrixUpdate
 
 # Counters, scalars and the random state.
 _SCALARS = 4 << 10
+_FP32_BYTES = 4
 _SAVED = (Component.ACTIVATIONS, Component.LOGITS)
 _KEY_TABLE_RATES = 3  # the rates at which keys of a few tokens are made, at most
 
@@ -202,6 +203,9 @@ def _update_bytes(job: Job, flat_sets: Sequence[BucketSet], units: Sequence[Fsdp
         nbytes += cast
     nbytes += max(on_its_way, widened, cast)
     nbytes += max((2 * c * unit.ranks * unit.padded_numel for unit in units), default=0)
+    if any(dtype.nbytes < _FP32_BYTES for dtype in workload.optimizer.moment_dtypes):
+        # A bucket's moments in fp32, scaled, padded to blocks, rounded and in their codes.
+        nbytes += 24 * max((shard for _, shard in buckets), default=0)
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
         nbytes += 16 * sum(numel for numel, _ in buckets)
         nbytes += 16 * sum(unit.ranks * unit.padded_numel for unit in units)

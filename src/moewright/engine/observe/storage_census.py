@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ from moewright.spec.ledger import Module, StorageBytes, StorageMoment, StorageRo
 _PLACES_NAMED = 8
 # How many containers inside each other are followed from a tensor to the object that holds it.
 _HOLDER_DEPTH = 4
+_THREADS_LET_GO_S = 0.005
 _PACKAGE = str(Path(__file__).parents[2])
 _OWN_FOLDER = str(Path(__file__).parent)
 
@@ -141,10 +143,12 @@ class StorageCensus:
 
     def note_gradients_reduced(self) -> None:
         """Note that the gradients are reduced, and nothing has been updated."""
+        _let_go()
         self._note(StorageMoment.REDUCED)
 
     def end(self) -> None:
         """Note that the step has ended: what lives now, the next one finds."""
+        _let_go()
         self._note(StorageMoment.LEFT)
         # Gradients that are made in the step are listed as soon as they are there.
         self._listed.update(storage_id(tensor) for tensor in self.list_states())
@@ -276,6 +280,16 @@ class StorageCensus:
             self._set_bytes(key, 0)
             self._host_storages.pop(key, None)
             del self._storages[key]
+
+
+def _let_go() -> None:
+    """Wait for what is about to be freed, and is kept by nobody.
+
+    Those are cycles, of Triton's interpreter say, and buffers of a collective that has ended, which
+    the thread that did it drops a moment later.
+    """
+    gc.collect()
+    time.sleep(_THREADS_LET_GO_S)
 
 
 def _find_engine_line(frame: FrameType | None) -> tuple[CodeType, int] | None:
