@@ -138,6 +138,7 @@ class StorageCensus:
 
     def note_gradients_ready(self) -> None:
         """Note that backward has ended: from now on gradients are reduced and weights updated."""
+        _let_go()
         self._is_updating = True
         self._note(StorageMoment.UPDATE)
 
