@@ -41,7 +41,14 @@ from moewright.families.mixers import MAX_STATE, RecurrentLayers, mixer_size
 from moewright.families.record import Family
 from moewright.families.rope import Rope
 from moewright.families.tiny import EIGHT_ROUTED_EXPERTS
-from moewright.families.weight_names import LayerNames, MtpBlocks, NamePattern, WeightNames, whole
+from moewright.families.weight_names import (
+    LayerNames,
+    MtpBlocks,
+    NamePattern,
+    WeightNames,
+    projections,
+    whole,
+)
 from moewright.spec.model import (
     Activation,
     MixerKind,
@@ -196,11 +203,7 @@ NEMOTRON_LAYERS: tuple[Part, ...] = (
 _BLOCK_NAMES: LayerNames = {
     "input_norm.weight": whole("norm.weight"),
     "post_norm.weight": whole("norm.weight"),
-    **{
-        f"attention.{part}.{kind}": whole(f"mixer.{part}_proj.{kind}")
-        for part in "qkv"
-        for kind in ("weight", "bias")
-    },
+    **projections("attention", "mixer", "qkv"),
     "attention.o.weight": (
         *whole("mixer.o_proj.weight"),
         *whole("mixer.out_proj.weight", recurrent=True),
@@ -220,11 +223,7 @@ _BLOCK_NAMES: LayerNames = {
         f"attention.{part}": whole(f"mixer.{part}", recurrent=True)
         for part in ("dt_bias", "A_log", "D", "norm.weight")
     },
-    **{
-        f"mlp.{part}.{kind}": whole(f"mixer.{part}_proj.{kind}")
-        for part in ("up", "down")
-        for kind in ("weight", "bias")
-    },
+    **projections("mlp", "mixer", ("up", "down")),
     "moe.router.weight": whole("mixer.gate.weight"),
     "moe.router.selection_bias": whole("mixer.gate.e_score_correction_bias"),
     "moe.latent.down.weight": whole("mixer.fc1_latent_proj.weight"),

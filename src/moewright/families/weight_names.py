@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -101,6 +101,18 @@ def gate_and_up(gate: str, up: str) -> tuple[NamePattern, ...]:
     return (NamePattern(names=(gate, up)),)
 
 
+def projections(own: str, module: str, parts: Sequence[str]) -> LayerNames:
+    """Build the names of the linears of a part of a layer that a module of files has as they are.
+
+    `own` is our name of the part, "q" of `parts` is q_proj in files.
+    """
+    return {
+        f"{own}.{part}.{kind}": whole(f"{module}.{part}_proj.{kind}")
+        for part in parts
+        for kind in ("weight", "bias")
+    }
+
+
 # Names of the tensors that are of no layer.
 TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -118,11 +130,7 @@ USUAL_LAYER_NAMES: LayerNames = MappingProxyType(
         "input_norm.bias": whole("input_layernorm.bias"),
         "post_norm.weight": whole("post_attention_layernorm.weight"),
         "post_norm.bias": whole("post_attention_layernorm.bias"),
-        **{
-            f"attention.{part}.{kind}": whole(f"self_attn.{part}_proj.{kind}")
-            for part in "qkv"
-            for kind in ("weight", "bias")
-        },
+        **projections("attention", "self_attn", "qkv"),
         "attention.o.weight": (
             *whole("self_attn.o_proj.weight"),
             *whole("linear_attn.out_proj.weight", recurrent=True),
@@ -160,11 +168,7 @@ USUAL_LAYER_NAMES: LayerNames = MappingProxyType(
             f"mlp.gate_up.{kind}": gate_and_up(f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}")
             for kind in ("weight", "bias")
         },
-        **{
-            f"mlp.{part}.{kind}": whole(f"mlp.{part}_proj.{kind}")
-            for part in ("up", "down")
-            for kind in ("weight", "bias")
-        },
+        **projections("mlp", "mlp", ("up", "down")),
         "moe.router.weight": whole("mlp.gate.weight"),
         "moe.router.bias": whole("mlp.router.bias"),
         "moe.router.selection_bias": whole("mlp.gate.e_score_correction_bias"),

@@ -33,10 +33,9 @@ from moewright.codec.layout_text import FIELD_OF_KEY
 from moewright.intake import catalogue, hf, hub
 from moewright.intake.devices import MAX_DEVICES, device_names, find_device
 from moewright.intake.job_workload import count_keys, read_workload, resolve_beside
-from moewright.intake.networks import read_networks
+from moewright.intake.networks import read_networks, refuse_network
 from moewright.spec.choices import FieldKind
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import NetworkKind
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
 from moewright.spec.tuning_axis import TUNABLE_TRAIN_KEYS, TuningAxis
@@ -261,19 +260,11 @@ def _read_network(value: Any, where: str) -> str:
     """Return the names of the kinds of network, joined by "+"; "" leaves the hardware's own."""
     if value == "":
         return ""
-    kinds = tuple(read_networks())
     names = value.split("+") if isinstance(value, str) else [""]
-    unknown = next((name for name in names if name not in kinds), None)
+    unknown = next((name for name in names if name not in read_networks()), None)
     if unknown is None:
         return str(value)
-    raise BadInput(
-        Reason(
-            field=f"{where}: train.network",
-            value=format_value(value),
-            rule=f"must be one of {', '.join(kinds)}",
-            nearest=closest_match(unknown[:60], kinds) or NetworkKind.IB.value,
-        )
-    )
+    raise refuse_network(unknown, field=f"{where}: train.network", value=format_value(value))
 
 
 def _check_integer(value: Any, where: str, *, high: int, low: int = 1) -> int:

@@ -114,12 +114,17 @@ def check_networks(names: Iterable[str], *, where: str) -> None:
     Raises:
         BadInput: a kind is not known, with the nearest.
     """
-    kinds = tuple(read_networks())
     for name in names:
-        if name not in kinds:
-            rule = f"must be one of {', '.join(kinds)}"
-            nearest = closest_match(name[:60], kinds) or NetworkKind.IB.value
-            raise BadInput(Reason(field=where, value=name[:60], rule=rule, nearest=nearest))
+        if name not in read_networks():
+            raise refuse_network(name, field=where, value=name[:60])
+
+
+def refuse_network(name: str, *, field: str, value: str) -> BadInput:
+    """Return the refusal of a kind of network that nobody has described, with the nearest."""
+    kinds = tuple(read_networks())
+    nearest = closest_match(name[:60], kinds) or NetworkKind.IB.value
+    rule = f"must be one of {', '.join(kinds)}"
+    return BadInput(Reason(field=field, value=value, rule=rule, nearest=nearest))
 
 
 def apply_network(hardware: Hardware, text: str) -> Hardware:

@@ -138,8 +138,7 @@ def _natural_load(job: Job, moe: MoeSpec, scale: float) -> RankLoad:
     most = _most_load(moe, job.layout.ep)
     excess = scale * largest_of_centred(job.layout.ep) * _rank_spread(job, moe)
     # Squared: few experts have little text of their own, and it evens out over a peak's layers.
-    special = min(1.0, moe.experts / moe.router.top_k / _SPECIAL_EXPERTS)
-    peak_excess = _PEAK_EXCESS * special**2 * job.layout.ep / moe.experts
+    peak_excess = _PEAK_EXCESS * _special_share(moe) ** 2 * job.layout.ep / moe.experts
     peak_tail = peak_excess * exp(TAIL_DEVIATIONS * _PEAK_SPREAD)
     if moe.router.selection_bias:
         peak_tail = peak_excess * _BIAS_PEAK_TAIL / _PEAK_EXCESS
@@ -163,11 +162,16 @@ def _rank_spread(job: Job, moe: MoeSpec) -> float:
     alike = min(_ALIKE_TOKENS, job.workload.seq_len)
     is_even_by_rank = moe.router.selection_bias or moe.router.top_groups < moe.router.groups
     spread = _RANK_SPREAD if is_even_by_rank else _EXPERT_SPREAD
-    spread *= min(1.0, moe.experts / top_k / _SPECIAL_EXPERTS)
+    spread *= _special_share(moe)
     # All of `alike` tokens on the same k of E experts: (1 / k - 1 / E) EP a rank, over the EP
     # tokens / alike kinds of text that one exchange has.
     kinds = spread**2 * (1 / top_k - 1 / moe.experts) * alike / tokens
     return sqrt(_LASTING_SPREAD**2 + kinds + 1 / (tokens * top_k))
+
+
+def _special_share(moe: MoeSpec) -> float:
+    """Return how far the experts of a layer have text of their own, from 0 to 1."""
+    return min(1.0, moe.experts / moe.router.top_k / _SPECIAL_EXPERTS)
 
 
 def _most_load(moe: MoeSpec, ep: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moewright.codec import format_layout_changes
 from moewright.cost.estimate import estimate
-from moewright.rules.job import Job
+from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Estimate, Plan
@@ -76,7 +76,7 @@ def _explain_expert_ranks(plan: Plan, layout: Layout) -> str:
 
 
 def _is_legal(plan: Plan, layout: Layout) -> bool:
-    return not check_legality(Job(model=plan.model, workload=plan.workload, layout=layout))
+    return not check_legality(replace(plan_job(plan), layout=layout))
 
 
 def _estimate(plan: Plan, layout: Layout) -> Estimate:

@@ -47,12 +47,10 @@ def load_extension(point: ExtensionPoint, name: str) -> Any:
     Raises:
         BadInput: it cannot be imported.
     """
-    entry = list_extensions(point)[name]
     try:
-        return entry.load()
+        return list_extensions(point)[name].load()
     except Exception as error:  # whatever the code of another package raises
-        rule = f"{entry.value} cannot be imported ({type(error).__name__}: {error})"
-        raise BadInput(Reason(field=point.value, value=name, rule=rule)) from None
+        raise _refusal(point, name, "cannot be imported", error) from None
 
 
 def call_extension(point: ExtensionPoint, name: str, *arguments: Any) -> Any:
@@ -67,6 +65,10 @@ def call_extension(point: ExtensionPoint, name: str, *arguments: Any) -> Any:
     except BadInput:
         raise
     except Exception as error:  # whatever the code of another package raises
-        value = list_extensions(point)[name].value
-        rule = f"{value} failed ({type(error).__name__}: {error})"
-        raise BadInput(Reason(field=point.value, value=name, rule=rule)) from None
+        raise _refusal(point, name, "failed", error) from None
+
+
+def _refusal(point: ExtensionPoint, name: str, deed: str, error: Exception) -> BadInput:
+    """Return one line that names the code of another package, and what came of it."""
+    rule = f"{list_extensions(point)[name].value} {deed} ({type(error).__name__}: {error})"
+    return BadInput(Reason(field=point.value, value=name, rule=rule))

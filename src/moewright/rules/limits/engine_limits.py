@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import islice
 
@@ -32,6 +31,7 @@ from moewright.spec.layout import (
 )
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.names import closest_match
 from moewright.spec.workload import (
     AttentionBackend,
     BaseQuantization,
@@ -421,7 +421,7 @@ def _check_trackers(workload: Workload) -> Iterator[Reason]:
         if name not in tuple(Tracker):
             names = (*Tracker, *added)
             rule = f"must be one of {', '.join(names)}"
-            near = next(iter(get_close_matches(name, names, n=1)), Tracker.WANDB.value)
+            near = closest_match(name[:60], names) or Tracker.WANDB.value
             yield Reason(field="train.trackers", value=name[:60], rule=rule, nearest=near)
         elif find_spec(name) is None:
             rule = f"needs the package {name}, which is not installed: pip install {name}"
