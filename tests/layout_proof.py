@@ -25,7 +25,12 @@ from torch.distributed.tensor import DTensor
 import tiny_jobs
 from moewright.codec import read_json
 from moewright.cost.ledger import predict_ledger
-from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
+from moewright.diagnosis.compare_ledgers import (
+    LedgerComparison,
+    LineStatus,
+    Section,
+    compare_ledgers,
+)
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm import collectives
 from moewright.engine.kernels import sparse_attention
@@ -259,8 +264,18 @@ def assert_equal_lines(predicted: Ledger, counted: Ledger) -> None:
     """Assert that all lines but times are equal, and that all storages are accounted for."""
     assert_equal_rows(predicted, counted)
     comparison = compare_ledgers(predicted, counted)
-    storages = comparison.lines_in(Section.STORAGES)
-    assert comparison.is_accounted, (counted.rank, storages, counted.unlisted)
+    assert comparison.is_accounted, (counted.rank, *explain_storages(comparison))
+
+
+def explain_storages(comparison: LedgerComparison) -> Iterator[str]:
+    """Yield the moments at which more lives than may, and the largest places that no row lists."""
+    for line in comparison.lines_in(Section.STORAGES):
+        if not line.keeps_rule:
+            _, moment = line.key
+            yield f"{moment}: {line.predicted} + {line.allowance} predicted, {line.counted} counted"
+            for row in comparison.unlisted:
+                if row.moment == moment:
+                    yield f"{row.module} {row.place}: {row.bytes}"
 
 
 def assert_equal_rows(predicted: Ledger, counted: Ledger) -> None:

@@ -105,7 +105,7 @@ PARTS = OverlapWindows(
 EXCHANGE_S = 0.06
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class _SlowWork(collectives.TimedWork):
     """An exchange over a slow link that carries one at a time and needs no core of this machine."""
 
@@ -116,7 +116,7 @@ class _SlowWork(collectives.TimedWork):
         left_s = max(0.0, self.ready_at - time.perf_counter())
         time.sleep(left_s)
         self.blocked_s.append(left_s)
-        return bool(self.work.wait())
+        return collectives.TimedWork.wait(self)
 
 
 def _slow_down(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -131,7 +131,13 @@ def _slow_down(patch: pytest.MonkeyPatch, folder: Path) -> None:
         if not is_rows or started.work is None:
             return started
         ready_at.append(max(time.perf_counter(), ready_at[-1]) + EXCHANGE_S)
-        work = _SlowWork(started.work.work, group, "rows", ready_at[-1], blocked_s)
+        work = _SlowWork(
+            work=started.work.work,
+            group=group,
+            name="rows",
+            ready_at=ready_at[-1],
+            blocked_s=blocked_s,
+        )
         return replace(started, work=work)
 
     def slow(target: Any, name: str, seconds: float) -> None:

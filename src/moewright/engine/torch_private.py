@@ -51,6 +51,7 @@ __all__ = (
     "TCPStore",
     "TorchDispatchMode",
     "compile_counters",
+    "count_uses",
     "create_fake_store",
     "disable_modes",
     "dispatch_modes",
@@ -93,6 +94,15 @@ ONEDNN_LINEAR: Any = (
 def foreach_norm(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the norm of each tensor, in `dtype`, by one kernel for all."""
     return list(torch._foreach_norm(list(tensors), dtype=dtype))
+
+
+def count_uses(tensor: torch.Tensor) -> int:
+    """Count who holds a tensor: Python's objects are one together, each holder in C++ is another.
+
+    Threads of gloo hold the tensors of a collective for a moment after it is over.
+    """
+    of_private_api: Any = tensor
+    return int(of_private_api._use_count())
 
 
 def has_dispatch_modes() -> bool:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,11 +20,16 @@ import torch
 import torch.distributed as dist
 
 from moewright.engine.observe.counters import Counters
-from moewright.engine.torch_private import create_fake_store
+from moewright.engine.torch_private import count_uses, create_fake_store
 from moewright.spec.hardware import Collective
 
 _FAKE = "fake"
-_RELEASE_S = 0.05
+_GLOO = "gloo"
+_RELEASE_S = 1.0
+_RELEASE_POLL_S = 1e-4
+# Tensors of collectives that were waited for, each with its uses before the call. A thread of gloo
+# holds those of one collective at most, so the last few are enough.
+_unreleased: deque[tuple[weakref.ref[torch.Tensor], int]] = deque(maxlen=256)
 
 # torch 2.13 renames the two; 2.11 has only the older names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -95,10 +102,20 @@ def leave_world() -> None:
 def await_release() -> None:
     """Wait until gloo holds no tensor of a collective that is over.
 
-    A thread of gloo lets go of them a moment after `wait` has returned, which nothing tells.
+    A thread of gloo lets go of them a moment after `wait` has returned, which nothing tells but the
+    uses of the tensor. One that somebody else keeps meanwhile is given up after `_RELEASE_S`.
     """
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        time.sleep(_RELEASE_S)
+    deadline = time.monotonic() + _RELEASE_S
+    with suppress(IndexError):  # of an empty list; a second thread may wait beside
+        while True:
+            reference, uses = _unreleased.popleft()
+            while _is_held(reference, uses) and time.monotonic() < deadline:
+                time.sleep(_RELEASE_POLL_S)
+
+
+def _is_held(reference: weakref.ref[torch.Tensor], uses: int) -> bool:
+    tensor = reference()
+    return tensor is not None and count_uses(tensor) > uses
 
 
 def create_process_groups(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
@@ -128,17 +145,43 @@ def _world_timeout() -> timedelta | None:
     return None if options is None else options._timeout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TimedWork:
-    """An asynchronous call over a group; the time that `wait` blocks is measured for that group."""
+    """An asynchronous call over a group; the time that `wait` blocks is measured for that group.
 
-    work: dist.Work
+    `tensors` are those that a thread of gloo holds, each with its uses before the call.
+    """
+
+    work: dist.Work | None
     group: Group
     name: str
+    tensors: tuple[tuple[torch.Tensor, int], ...] = ()
 
     def wait(self) -> bool:
+        if self.work is None:
+            return True
         with self.group.measure_wait(self.name):
-            return bool(self.work.wait())
+            is_done = bool(self.work.wait())
+        self.work = None  # which holds the tensors too
+        _unreleased.extend((weakref.ref(tensor), uses) for tensor, uses in self.tensors)
+        self.tensors = ()
+        if self.group.counters.is_counting:
+            await_release()
+        return is_done
+
+
+def _start(
+    name: str,
+    group: Group,
+    call: Callable[..., dist.Work | None],
+    *tensors: torch.Tensor,
+    **options: Any,
+) -> TimedWork:
+    """Start a collective; `tensors` are its arguments."""
+    is_held = dist.get_backend(group.handle) == _GLOO
+    uses = tuple((tensor, count_uses(tensor)) for tensor in tensors if is_held)
+    work = call(*tensors, group=group.handle, async_op=True, **options)
+    return TimedWork(work, group, name, uses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,9 +210,7 @@ def start_all_reduce(
     if group.size > 1:
         group.count_call(Collective.ALL_REDUCE, tensor)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        work = TimedWork(
-            dist.all_reduce(tensor, op=op, group=group.handle, async_op=True), group, "all_reduce"
-        )
+        work = _start("all_reduce", group, dist.all_reduce, tensor, op=op)
     return AsyncCollective(out=tensor, tensor=tensor, work=work)
 
 
@@ -178,8 +219,8 @@ def start_reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, group: Group) 
     if group.size == 1:
         return AsyncCollective(out=out.copy_(tensor), tensor=tensor, work=None)
     group.count_call(Collective.REDUCE_SCATTER, tensor)
-    work = _reduce_scatter_single(out, tensor, group=group.handle, async_op=True)
-    return AsyncCollective(out=out, tensor=tensor, work=TimedWork(work, group, "reduce_scatter"))
+    work = _start("reduce_scatter", group, _reduce_scatter_single, out, tensor)
+    return AsyncCollective(out=out, tensor=tensor, work=work)
 
 
 def start_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> AsyncCollective:
@@ -187,8 +228,8 @@ def start_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> A
     if group.size == 1:
         return AsyncCollective(out=out.copy_(tensor), tensor=tensor, work=None)
     group.count_call(Collective.ALL_GATHER, tensor)
-    work = _all_gather_single(out, tensor, group=group.handle, async_op=True)
-    return AsyncCollective(out=out, tensor=tensor, work=TimedWork(work, group, "all_gather"))
+    work = _start("all_gather", group, _all_gather_single, out, tensor)
+    return AsyncCollective(out=out, tensor=tensor, work=work)
 
 
 def start_all_to_all(
@@ -201,10 +242,9 @@ def start_all_to_all(
     group.count_call(Collective.ALL_TO_ALL, tensor)
     tensor = tensor.contiguous()
     out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    work = dist.all_to_all_single(
-        out, tensor, list(receive), list(send), group=group.handle, async_op=True
-    )
-    return AsyncCollective(out=out, tensor=tensor, work=TimedWork(work, group, "all_to_all"))
+    splits = {"output_split_sizes": list(receive), "input_split_sizes": list(send)}
+    work = _start("all_to_all", group, dist.all_to_all_single, out, tensor, **splits)
+    return AsyncCollective(out=out, tensor=tensor, work=work)
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, *, maximum: bool = False) -> torch.Tensor:

@@ -168,17 +168,12 @@ class Counters:
         finally:
             self._is_in_library = False
 
-    def note_row_end(self, await_release: Callable[[], None]) -> None:
-        """Note that a row of the timetable has ended: what lives now is kept for later rows.
-
-        `await_release` is called before what may be the fullest of these moments is weighed.
-        """
+    def note_row_end(self) -> None:
+        """Note that a row of the timetable has ended: what lives now is kept for later rows."""
         if not self._is_counting:
             return
         self.census.note_host_bytes()
-        if self.census.holds_more:
-            await_release()
-            self.census.note_rest()
+        self.census.note_rest()
 
     def _count_dispatched(self, op: Collective, nbytes: int) -> None:
         if self._is_in_library:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +32,6 @@ from moewright.spec.ledger import Module, StorageBytes, StorageMoment, StorageRo
 _PLACES_NAMED = 8
 # How many containers inside each other are followed from a tensor to the object that holds it.
 _HOLDER_DEPTH = 4
-_THREADS_LET_GO_S = 0.005
 _PACKAGE = str(Path(__file__).parents[2])
 _OWN_FOLDER = str(Path(__file__).parent)
 
@@ -126,30 +124,25 @@ class StorageCensus:
         """The most that lay in host memory at a moment of rest, of what was made for it."""
         return self._most_host_bytes
 
-    @property
-    def holds_more(self) -> bool:
-        """Whether more lives now than was kept at any moment of rest."""
-        return self._total > self._most[StorageMoment.KEPT]
-
     def note_rest(self) -> None:
         """Note that nothing runs: what lives now is kept for later."""
-        if self.holds_more:
+        if self._total > self._most[StorageMoment.KEPT]:
             self._note(StorageMoment.KEPT)
 
     def note_gradients_ready(self) -> None:
         """Note that backward has ended: from now on gradients are reduced and weights updated."""
-        _let_go()
+        gc.collect()  # cycles, of Triton's interpreter say, which nobody holds
         self._is_updating = True
         self._note(StorageMoment.UPDATE)
 
     def note_gradients_reduced(self) -> None:
         """Note that the gradients are reduced, and nothing has been updated."""
-        _let_go()
+        gc.collect()  # cycles, of Triton's interpreter say, which nobody holds
         self._note(StorageMoment.REDUCED)
 
     def end(self) -> None:
         """Note that the step has ended: what lives now, the next one finds."""
-        _let_go()
+        gc.collect()  # cycles, of Triton's interpreter say, which nobody holds
         self._note(StorageMoment.LEFT)
         # Gradients that are made in the step are listed as soon as they are there.
         self._listed.update(storage_id(tensor) for tensor in self.list_states())
@@ -281,16 +274,6 @@ class StorageCensus:
             self._set_bytes(key, 0)
             self._host_storages.pop(key, None)
             del self._storages[key]
-
-
-def _let_go() -> None:
-    """Wait for what is about to be freed, and is kept by nobody.
-
-    Those are cycles, of Triton's interpreter say, and buffers of a collective that has ended, which
-    the thread that did it drops a moment later.
-    """
-    gc.collect()
-    time.sleep(_THREADS_LET_GO_S)
 
 
 def _find_engine_line(frame: FrameType | None) -> tuple[CodeType, int] | None:

@@ -10,7 +10,6 @@ from functools import lru_cache, partial
 
 import torch
 
-from moewright.engine.comm.collectives import await_release
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.transformer import ModelOutput, Transformer
 from moewright.engine.pipeline.executor import (
@@ -74,7 +73,7 @@ def train_batch(
         hooks=RowHooks(
             before_row=partial(_fetch_chunk, runtime, [action.row for action in actions]),
             before_backward=runtime.saved_tensors.fetch_last_layer,
-            after_row=partial(runtime.counters.note_row_end, await_release),
+            after_row=runtime.counters.note_row_end,
         ),
         pairing=pairing,
     )
