@@ -116,7 +116,7 @@ def test_a_newcomer_gets_through_his_tasks(studio, open_page):
     page.locator("#with-0").fill("tp1,ep8,mbs1,recompute=full,overlap=ep")
     page.locator("#with-1").fill("tp3,ep8")
     page.locator("#compare").click()
-    assert "must divide" in read("section:has-text('Why not C')")  # 8 why not tp3?
+    assert "must divide" in read("section:has-text('C beside A')")  # 8 why not tp3?
     assert page.locator("[data-change]").count() > 1  # 9 what does overlap of EP buy?
     go_to("timetable")
     assert "Idle" in read("#timetable h1")  # 10 how large is the bubble?

@@ -66,7 +66,7 @@ def test_the_bubble_of_the_timetable_is_the_estimates(studio, open_page, find_ba
 def test_changes_sum_to_the_difference_and_an_illegal_layout_says_why(studio, open_page):
     query = f"{SMALL}&layout={LAYOUT}&with=tp1,ep8,mbs1,recompute=full&with=tp3,ep8"
     page = open_page(f"{studio}compare?{query}")
-    page.get_by_text("Why not C").wait_for()
+    page.get_by_text("C beside A").wait_for()
     changes = page.locator("[data-change][data-plan='B']").evaluate_all(
         "all => all.map(node => Number(node.dataset.value))"
     )
@@ -75,7 +75,7 @@ def test_changes_sum_to_the_difference_and_an_illegal_layout_says_why(studio, op
     second = mw.estimate("Qwen3-30B-A3B", "tp1,ep8,mbs1,recompute=full", **job)
     difference = second.estimate.step_s - first.estimate.step_s
     assert sum(changes) == pytest.approx(difference, abs=1e-9)
-    assert "must divide" in page.locator("section", has_text="Why not C").last.inner_text()
+    assert "must divide" in page.locator("section", has_text="C beside A").last.inner_text()
 
 
 def test_a_budget_names_the_fewest_devices(studio, open_page, find_barriers):

@@ -114,3 +114,19 @@ def test_hostile_names_are_shown_as_text(studio, open_page):
     page.wait_for_selector("#verdict.refused")
     assert "<img src=x" in page.locator("#verdict").inner_text()
     assert page.locator("#content img").count() == 0
+
+
+def test_a_slow_layout_is_judged_beside_the_best_and_one_click_changes_it(studio, open_page):
+    page = open_page(f"{studio}?model=Qwen3-30B-A3B&on=16xH100&layout=tp8,ep8,mbs1")
+    page.wait_for_selector("#verdict[data-quality='slow']", timeout=60_000)
+    headline = page.locator("#verdict h1")
+    assert re.fullmatch(r"Fits, but is [\d.]+ x slower than the best", headline.inner_text())
+    assert "one change, with tp1" in page.locator("#judgement").inner_text()
+    assert "published run" in page.locator("#judgement").inner_text()
+    assert page.locator("#load-best").count() == 1
+    page.locator("#load-change").click()
+    wait_for(page, "tp1,pp1,ep8,mbs1,recompute=full")
+    page.wait_for_selector("#verdict[data-quality='slow']")
+    page.locator("#load-best").click()
+    page.wait_for_selector("#verdict[data-quality='good']")
+    assert "the best that fits" in page.locator("#judgement").inner_text()

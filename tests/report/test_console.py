@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from moewright.codec import parse_layout
+from moewright.diagnosis.judgement import judge_plan
 from moewright.report.console import format_flops, make_console, print_estimate
 from moewright.report.plan_text import describe_evidence, print_plans
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -15,6 +16,10 @@ from sample_run import estimate, ledger, plan, with_recompute
 @pytest.fixture
 def out():
     return io.StringIO()
+
+
+def _print(out, shown):
+    print_estimate(make_console(out), shown, judge_plan(shown), verbose=True)
 
 
 def too_large(base):
@@ -96,7 +101,7 @@ def test_constants_of_one_source_share_a_row(out):
     base = plan()
     twice = replace(base.estimate.assumptions[0], name="second", value="7")
     estimate = replace(base.estimate, assumptions=(*base.estimate.assumptions, twice))
-    print_estimate(make_console(out), replace(base, estimate=estimate), verbose=True)
+    _print(out, replace(base, estimate=estimate))
     (row,) = [line for line in out.getvalue().splitlines() if "short runs" in line]
     assert row.rstrip().endswith("host_s_per_layer_microbatch 410 us, second 7")
 
@@ -133,7 +138,7 @@ def test_brackets_of_a_layout_are_not_taken_for_markup(out):
 
 
 def test_estimate_tables_add_up(out):
-    print_estimate(make_console(out), plan(), verbose=True)
+    _print(out, plan())
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 120
     assert any("verdict   fits: peak 338 MiB of 4 GiB on pipeline rank 0" in line for line in lines)
@@ -155,7 +160,7 @@ def test_the_widest_memory_table_fits_and_the_peak_stage_is_the_one_shown(out):
     )
     wide = replace(ledger(0), pp_rank=1, memory=rows)
     piped = replace(estimate(), ledgers=(ledger(0), wide), peak_rank=1)
-    print_estimate(make_console(out), replace(plan(), estimate=piped), verbose=True)
+    _print(out, replace(plan(), estimate=piped))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 120
     assert any("Memory of pipeline rank 1, GiB" in line for line in lines)

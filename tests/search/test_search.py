@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 
@@ -14,7 +14,7 @@ from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.search import explain
 from moewright.search.ranking import bound_s
-from moewright.search.search import DOES_NOT_FIT, SLOWER, search
+from moewright.search.search import DOES_NOT_FIT, SLOWER, build_plan, search
 from moewright.search.space import build_search_space, degree_groups
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind, Hardware
@@ -203,6 +203,25 @@ def test_why_not(model: ModelSpec, hardware: Hardware) -> None:
     assert "slower" in slow
     assert "recompute +" in slow
     assert "is the best plan" in lines(format_layout(ranked.plans[0].layout))
+
+
+def test_a_layout_beside_another_is_judged_by_that_one_alone(model: ModelSpec) -> None:
+    """The first of two need not be the best: the other is then faster, with no word of doubt."""
+    roomy = catalogue.hardware("64xH100")
+    texts = ("tp8,ep8,mbs1", "tp1,ep8,pp4,mbs1", "ep8,mbs2,recompute=full", "tp2,ep16,mbs1")
+    plans = [build_plan(model, WORK, roomy, parse_layout(text, world_size=64)) for text in texts]
+    for first, other in permutations(plans, 2):
+        (*_, line) = explain.explain_beside(other, first, "A")
+        own, reference = other.estimate, first.estimate
+        assert ("faster than A" in line) == (own.step_s < reference.step_s)
+        assert ("slower than A" in line) == (own.step_s > reference.step_s)
+        is_as_sure = own.fit_probability >= min(0.9, reference.fit_probability)
+        is_doubted = own.step_s < reference.step_s and not is_as_sure
+        assert ("with a probability of" in line) == is_doubted
+    slow, fast = plans[:2]
+    assert fast.estimate.step_s < slow.estimate.step_s
+    assert " but " not in explain.explain_beside(fast, slow, "A")[0]
+    assert "same layout as A" in explain.explain_beside(fast, fast, "A")[0]
 
 
 def test_full_recompute_is_left_out_where_less_fits(model: ModelSpec) -> None:

@@ -8,6 +8,7 @@ from moewright.api.budgets import Budget, budget
 from moewright.api.catalogues import HardwareTable, ModelTable, hardware, model, models
 from moewright.api.comparison import PlanComparison, compare
 from moewright.api.diagnosing import Diagnosis, diagnose, read_run
+from moewright.api.judging import judge
 from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.measuring import FitResult, SweepResult, fit, sweep, validate
 from moewright.api.planning import Plans, WhyNot, estimate, plan, why_not
@@ -15,6 +16,7 @@ from moewright.api.run_comparisons import compare_run
 from moewright.api.running import export, train
 from moewright.api.step_changes import StepChanges, compare_steps
 from moewright.api.views import show
+from moewright.diagnosis.judgement import Judgement
 from moewright.diagnosis.run_comparison import RunComparison
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Diagnosis",
     "FitResult",
     "HardwareTable",
+    "Judgement",
     "ModelTable",
     "PlanComparison",
     "Plans",
@@ -39,6 +42,7 @@ __all__ = [
     "export",
     "fit",
     "hardware",
+    "judge",
     "model",
     "models",
     "plan",

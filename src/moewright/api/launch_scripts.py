@@ -12,6 +12,7 @@ from moewright.api.comparison import summarize_plan
 from moewright.api.requests import read_hardware, translate_fields
 from moewright.codec import format_layout
 from moewright.codec.megatron_options import field_option
+from moewright.diagnosis.judgement import Judgement, judge_plan
 from moewright.exporters.megatron.script import all_flags, environment_variables
 from moewright.intake import catalogue
 from moewright.intake.hardware_text import parse_hardware_text
@@ -56,12 +57,13 @@ class BetterLayouts(Record):
     """The planner's best layouts for the job of a plan, with the plan's own among them.
 
     `advice` is one sentence: what the best layout gains over the plan's. `changes` are the options
-    of Megatron-LM that make the difference, one line each.
+    of Megatron-LM that make the difference, one line each. `judgement` is on the plan's own layout.
     """
 
     own: Plan
     plans: tuple[Plan, ...]
     advice: str
+    judgement: Judgement
     changes: tuple[str, ...] = ()
 
     def title(self) -> str:
@@ -190,12 +192,11 @@ def find_better_layouts(plan: Plan) -> BetterLayouts:
         reasons = megatron_refusals(replace(plan_job(plan), layout=layout), plan.hardware)
         return tuple(reason for reason in reasons if reason.field.startswith("layout."))
 
-    best = search(
-        plan.model, plan.workload, plan.hardware, top=_ALTERNATIVES, allowed=object_to
-    ).plans
+    result = search(plan.model, plan.workload, plan.hardware, top=_ALTERNATIVES, allowed=object_to)
+    best = result.plans
     if not best:
         advice = f"nothing: no layout fits {plan.hardware.count} devices"
-        return BetterLayouts(own=plan, plans=(), advice=advice)
+        return BetterLayouts(own=plan, plans=(), advice=advice, judgement=judge_plan(plan))
     own = next((other for other in best if other.layout == plan.layout), plan)
     plans = best
     if own not in best:
@@ -205,7 +206,13 @@ def find_better_layouts(plan: Plan) -> BetterLayouts:
         changes = tuple(_changed_options(plan, best[0]))
     else:
         changes = (f"Megatron-LM does not run on {plan.hardware.device.name}: no options to write",)
-    return BetterLayouts(own=own, plans=plans, advice=_advise(plan, best[0]), changes=changes)
+    return BetterLayouts(
+        own=own,
+        plans=plans,
+        advice=_advise(plan, best[0]),
+        judgement=judge_plan(plan, best[0], scored=result.scored),
+        changes=changes,
+    )
 
 
 def _changed_options(plan: Plan, best: Plan) -> Iterator[str]:

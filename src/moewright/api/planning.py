@@ -19,6 +19,7 @@ from moewright.api.requests import (
     translate_fields,
 )
 from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
+from moewright.diagnosis.judgement import Judgement, judge_plan
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.legality import check_legality
@@ -64,6 +65,7 @@ class Plans(Record):
     """
 
     request: PlanRequest
+    judgement: Judgement | None  # of `best`
     plans: tuple[Plan, ...]
     gambles: tuple[Plan, ...]
     best: Plan | None  # None where nothing fits
@@ -247,6 +249,7 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
         why = (*result.why, *explain.explain_bound(best), *explain_imbalance(best))
     return Plans(
         request=request,
+        judgement=judge_plan(best, best, scored=result.scored) if best else None,
         plans=plans,
         gambles=result.gambles,
         best=best,

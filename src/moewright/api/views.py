@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from moewright.api.budgets import check_budget_figures, price_devices, scale_devices
 from moewright.api.planning import (
@@ -24,8 +23,9 @@ from moewright.api.requests import (
 )
 from moewright.api.running import list_trainers
 from moewright.codec import format_layout, parse_layout, read_json
+from moewright.diagnosis.judgement import Judgement, judge_plan
 from moewright.rules.batch_rampup import workload_at_step
-from moewright.search.explain import explain_objections
+from moewright.search.explain import explain_beside
 from moewright.search.search import build_plan, search
 from moewright.search.what_if import find_fewest
 from moewright.spec.errors import BadInput
@@ -168,12 +168,22 @@ def view_plans(plans: Plans) -> tuple[Record, ...]:
     ranking = _build_ranking(plans)
     if plans.best is None:
         return (ranking,)
-    return ranking, build_plan_view(plans.best, plans.request.defaults)
+    return ranking, build_plan_view(plans.best, plans.request.defaults, plans.judgement)
 
 
-def view_estimate(plan: Plan, notes: tuple[str, ...]) -> tuple[Record, ...]:
-    """Return what the page of an estimate shows: the plan, and its timetable."""
-    return build_plan_view(plan, notes), build_timetable_view(plan)
+def view_estimate(plan: Plan, notes: tuple[str, ...], judgement: Judgement) -> tuple[Record, ...]:
+    """Return what the page of an estimate shows: the plan as judged, and its timetable."""
+    return build_plan_view(plan, notes, judgement), build_timetable_view(plan)
+
+
+def view_judgement(query: ViewQuery, best: str) -> Judgement:
+    """Return the judgement of a query's layout beside the best one, which a search has found.
+
+    Raises:
+        BadInput: something cannot be used, or a layout is illegal.
+    """
+    plan = query.build()
+    return judge_plan(plan, replace(query, layout=best).build())
 
 
 def view_timetable(query: ViewQuery) -> TimetableView:
@@ -203,15 +213,9 @@ def view_comparison(query: ViewQuery, others: Sequence[str]) -> ComparisonView:
             lines[text] = tuple(map(str, error.reasons))
             compared.append(text)
             continue
-        lines[format_layout(plan.layout)] = explain_objections(*nouns, _FirstPlan((first,)), text)
+        lines[format_layout(plan.layout)] = explain_beside(plan, first, "A")
         compared.append(plan)
     return build_comparison_view(first, compared, lines)
-
-
-class _FirstPlan(NamedTuple):
-    """The plan that others are explained against."""
-
-    plans: tuple[Plan, ...]
 
 
 def view_budget(query: ViewQuery, *, tokens: str, price: float | None) -> Iterator[BudgetView]:

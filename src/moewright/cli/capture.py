@@ -72,6 +72,7 @@ def capture(
     """
     from moewright.api.captured_scripts import capture as capture_command
     from moewright.api.captured_scripts import read_log, read_process
+    from moewright.api.launch_scripts import find_better_layouts
     from moewright.cli.estimate import print_script_plan
     from moewright.spec.plan import Verdict
 
@@ -87,5 +88,6 @@ def capture(
             command, on=on, model=model, network=network, seconds=source.seconds
         )
     with write_answer(reading.plan, json) as console:
-        print_script_plan(console, reading, is_verbose=verbose)
+        better = find_better_layouts(reading.plan)
+        print_script_plan(console, better, reading.notes, is_verbose=verbose)
     return DOES_NOT_FIT if reading.plan.estimate.verdict is Verdict.OOM else 0

@@ -12,7 +12,7 @@ from moewright.spec.errors import BadInput, Reason
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moewright.api.launch_scripts import ScriptPlan
+    from moewright.api.launch_scripts import BetterLayouts
 
 _NO_OPTIONS = PlanningOptions()
 _NO_SCRIPT = LaunchScriptOptions()
@@ -51,15 +51,16 @@ def estimate(
         Write the plan of this layout (model, workload, hardware, layout, estimate) to this file;
         "-": to standard output, and the tables to standard error.
     """
-    from moewright.api.launch_scripts import read_flags
+    from moewright.api.launch_scripts import find_better_layouts, read_flags
     from moewright.api.planning import estimate_even_routing, estimate_request
     from moewright.api.views import view_estimate
+    from moewright.diagnosis.judgement import judge_quickly
     from moewright.report.console import print_defaults, print_estimate, print_measured_load
     from moewright.report.trace import write_trace
     from moewright.search.imbalance import explain_imbalance
     from moewright.spec.plan import Verdict
 
-    reading = None
+    better = None
     if script.from_flags is not None:
         _refuse_options_of_script(layout, workload)
         reading = read_flags(
@@ -70,24 +71,26 @@ def estimate(
             network=workload.network,
             strict=script.strict,
         )
-        plan = reading.plan
-        notes = reading.notes
+        plan, notes = reading.plan, reading.notes
+        better = find_better_layouts(plan)
+        judgement = better.judgement
     else:
         plan, notes = estimate_request(model, layout, on=on, options=workload)
+        judgement = judge_quickly(plan)
     if pictures.trace is not None:
         write_trace(plan, pictures.trace)
     with write_answer(
         plan,
         json,
         html=pictures.html,
-        views=lambda: view_estimate(plan, notes),
+        views=lambda: view_estimate(plan, notes, judgement),
         written=(pictures.trace,),
     ) as console:
-        if reading is not None:
-            print_script_plan(console, reading, is_verbose=script.verbose)
+        if better is not None:
+            print_script_plan(console, better, notes, is_verbose=script.verbose)
         else:
             print_defaults(console, notes)
-            print_estimate(console, plan, verbose=script.verbose)
+            print_estimate(console, plan, judgement, verbose=script.verbose)
         print_measured_load(console, plan, estimate_even_routing(plan))
         if script.verbose:
             for line in explain_imbalance(plan):
@@ -95,23 +98,23 @@ def estimate(
     return DOES_NOT_FIT if plan.estimate.verdict is Verdict.OOM else 0
 
 
-def print_script_plan(console: Console, reading: ScriptPlan, *, is_verbose: bool) -> None:
+def print_script_plan(
+    console: Console, better: BetterLayouts, notes: tuple[str, ...], *, is_verbose: bool
+) -> None:
     """Print the verdict on a launch script's job, what would be better, and on demand the rest."""
-    from moewright.api.launch_scripts import find_better_layouts
     from moewright.report.console import print_estimate_parts, print_verdict
     from moewright.report.plan_text import print_ranking
 
-    print_verdict(console, reading.plan)
-    better = find_better_layouts(reading.plan)
+    print_verdict(console, better.own, better.judgement)
     console.print("What would be better", style="bold")
     if better.plans:
         print_ranking(console, better.plans, picked=(better.own,))
     for line in (better.advice, *better.changes):
         console.print(line, soft_wrap=True, markup=False)
-    for line in reading.notes:
+    for line in notes:
         console.print(line, soft_wrap=True, markup=False)
     if is_verbose:
-        print_estimate_parts(console, reading.plan, verbose=True)
+        print_estimate_parts(console, better.own, verbose=True)
     else:
         console.print("Memory, time and assumptions: -v")
 

@@ -94,7 +94,7 @@ def _read_script(
 
     Notes on how it was read go to stderr where a launch file or JSON goes to stdout.
     """
-    from moewright.api.launch_scripts import read_flags
+    from moewright.api.launch_scripts import find_better_layouts, read_flags
     from moewright.cli.estimate import print_script_plan
 
     assert script.from_flags is not None
@@ -107,7 +107,8 @@ def _read_script(
     )
     with write_answer(reading.plan, json, beside_stdout=not is_shown) as console:
         if is_shown:
-            print_script_plan(console, reading, is_verbose=script.verbose)
+            better = find_better_layouts(reading.plan)
+            print_script_plan(console, better, reading.notes, is_verbose=script.verbose)
         else:
             for line in reading.notes:
                 console.print(line, soft_wrap=True, markup=False)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moewright.codec import format_layout
+from moewright.diagnosis.judgement import Judgement, Quality
 from moewright.rules.expert_load import layer_load_factors
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.plan import Assumption, Estimate, Plan, TimeShare, Verdict
@@ -24,6 +25,7 @@ BAR_WIDTH = 10
 # Without -v: as many peaks of pipeline ranks, and parts of the step.
 _PEAKS_SHOWN = 8
 _PARTS_SHOWN = 5
+_NAME_WIDTH = 10  # of the name before a fact
 FLOP_UNITS = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 STYLES = {Verdict.FITS: "green", Verdict.UNCERTAIN: "yellow", Verdict.OOM: "red"}
 
@@ -40,12 +42,14 @@ def make_console(stream: TextIO) -> Console:
     return _Console(file=stream, width=width, highlight=False, markup=False)
 
 
-def print_estimate(console: Console, plan: Plan, *, verbose: bool = False) -> None:
-    """Print one layout's verdict, memory of its fullest rank, and time by part.
+def print_estimate(
+    console: Console, plan: Plan, judgement: Judgement, *, verbose: bool = False
+) -> None:
+    """Print one layout's judged verdict, memory of its fullest rank, and time by part.
 
     Only `verbose` shows the peaks of many ranks, the smallest parts and every assumption.
     """
-    print_verdict(console, plan)
+    print_verdict(console, plan, judgement)
     print_estimate_parts(console, plan, verbose=verbose)
 
 
@@ -55,13 +59,22 @@ def print_defaults(console: Console, defaults: Sequence[str]) -> None:
         console.print(Text("; ".join(defaults)), soft_wrap=True)
 
 
-def print_verdict(console: Console, plan: Plan) -> None:
-    """Print what is estimated, and whether it fits."""
+def print_verdict(console: Console, plan: Plan, judgement: Judgement) -> None:
+    """Print what is estimated, whether it fits, and whether it is good."""
     console.print(job_title(plan), soft_wrap=True)
     console.print(Text(f"layout    {format_layout(plan.layout)}"), soft_wrap=True)
-    console.print(_verdict_line(plan.estimate))
-    if text := describe_imbalance(plan.estimate):
-        console.print(Text(f"routing   {text}"), soft_wrap=True)
+    _print_fact(console, "verdict", _verdict_line(plan.estimate))
+    style = "yellow" if judgement.quality is Quality.SLOW else ""
+    _print_fact(console, "speed", Text(judgement.speed, style=style))
+    _print_fact(console, "measured", Text(judgement.measured))
+    _print_fact(console, "routing", Text(describe_imbalance(plan.estimate)))
+
+
+def _print_fact(console: Console, name: str, text: Text) -> None:
+    """Print a text behind its name, wrapped beside it; nothing where there is no text."""
+    for place, line in enumerate(text.wrap(console, console.width - _NAME_WIDTH)):
+        head = Text(f"{'' if place else name:{_NAME_WIDTH}}")
+        console.print(head.append_text(line), soft_wrap=True)
 
 
 def print_estimate_parts(console: Console, plan: Plan, *, verbose: bool = False) -> None:
@@ -208,7 +221,7 @@ def assumption_table(assumptions: Iterable[Assumption]) -> Table:
 
 
 def _verdict_line(estimate: Estimate) -> Text:
-    line = Text("verdict   ")
+    line = Text()
     line.append(estimate.verdict.value, style=STYLES[estimate.verdict])
     line.append(
         f": peak {format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.capacity_bytes)} "

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from moewright.codec import format_layout, format_layout_changes
 from moewright.cost.evidence import JOIN, OWN_RATES
+from moewright.diagnosis.judgement import describe_nearest_run
+from moewright.diagnosis.published import find_nearest_runs
 from moewright.report.console import (
     STYLES,
     assumption_table,
@@ -111,6 +113,8 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
     """Yield lines on what the first plan rests on, what is faster, and the job's own layout."""
     first = plans[0]
     yield f"Evidence: {describe_evidence(first.estimate.evidence)}."
+    for run in find_nearest_runs(first, 1):
+        yield describe_nearest_run(run, first)
     texts = []
     uneven = first.estimate.imbalance
     if uneven.even_step_s:

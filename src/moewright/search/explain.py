@@ -9,16 +9,19 @@ from moewright.codec import format_layout, format_layout_changes, parse_layout
 from moewright.cost.estimate import estimate
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
+from moewright.search.ranking import bound_s
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Estimate, Plan, TimeShare, Verdict, WhatIf
+from moewright.spec.plan import Estimate, Plan, RankingRule, TimeShare, Verdict, WhatIf
 from moewright.spec.units import format_bytes, format_seconds
 from moewright.spec.workload import Workload
 
 DEPARTURE = "Departs from the usual"  # what sentences on guidelines begin with
 _PARTS_SHOWN = 3
 _WORTH_SAYING = 0.005  # of the step
+_TIMES_FROM = 2.0  # times as long: from there on a factor is read more easily than a percentage
+_LEADER = "the first"  # the plan that others stand beside
 
 
 class HasPlans(Protocol):
@@ -28,7 +31,7 @@ class HasPlans(Protocol):
     def plans(self) -> tuple[Plan, ...]: ...
 
 
-def explain_first(plans: Sequence[Plan]) -> tuple[str, ...]:
+def explain_first(plans: Sequence[Plan], rule: RankingRule) -> tuple[str, ...]:
     """Say what the first plan spends its step on, and what sets it apart from the second."""
     if not plans:
         return ()
@@ -37,7 +40,7 @@ def explain_first(plans: Sequence[Plan]) -> tuple[str, ...]:
     spent = ", ".join(f"{_part(share)} {share.seconds / first.step_s:.0%}" for share in shares)
     lines = [f"The first takes {format_seconds(first.step_s)} a step, mostly {spent}."]
     if len(plans) > 1:
-        lines.append(f"The second takes {_compare(plans[1].estimate, first)}.")
+        lines.append(f"The second takes {_compare(plans[1].estimate, first, rule)}.")
     return tuple(lines)
 
 
@@ -57,7 +60,8 @@ def explain_departure(
         more = more_than - 1
         return f"{departure}: every layout that keeps to it is more than {more:.0%} slower."
     usual_estimate = estimate(plan.model, plan.workload, plan.hardware, usual)
-    return f"{departure}: {format_layout(usual)} takes {_compare(usual_estimate, plan.estimate)}."
+    comparison = _compare(usual_estimate, plan.estimate, plan.rule)
+    return f"{departure}: {format_layout(usual)} takes {comparison}."
 
 
 def explain_bound(plan: Plan) -> tuple[str, ...]:
@@ -82,7 +86,7 @@ def explain_bound(plan: Plan) -> tuple[str, ...]:
 
 
 def _explain_gain(gain: WhatIf, plan: Plan) -> str:
-    change = _relation(gain.step_s / plan.estimate.step_s - 1)
+    change = describe_relation(gain.step_s / plan.estimate.step_s)
     line = f"With {gain.change}: {format_seconds(gain.step_s)} a step, {change}"
     if gain.step_s > plan.estimate.step_s:
         return f"{line}."
@@ -91,15 +95,17 @@ def _explain_gain(gain: WhatIf, plan: Plan) -> str:
     return f"{line}, {format_layout_changes(gain.layout, plan.layout)}."
 
 
-def _relation(change: float) -> str:
-    """Say by which share a step is slower or faster."""
-    return f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
+def describe_relation(ratio: float) -> str:
+    """Say how a step that is `ratio` times as long as another compares: "7.6 x slower"."""
+    if ratio >= _TIMES_FROM:
+        return f"{ratio:.3g} x slower"
+    return f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
 
 
 def explain_objections(
     model: ModelSpec, workload: Workload, hardware: Hardware, ranked: HasPlans, text: str
 ) -> tuple[str, ...]:
-    """Say what speaks against the layout `text`: broken rules, memory, or time.
+    """Say what speaks against the layout `text` beside the best: broken rules, memory, or time.
 
     Raises:
         BadInput: The text is no layout.
@@ -110,17 +116,29 @@ def explain_objections(
     if reasons:
         return tuple(f"{name} is not legal: {reason}" for reason in reasons)
     layout_estimate = estimate(model, workload, hardware, layout)
-    lines = []
-    if layout_estimate.verdict is not Verdict.FITS:
-        lines.append(f"{name} {_explain_memory(layout_estimate)}")
+    lines = [f"{name} {line}" for line in _explain_doubtful_memory(layout_estimate)]
     if ranked.plans:
         best = ranked.plans[0]
         if best.layout == layout:
             lines.append(f"{name} is the best plan")
         else:
-            comparison = _compare(layout_estimate, best.estimate)
-            lines.append(f"{name} takes {comparison}")
+            lines.append(f"{name} takes {_compare(layout_estimate, best.estimate, best.rule)}")
     return tuple(lines) or (f"nothing: {name} fits and no plan was found that beats it",)
+
+
+def explain_beside(plan: Plan, first: Plan, name: str) -> tuple[str, ...]:
+    """Say how a plan compares with another one, called `name`, which need not be the best."""
+    lines = [*_explain_doubtful_memory(plan.estimate)]
+    if plan.layout == first.layout:
+        lines.append(f"is the same layout as {name}")
+    else:
+        lines.append(f"takes {_compare(plan.estimate, first.estimate, first.rule, name)}")
+    text = format_layout(plan.layout)
+    return tuple(f"{text} {line}" for line in lines)
+
+
+def _explain_doubtful_memory(estimate: Estimate) -> Sequence[str]:
+    return () if estimate.verdict is Verdict.FITS else (_explain_memory(estimate),)
 
 
 def _explain_memory(estimate: Estimate) -> str:
@@ -132,18 +150,24 @@ def _explain_memory(estimate: Estimate) -> str:
     return f"{excess} the memory: {use}, most of it {estimate.largest}"
 
 
-def _explain_doubt(other: Estimate, best: Estimate) -> str:
-    """Say why an estimate is not the best although its step is shorter; "" where it is not."""
+def _explain_doubt(other: Estimate, best: Estimate, rule: RankingRule) -> str:
+    """Say why a shorter step may be no better: it is less certain, or may not fit; "" without.
+
+    The verdict on memory by itself is said elsewhere.
+    """
     if other.step_s >= best.step_s:
         return ""
-    longest, best_longest = other.step_interval_80[1], best.step_interval_80[1]
-    if longest >= best_longest:
-        limit = format_seconds(best_longest)
-        return f" but less certain: it may take {format_seconds(longest)}, the best plan {limit}"
-    return f" but fits with a probability of {other.fit_probability:.0%}"
+    longest_s, best_longest_s = bound_s(other, rule), bound_s(best, rule)
+    if longest_s >= best_longest_s:
+        longest, best_longest = format_seconds(longest_s), format_seconds(best_longest_s)
+        return f" but less certain: {rule.risk:.0%} odds of over {longest} beside {best_longest}"
+    wanted = min(rule.fit_probability, best.fit_probability)
+    if other.fit_probability < wanted:
+        return f" but fits with a probability of {other.fit_probability:.0%}"
+    return ""
 
 
-def _compare(other: Estimate, best: Estimate) -> str:
+def _compare(other: Estimate, best: Estimate, rule: RankingRule, name: str = _LEADER) -> str:
     """Say by how much a step is slower than the best, and which parts make most of the change."""
     before = {share.part: share.seconds for share in best.shares}
     after = {share.part: share.seconds for share in other.shares}
@@ -154,6 +178,7 @@ def _compare(other: Estimate, best: Estimate) -> str:
         for part, seconds in largest
         if abs(seconds) > _WORTH_SAYING * best.step_s
     ]
-    relation = f"{_relation(other.step_s / best.step_s - 1)} than the first"
-    text = f"{format_seconds(other.step_s)} a step, {relation}{_explain_doubt(other, best)}"
+    relation = f"{describe_relation(other.step_s / best.step_s)} than {name}"
+    doubt = _explain_doubt(other, best, rule)
+    text = f"{format_seconds(other.step_s)} a step, {relation}{doubt}"
     return f"{text} ({', '.join(parts)})" if parts else text

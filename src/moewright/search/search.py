@@ -131,7 +131,7 @@ def search(
     rejected[SLOWER if plans else DOES_NOT_FIT] += max(
         0, pool.scored - sum(rejected.values()) - shown
     )
-    why = explain_first(tuple(plans))
+    why = explain_first(tuple(plans), rule)
     other_overlap = None
     if plans:
         why = (*why, *_departures(plans[0], pool, space, rule))

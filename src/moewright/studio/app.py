@@ -22,7 +22,7 @@ from starlette.routing import Route
 from moewright.api.catalogues import hardware as list_hardware
 from moewright.api.catalogues import models as list_models
 from moewright.api.running import export
-from moewright.api.views import view_comparison, view_plan, view_timetable
+from moewright.api.views import view_comparison, view_judgement, view_plan, view_timetable
 from moewright.report.trace import build_trace
 from moewright.spec.errors import BadInput
 from moewright.spec.record import Record, format_json
@@ -63,6 +63,7 @@ def build_app(confinement: Confinement, access: Access) -> Starlette:
         Route("/assets/{name}", studio.send_asset),
         Route("/api/catalogue", studio.list_catalogue),
         Route("/api/plan", studio.send_plan),
+        Route("/api/judgement", studio.send_judgement),
         Route("/api/timetable", studio.send_timetable),
         Route("/api/compare", studio.send_comparison),
         Route("/api/task/{task}", studio.stream_task),
@@ -120,6 +121,10 @@ class _Studio:
     async def send_plan(self, request: Request) -> Response:
         params = dict(request.query_params)
         return await _answer(lambda: view_plan(read_query(params)))
+
+    async def send_judgement(self, request: Request) -> Response:
+        params = dict(request.query_params)
+        return await _answer(lambda: view_judgement(read_query(params), params.get("best", "")))
 
     async def send_timetable(self, request: Request) -> Response:
         params = dict(request.query_params)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moewright.codec import format_layout
+from moewright.diagnosis.judgement import describe_fit
 from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate, Plan, TimePart
 from moewright.spec.record import Record, Row, spread
@@ -14,7 +15,6 @@ from moewright.view.plan_view import (
     ListedFigures,
     NamedValue,
     build_job_view,
-    describe_verdict,
     list_figures,
     sum_components,
 )
@@ -89,7 +89,7 @@ def _compare(first: Plan, plan: Plan, lines: tuple[str, ...]) -> ComparedPlan:
     return ComparedPlan(
         layout=format_layout(plan.layout),
         lines=lines,
-        headline=describe_verdict(plan),
+        headline=describe_fit(plan),
         figures=list_figures(estimate),
         step_changes=tuple(
             NamedValue(name=part.value, value=after.get(part, 0.0) - before.get(part, 0.0))

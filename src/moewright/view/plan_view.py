@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from moewright.codec import format_layout
+from moewright.diagnosis.judgement import Judgement, judge_plan
 from moewright.diagnosis.published import PublishedRun, find_nearest_runs
 from moewright.report.plan_text import describe_evidence
 from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.errors import Reason
 from moewright.spec.ledger import Component, Ledger
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Estimate, Plan, TimePart, Verdict
+from moewright.spec.plan import Estimate, Plan, TimePart
 from moewright.spec.record import Record, Row, spread
 from moewright.spec.units import format_bytes, format_seconds
 from moewright.view.layout_controls import LayoutControl, list_controls
@@ -104,6 +105,7 @@ class PlanView(Record):
     job: JobView
     headline: str
     sentence: str
+    judgement: Judgement
     estimate: Estimate = field(
         metadata=spread(
             "verdict",
@@ -211,15 +213,19 @@ def build_job_view(plan: Plan) -> JobView:
     )
 
 
-def build_plan_view(plan: Plan, notes: tuple[str, ...] = ()) -> PlanView:
-    """Build the record of a plan's page."""
+def build_plan_view(
+    plan: Plan, notes: tuple[str, ...] = (), judgement: Judgement | None = None
+) -> PlanView:
+    """Build the record of a plan's page; without a judgement, of the plan by itself."""
+    judgement = judge_plan(plan) if judgement is None else judgement
     estimate = plan.estimate
     holds = _describe_stages(plan.model, plan)
     kinds = [assumption.kind.value for assumption in estimate.assumptions]
     return PlanView(
         job=build_job_view(plan),
-        headline=describe_verdict(plan),
+        headline=judgement.headline,
         sentence=describe_figures(plan),
+        judgement=judgement,
         estimate=estimate,
         stages=tuple(
             build_stage_memory(ledger, holds[ledger.pp_rank]) for ledger in estimate.ledgers
@@ -276,18 +282,6 @@ def _describe_stages(model: ModelSpec, plan: Plan) -> list[str]:
         if chunk.has_loss:
             text.append("head")
     return [", ".join(text) for text in texts]
-
-
-def describe_verdict(plan: Plan) -> str:
-    """Say in a few words whether a plan fits."""
-    estimate = plan.estimate
-    match estimate.verdict:
-        case Verdict.FITS:
-            return f"Fits, {format_bytes(estimate.margin_bytes)} to spare"
-        case Verdict.UNCERTAIN:
-            return f"May not fit: {estimate.fit_probability:.0%} likely to"
-        case Verdict.OOM:
-            return f"Does not fit: {format_bytes(-estimate.margin_bytes)} too much"
 
 
 def describe_figures(plan: Plan) -> str:

@@ -14,8 +14,24 @@ mw.figures = plan => {
     mw.tile("Bubble", mw.percent(plan.bubble_fraction, 2), `${mw.count(plan.micro_batches)} micro-batches`, "bubble_fraction", plan.bubble_fraction));
 };
 
-mw.verdictPanel = plan => mw.el("section", {class: `panel verdict ${plan.verdict}`, id: "verdict", "aria-live": "polite"},
+/* What a layout is judged by stands under its headline; `load` shows another layout. */
+mw.qualityClass = {good: "fits", slow: "uncertain", uncertain: "uncertain", oom: "oom", unjudged: ""};
+mw.judgementLines = (judgement, load) => [
+  mw.el("p", {}, judgement.speed || (judgement.quality === "unjudged" && load !== null ? "Looking for the best layout beside it …" : ""), " ",
+    load && judgement.change_layout ? mw.el("button", {type: "button", class: "small", id: "load-change", onclick: () => load(judgement.change_layout)}, "Make that change") : "", " ",
+    load && judgement.best && judgement.times_best > 1.001 ? mw.el("button", {type: "button", class: "small", id: "load-best", onclick: () => load(judgement.best)}, "Show the best") : ""),
+  judgement.measured ? mw.el("p", {class: "note"}, judgement.measured) : ""];
+mw.showJudgement = (judgement, load) => {
+  const panel = document.getElementById("verdict");
+  panel.className = `panel verdict ${mw.qualityClass[judgement.quality]}`;
+  panel.dataset.quality = judgement.quality;
+  panel.querySelector("h1").textContent = judgement.headline;
+  document.getElementById("judgement").replaceChildren(...mw.judgementLines(judgement, load));
+};
+
+mw.verdictPanel = (plan, act) => mw.el("section", {class: `panel verdict ${mw.qualityClass[plan.judgement.quality]}`, id: "verdict", "data-quality": plan.judgement.quality, "aria-live": "polite"},
   mw.el("h1", {}, plan.headline),
+  mw.el("div", {id: "judgement"}, ...mw.judgementLines(plan.judgement, act ? undefined : null)),
   mw.el("p", {}, `${plan.sentence}.`),
   mw.el("p", {class: "quiet"}, `${plan.job.model} on ${mw.count(plan.job.devices)} × ${plan.job.device}, sequence ${mw.count(plan.job.seq_len)}, global batch ${mw.count(plan.job.global_batch)}, ${plan.job.precision}`),
   mw.el("code", {class: "layout", id: "layout-text"}, plan.job.layout),
@@ -114,8 +130,8 @@ mw.evidencePanel = plan => mw.wide(mw.panel("How sure",
     "Published runs that are most like this job, in tokens/s a device"),
   mw.el("p", {class: "note"}, "Tokens/s a device; each predicted by constants that were fitted without its publisher.")));
 
-mw.render.PlanView = (plan, root) => {
-  root.append(mw.verdictPanel(plan),
+mw.render.PlanView = (plan, root, act) => {
+  root.append(mw.verdictPanel(plan, act),
     mw.el("div", {class: "cards"},
       mw.panel("Memory of every pipeline rank", mw.memoryChart(plan)),
       mw.panel("Where the step goes", mw.stepChart(plan)),

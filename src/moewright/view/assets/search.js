@@ -78,7 +78,7 @@ mw.render.ComparisonView = (view, root, act, pick) => {
       ...(plan.verdict ? [mw.seconds(plan.step_s), mw.digits(plan.tokens_per_s_per_device, 4), mw.percent(plan.mfu), mw.bytes(plan.peak_bytes), mw.bytes(plan.margin_bytes)] : ["", "", "", "", ""])]), "Layouts side by side"))));
   others.forEach((plan, index) => {
     const name = letters[index + 1];
-    const panel = mw.panel(`Why not ${name}`, mw.el("code", {}, plan.layout), mw.el("ul", {class: "plain"}, plan.lines.map(line => mw.el("li", {}, line))));
+    const panel = mw.panel(`${name} beside A`, mw.el("code", {}, plan.layout), mw.el("ul", {class: "plain"}, plan.lines.map(line => mw.el("li", {}, line))));
     if (plan.verdict) {
       const steps = () => mw.changeSteps(first.step_s, plan.step_s, plan.step_changes, mw.palette.time, mw.seconds, ["A", name]);
       const gib = 2 ** 30, showGib = value => mw.bytes(value * gib);

@@ -242,7 +242,7 @@ studio.take = (record, params) => {
   studio.record = record;
   studio.fillControls(record.controls);
   document.documentElement.dataset.painted = params.toString();
-  if (studio.page() === "plan") studio.paint(record);
+  if (studio.page() === "plan") { studio.paint(record); studio.judge(); }
   document.title = record.job ? `${record.job.layout} · moewright` : "moewright studio";
   requestAnimationFrame(() => { document.documentElement.dataset.frame = String(studio.answered); });
 };
@@ -263,6 +263,7 @@ studio.findBest = async () => {
         return;
       }
       state.textContent = view.is_final ? `best of ${mw.count(view.scored)} layouts` : "first result; searching on …";
+      studio.noteBest(params, view);
       studio.go({layout: view.ranked[0].layout}, undefined, !view.is_final);
     });
   } catch (error) {

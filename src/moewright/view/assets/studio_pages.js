@@ -17,6 +17,7 @@ studio.pages.top = () => {
     if (cancel.signal.aborted) return;
     const root = mw.el("div");
     (mw.render[view.kind])(view, root, studio.mend, load);
+    studio.noteBest(params, view);
     if (view.kind === "SearchView" && view.is_final) finish("The whole space is searched.");
     else if (view.kind !== "SearchView") finish("");
     else state.textContent = "First results; searching the whole space …";

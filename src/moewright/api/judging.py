@@ -1,0 +1,26 @@
+"""Judgements: whether a plan is good, beside the best layout of its job and published runs."""
+
+from __future__ import annotations
+
+from moewright.diagnosis.judgement import Judgement, judge_plan
+from moewright.search.search import search
+from moewright.spec.plan import Plan
+
+
+def judge(plan: Plan) -> Judgement:
+    """Say whether a plan fits, how far it is from the best that fits, and from measured runs.
+
+    The best is that of a whole search of the plan's job on its hardware, which takes seconds.
+
+    Args:
+        plan: what `estimate`, `plan` or `read_flags` returns.
+
+    Example:
+        >>> import moewright as mw
+        >>> judged = mw.judge(mw.estimate("Qwen3-30B-A3B", "tp8,ep8,mbs1", on="16xH100"))
+        >>> judged.quality.value, judged.times_best > 5, judged.change
+        ('slow', True, 'with tp1')
+    """
+    result = search(plan.model, plan.workload, plan.hardware, top=1)
+    best = result.plans[0] if result.plans else None
+    return judge_plan(plan, best, scored=result.scored)
