@@ -1,6 +1,7 @@
 """The studio's other pages: searches, timetables, comparisons, budgets, and what is taken away."""
 
 import json
+import re
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -114,3 +115,14 @@ def test_what_is_taken_away_opens_alone(studio, open_page, find_barriers, tmp_pa
     assert float(shown) == own.estimate.step_s
     assert alone.locator("canvas").count() >= 3
     assert find_barriers(alone) == []
+
+
+def test_where_nothing_fits_the_page_says_how_near_it_is_and_what_would_fit(studio, open_page):
+    page = open_page(f"{studio}top?model=Qwen3-30B-A3B&on=2xH100&seq_len=4096&global_batch=32")
+    page.wait_for_selector("[data-enough]", timeout=90_000)
+    assert "Nothing fits 2 × H100" in page.locator("#verdict h1").inner_text()
+    assert re.search(r"lacks [\d.]+ GiB a device", page.locator("#verdict").inner_text())
+    count = page.locator("[data-enough]").get_attribute("data-enough")
+    page.get_by_role("button", name=f"Plan for {count}").click()
+    page.wait_for_selector("#layout-text", timeout=30_000)
+    assert f"on={count}xH100" in page.url

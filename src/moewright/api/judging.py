@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moewright.diagnosis.judgement import Judgement, judge_plan
-from moewright.search.search import search
+from moewright.search.search import find_best_plan
 from moewright.spec.plan import Plan
 
 
@@ -21,6 +21,4 @@ def judge(plan: Plan) -> Judgement:
         >>> judged.quality.value, judged.times_best > 5, judged.change
         ('slow', True, 'with tp1')
     """
-    result = search(plan.model, plan.workload, plan.hardware, top=1)
-    best = result.plans[0] if result.plans else None
-    return judge_plan(plan, best, scored=result.scored)
+    return judge_plan(plan, find_best_plan(plan.model, plan.workload, plan.hardware))

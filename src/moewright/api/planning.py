@@ -174,7 +174,7 @@ def plan_for_training(request: PlanRequest, job: Path) -> Plan:
     """
     nouns = (request.model, request.workload, request.hardware)
     with translate_fields(to_job_keys(job)):
-        result = search(*nouns, fixed=request.layout_text, top=1, allowed=_objections(request))
+        result = search(*nouns, fixed=request.layout_text, top=1, allowed=build_objections(request))
     if not result.plans:
         raise explain_empty_search(request, result, job)
     return result.plans[0]
@@ -183,7 +183,7 @@ def plan_for_training(request: PlanRequest, job: Path) -> Plan:
 def find_best(request: PlanRequest) -> Plan | None:
     """Return the best plan of a request, whatever layout keys its job has; None where none fits."""
     nouns = (request.model, request.workload, request.hardware)
-    return next(iter(search(*nouns, top=1, allowed=_objections(request)).plans), None)
+    return next(iter(search(*nouns, top=1, allowed=build_objections(request)).plans), None)
 
 
 def workload_options(
@@ -219,7 +219,7 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
     """
     _check_options(options)
     request = _bind_trainer(request, options.runs_on)
-    allowed = _objections(request)
+    allowed = build_objections(request)
     rule = RankingRule(fit_probability=options.fit_probability, risk=options.risk)
     if options.fewest:
         request = _take_fewest(request, options, rule)
@@ -268,7 +268,7 @@ def _take_fewest(request: PlanRequest, options: SearchOptions, rule: RankingRule
         request.workload,
         request.hardware,
         fixed=options.layout,
-        allowed=_objections(request),
+        allowed=build_objections(request),
         rule=rule,
     )
     return request if fewest is None else replace(request, hardware=fewest)
@@ -312,7 +312,7 @@ def _check_options(options: SearchOptions) -> None:
             raise BadInput(Reason(field=field, value=str(value), rule=rule, nearest=nearest))
 
 
-def _objections(request: PlanRequest) -> Objections:
+def build_objections(request: PlanRequest) -> Objections:
     """Return what speaks against a legal layout: the trainer, or for a job to run this engine."""
     if request.runs_on is not None:
         return partial(_trainer_refusals, request, request.runs_on)
@@ -379,7 +379,7 @@ def _empty_search(
     layout = parse_layout(pinned, world_size=request.hardware.count)
     reasons = (
         *check_legality(Job(model=request.model, workload=request.workload, layout=layout)),
-        *_objections(request)(layout),
+        *build_objections(request)(layout),
     )
     if reasons:
         keys = explicit_fields(pinned)

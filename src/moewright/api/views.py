@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moewright.api.budgets import check_budget_figures, price_devices, scale_devices
+from moewright.api.misfits import view_misfit
 from moewright.api.planning import (
     Plans,
     explain_empty_search,
@@ -23,9 +24,10 @@ from moewright.api.requests import (
 )
 from moewright.api.running import list_trainers
 from moewright.codec import format_layout, parse_layout, read_json
-from moewright.diagnosis.judgement import Judgement, judge_plan
+from moewright.diagnosis.judgement import QUICK_PART, Judgement, judge_plan
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.search.explain import explain_beside
+from moewright.search.misfit import Misfit
 from moewright.search.search import build_plan, search
 from moewright.search.what_if import find_fewest
 from moewright.spec.errors import BadInput
@@ -42,7 +44,6 @@ from moewright.view.plan_view import PlanView, RefusalView, build_plan_view, bui
 from moewright.view.search_view import SearchView, build_search_view
 from moewright.view.timetable_view import TimetableView, build_timetable_view
 
-_FIRST_PART = "mbs1,cp1,etp1,vpp1"  # of the space, as layout text
 _FIRST_TOP = 3
 
 
@@ -137,25 +138,29 @@ def view_plan(query: ViewQuery) -> PlanView | RefusalView:
     return build_plan_view(plan, request.defaults)
 
 
-def view_search(query: ViewQuery, top: int = 10) -> Iterator[SearchView]:
+def view_search(query: ViewQuery, top: int = 10) -> Iterator[SearchView | Misfit]:
     """Yield what a search of a query's job answers: first of a small part of the space, then all.
 
+    Where nothing fits, the answers are the nearest miss and what would fit, more each time.
     The query's layout text is not pinned. The part holds one sequence a micro-batch, plain
     pipelines and neither context nor expert tensor parallelism: good layouts, searched in a second.
 
     Raises:
-        BadInput: something cannot be used, or no layout is legal and fits.
+        BadInput: something cannot be used, or no layout is legal.
     """
     request = query.read()
     nouns = (request.model, request.workload, request.hardware)
-    first = search(*nouns, fixed=_FIRST_PART, top=_FIRST_TOP)
+    first = search(*nouns, fixed=QUICK_PART, top=_FIRST_TOP)
     if first.plans:
         yield build_search_view(first.plans, first, first.why, trainers={}, is_final=False)
     name = Path("model")
     answer = search_request(request, name, SearchOptions(top=top))
-    if answer.best is None:
+    if answer.best is not None:
+        yield _build_ranking(answer)
+    elif answer.search.nearest_miss is not None:
+        yield from view_misfit(answer)
+    else:
         raise explain_empty_search(answer.request, answer.search, name)
-    yield _build_ranking(answer)
 
 
 def _build_ranking(plans: Plans) -> SearchView:

@@ -63,9 +63,23 @@ def plan(
         plans.best, json, html=answer.html if plans.best else None, views=lambda: view_plans(plans)
     ) as console:
         _print_answer(console, plans, objections, verbose=answer.verbose)
+        if plans.best is None:
+            _print_misfit(console, plans, ranking.layout)
     if plans.best is None:
         raise explain_empty_search(request, plans.search, Path(model), layout=ranking.layout)
     return 0
+
+
+def _print_misfit(console: Console, plans: Plans, layout: str) -> None:
+    """Print the nearest miss and what would fit, each sentence as soon as it is known."""
+    from moewright.api.misfits import view_misfit
+
+    printed = 0
+    for misfit in view_misfit(plans, layout):
+        lines = misfit.lines()
+        for line in lines[printed:]:
+            console.print(line)
+        printed = len(lines)
 
 
 def _print_answer(

@@ -15,8 +15,7 @@ from moewright.diagnosis.published import Nearness, PublishedRun, find_nearest_r
 from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_legality
 from moewright.search.explain import describe_relation
-from moewright.search.ranking import is_safe
-from moewright.search.search import build_plan, search
+from moewright.search.search import build_plan, find_best_plan
 from moewright.search.space import Objections, no_objections
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import LAYOUT_FIELDS, Layout, Recompute
@@ -138,10 +137,9 @@ def find_quick_best(plan: Plan, allowed: Objections = no_objections) -> Plan | N
     """Return the best plan of a job in a small part of the space; None where none fits surely."""
     nouns = (plan.model, plan.workload, plan.hardware)
     try:
-        plans = search(*nouns, fixed=QUICK_PART, top=1, allowed=allowed).plans
+        return find_best_plan(*nouns, fixed=QUICK_PART, allowed=allowed)
     except BadInput:  # the part has no layout of the job at all
         return None
-    return next((best for best in plans if is_safe(best.estimate, RankingRule())), None)
 
 
 def describe_fit(plan: Plan) -> str:

@@ -101,6 +101,8 @@ class CandidatePool:
         self.by_overlap: dict[bool, Candidate] = {}  # best, by whether EP communication overlaps
         self.usual: dict[Guideline, Candidate] = {}  # best that follows each guideline
         self.least = 0  # smallest tp x cp x pp that is safe; 0: nothing is
+        # Where nothing is safe, the candidate that lacks the fewest bytes; its time is not priced.
+        self.nearest_miss: Candidate | None = None
 
     @property
     def room_bytes(self) -> float:
@@ -156,6 +158,7 @@ class CandidatePool:
         is_safe = scores.legal & (scores.peak_bytes <= self._screener.safe_bytes(scores.sd_bytes))
         self.without_room += int(np.count_nonzero(scores.legal & ~may_fit))
         self._note_least(scores, is_safe)
+        self._note_nearest_miss(scores)
         usable = self._without_objections(scores, np.isfinite(scores.step_s))
         if not usable.any():
             return
@@ -227,6 +230,23 @@ class CandidatePool:
         fitting = parallel[is_safe.any(axis=(1, 2))]
         if len(fitting) and not 0 < self.least <= fitting.min():
             self.least = int(fitting.min())
+
+    def _note_nearest_miss(self, scores: GroupScores) -> None:
+        """Keep the candidate that lacks the fewest bytes, until one is safe."""
+        if self.least:
+            self.nearest_miss = None
+            return
+        peak_bytes = np.where(scores.legal, scores.peak_bytes, np.inf)
+        least_bytes = np.inf if self.nearest_miss is None else self.nearest_miss.peak_bytes
+        while True:
+            place = tuple(map(int, np.unravel_index(int(peak_bytes.argmin()), peak_bytes.shape)))
+            if peak_bytes[place] >= least_bytes:
+                return
+            candidate = self._candidate(scores, place, is_safe=False)
+            if not self._space.allowed(candidate.layout):
+                self.nearest_miss = candidate
+                return
+            peak_bytes[place] = np.inf
 
     def _note_unscored_least(self) -> None:
         """Lower `least` by groups that were too slow to score, of the smallest micro-batch."""

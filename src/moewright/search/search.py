@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -63,7 +64,8 @@ class SearchResult:
     extra bytes a device with the best candidate that is safe with them, by bound and by step.
     `other_overlap` is the best candidate that overlaps expert communication where the first plan
     does not, or the other way round. `near_best` holds the best candidates of many combinations of
-    degrees, whether they are shown or not.
+    degrees, whether they are shown or not. `nearest_miss` is the layout that lacks the fewest
+    bytes, where nothing is safe.
     """
 
     plans: tuple[Plan, ...]
@@ -75,6 +77,7 @@ class SearchResult:
     with_memory: tuple[tuple[float, tuple[Candidate, ...]], ...]
     other_overlap: Candidate | None
     near_best: tuple[Candidate, ...]
+    nearest_miss: Plan | None = None
 
 
 def search(
@@ -149,7 +152,43 @@ def search(
         ),
         other_overlap=other_overlap,
         near_best=tuple(pool.ranked()),
+        nearest_miss=_build_nearest_miss(space, pool),
     )
+
+
+def find_best_plan(
+    model: ModelSpec,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    fixed: str = "",
+    allowed: Objections = no_objections,
+    rule: RankingRule | None = None,
+) -> Plan | None:
+    """Return the best safe layout alone; None where none is safe.
+
+    It leaves out what else a search tells, and so takes less time.
+
+    Raises:
+        BadInput: as for `search`.
+    """
+    if reasons := check_precision(workload, hardware):
+        raise BadInput(*reasons)
+    rule = RankingRule() if rule is None else rule
+    space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
+    if reasons := check_device(space.base, hardware):
+        raise BadInput(*reasons)
+    pool = _fill_pool(space, rule, keep=_SPARE, extra_bytes=())
+    plans = (_build_legal_plan(space, candidate, Counter()) for candidate in pool.ranked())
+    safe = (plan for plan in plans if plan is not None and is_safe(plan.estimate, rule))
+    return min(islice(safe, _SPARE), key=lambda plan: bound_s(plan.estimate, rule), default=None)
+
+
+def _build_nearest_miss(space: SearchSpace, pool: CandidatePool) -> Plan | None:
+    """Return the plan that lacks the fewest bytes; None where a layout is safe."""
+    if pool.nearest_miss is None or pool.ranked():
+        return None
+    return _build_legal_plan(space, pool.nearest_miss, Counter())
 
 
 def _fill_pool(

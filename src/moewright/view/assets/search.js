@@ -57,6 +57,19 @@ mw.render.SearchView = (view, root, act, pick) => {
   mw.panel("Ranking", mw.searchTable(view, pick)));
 };
 
+/* ---- nothing fits: the nearest miss, and what would fit ---- */
+mw.render.Misfit = (view, root, act, pick) => {
+  const button = (text, layout, devices) => pick ? mw.el("button", {type: "button", class: "small", onclick: () => pick(layout, devices)}, text) : "";
+  const facts = [
+    mw.el("li", {}, `The nearest layout lacks ${mw.bytes(view.short_bytes)} a device on pipeline rank ${view.peak_rank}, most of it ${view.largest}. Layouts with offload, ZeRO and recompute are among those tried. `, button("Show it", view.layout, view.devices)),
+    view.enough ? mw.el("li", {"data-enough": String(view.enough)}, `${mw.count(view.enough)} × ${view.device} hold it, at ${mw.seconds(view.enough_step_s)} a step. `, button(`Plan for ${mw.count(view.enough)}`, view.enough_layout, view.enough)) : "",
+    ...view.fitting.map(item => mw.el("li", {}, `With ${item.change} it fits on these devices, at ${mw.seconds(item.step_s)} a step${item.host_bytes ? ` and ${mw.bytes(item.host_bytes)} of host memory a device` : ""}: `, mw.el("code", {}, item.setting))),
+    view.is_final && view.tried.length && !view.fitting.length ? mw.el("li", {}, `Not enough on these devices: ${view.tried.join(", ")}.`) : "",
+    view.is_final ? "" : mw.el("li", {class: "note"}, "looking for what would fit …")];
+  root.append(mw.el("section", {class: "panel verdict oom", id: "verdict", "data-misfit": view.is_final ? "final" : "first", "aria-live": "polite"},
+    mw.el("h1", {}, `Nothing fits ${mw.count(view.devices)} × ${view.device}`), mw.el("ul", {class: "plain"}, facts)));
+};
+
 /* ---- layouts side by side ---- */
 mw.changeSteps = (from, to, changes, colours, show, names) => {
   let at = from;

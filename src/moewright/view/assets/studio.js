@@ -56,7 +56,7 @@ studio.content = () => document.getElementById("content");
 studio.fill = (...children) => { studio.content().replaceChildren(...children); mw.drawAll(studio.content()); };
 studio.paint = (record, ...before) => {
   const root = mw.el("div");
-  (mw.render[record.kind] || mw.render.RefusalView)(record, root, studio.mend);
+  (mw.render[record.kind] || mw.render.RefusalView)(record, root, studio.mend, studio.load);
   studio.fill(...before, ...root.childNodes);
 };
 studio.mend = (reason, value) => mw.el("button", {type: "button", class: "small", onclick: () => studio.applyMend(reason.key, value)}, `Use ${value}`);
@@ -70,6 +70,8 @@ studio.applyMend = (key, value) => {
     else if (/^[a-z_]+$/.test(key)) studio.go({layout: studio.withKey(key, value)});
   }
 };
+/* Shows a layout on the plan's page, on another number of the same devices if need be. */
+studio.load = (layout, devices) => studio.go(devices ? {layout, on: `${devices}x${(studio.query.get("on") || "").replace(/^\d+\s*x\s*/i, "")}`} : {layout}, "plan");
 studio.withKey = (key, value) => {
   if (value.startsWith("layout=")) { const rest = (studio.query.get("layout") || "").replace(/,?layout='[^']*'/, ""); return `${rest},${value}`; }
   const joined = /^\d+$/.test(value) ? `${key}${value}` : `${key}=${value}`;
@@ -258,7 +260,8 @@ studio.findBest = async () => {
     params.delete("layout");
     await studio.stream("/api/task/search", params, studio.search.signal, view => {
       if (view.kind !== "SearchView") {
-        state.textContent = view.reasons[0].text;
+        state.textContent = view.reasons ? view.reasons[0].text : "nothing fits";
+        studio.noteBest(params, view);
         if (!studio.query.get("layout") && studio.page() === "plan") studio.paint(view);
         return;
       }

@@ -1,10 +1,10 @@
 "use strict";
 /* The best layout of a job is sought beside the sliders; every layout shown is judged by it. */
-studio.bests = new Map();  /* layout by job, "" where nothing fits */
+studio.bests = new Map();  /* layout by job; where nothing fits, the record of that */
 studio.jobKey = params => { const job = new URLSearchParams(params); job.delete("layout"); return job.toString(); };
 studio.noteBest = (params, view) => {
   if (view.kind === "SearchView" && !view.is_final) return;
-  studio.bests.set(studio.jobKey(params), view.kind === "SearchView" ? view.ranked[0].layout : "");
+  studio.bests.set(studio.jobKey(params), view.kind === "SearchView" ? view.ranked[0].layout : view);
   studio.judge();
 };
 studio.seekBest = params => {
@@ -27,11 +27,18 @@ studio.judge = () => {
   if (!record || record.kind !== "PlanView" || studio.page() !== "plan") return;
   const best = studio.bests.get(studio.jobKey(params));
   if (best === undefined) { studio.seekBest(params); return; }
-  if (!best) return;
+  if (typeof best !== "string") { studio.showMisfit(best); return; }
   studio.judgeTimer = setTimeout(async () => {
     const asked = new URLSearchParams(params);
     asked.set("best", best);
     const judgement = await studio.get("/api/judgement", asked);
     if (judgement.kind === "Judgement" && studio.record === record && studio.page() === "plan") mw.showJudgement(judgement, layout => studio.go({layout}));
   }, 120);
+};
+studio.showMisfit = view => {
+  const root = document.getElementById("judgement");
+  if (view.kind !== "Misfit" || !root) { if (root) root.replaceChildren(); return; }
+  const box = mw.el("div");
+  mw.render.Misfit(view, box, null, studio.load);
+  root.replaceChildren(box.querySelector("ul"));
 };

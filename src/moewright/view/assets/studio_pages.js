@@ -1,6 +1,6 @@
 "use strict";
 /* The studio's pages besides Plan. Each fills the content, and may leave something to end. */
-const load = layout => studio.go({layout}, "plan");
+const load = (layout, devices) => studio.load(layout, devices);
 
 studio.pages.top = () => {
   const cancel = new AbortController();
@@ -19,7 +19,7 @@ studio.pages.top = () => {
     (mw.render[view.kind])(view, root, studio.mend, load);
     studio.noteBest(params, view);
     if (view.kind === "SearchView" && view.is_final) finish("The whole space is searched.");
-    else if (view.kind !== "SearchView") finish("");
+    else if (view.kind !== "SearchView" && view.is_final !== false) finish("");
     else state.textContent = "First results; searching the whole space …";
     document.documentElement.dataset.results = view.is_final ? "final" : "first";
     studio.fill(head, ...root.childNodes);
@@ -73,7 +73,7 @@ studio.pages.budget = () => {
   studio.stream("/api/task/budget", params, cancel.signal, view => {
     if (cancel.signal.aborted) return;
     const root = mw.el("div");
-    mw.render[view.kind](view, root, studio.mend, (layout, devices) => studio.go({layout, on: `${devices}x${(studio.query.get("on") || "").replace(/^\d+\s*x\s*/i, "")}`}, "plan"));
+    mw.render[view.kind](view, root, studio.mend, load);
     state.textContent = view.is_final || view.kind !== "BudgetView" ? "" : "a search for each number of devices …";
     studio.fill(form, ...root.childNodes);
   }).catch(error => { if (error.name !== "AbortError") state.textContent = error.message; });
