@@ -22,7 +22,9 @@ from moewright.api.tuning import (
 )
 from moewright.codec import write_text
 from moewright.report.console import make_console
-from moewright.report.tuning_markdown import render_exhaustive
+from moewright.report.document_markdown import render_markdown
+from moewright.report.document_text import print_document
+from moewright.report.tuning_document import build_exhaustive_document
 from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
 from moewright.tuning.journal import Journal, read_journal
@@ -90,7 +92,7 @@ def compare_tuning(
         paired_s = _measure_pairs(space, journal, (winner, best), first_repeat=rounds + 1)
     journalled = read_journal(folder / "tune")
     trials = [trial for trial in journalled if trial.length is TrialLength.SCREEN]
-    text = render_exhaustive(
+    document = build_exhaustive_document(
         means,
         runs=len(points) * rounds,
         winner=winner,
@@ -99,8 +101,8 @@ def compare_tuning(
         tuning_points=len({trial.point for trial in trials}),
         tuning_runs=len(trials),
     )
-    make_console(sys.stdout).print(text, soft_wrap=True, markup=False, highlight=False)
-    write_text(folder / "report.md", text)
+    print_document(make_console(sys.stdout), document)
+    write_text(folder / "report.md", render_markdown(document))
     return 0
 
 

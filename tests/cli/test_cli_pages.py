@@ -44,7 +44,7 @@ def test_a_diagnosis_and_a_score_are_pages_too(
     capsys.readouterr()
     table = "tests/published/data/measured_steps.csv"
     assert main(["validate", table, "--html", str(page)]) == 0
-    assert read_kinds(page) == ["TableView"]
+    assert read_kinds(page) == ["Document"]
     assert len(capsys.readouterr().out.splitlines()) <= 40
 
 

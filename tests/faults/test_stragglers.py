@@ -34,7 +34,7 @@ from moewright.engine.run.stragglers import (
 )
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
-from moewright.report.incident_section import build_incident_section
+from moewright.report.run_sections import list_incidents
 from moewright.spec.run import HostTime, IncidentKind
 
 RECORDED = Path(__file__).with_name("recorded_steps.csv")
@@ -161,7 +161,7 @@ def test_a_slow_rank_is_named_once_while_the_run_goes_on(
     assert incident.message.startswith(f"rank 1 is slow at step {incident.step}: ")
     assert 20 <= incident.step <= 24
     assert incident.message in capfd.readouterr().err
-    section = build_incident_section((incident,))
-    assert section is not None
-    assert section.summary == "1 incident."
-    assert section.rows[0].way_on == "has gone on meanwhile"
+    (section,) = list_incidents((incident,))
+    assert section.lines == ("1 incident.",)
+    assert section.table is not None
+    assert "has gone on meanwhile" in section.table.rows[0].cells

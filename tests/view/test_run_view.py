@@ -19,6 +19,11 @@ from moewright.view.run_view import RunsView, build_run_view
 from sample_run import counted_ledger, ledger, record
 
 
+def list_rows(section):
+    """Return the cells of all tables of a rank."""
+    return [row.cells for part in section.sections if part.table for row in part.table.rows]
+
+
 def build(run, comparisons=None):
     if comparisons is None:
         comparisons = [compare_ledgers(ledger(rank), counted_ledger(rank)) for rank in (0, 1)]
@@ -52,16 +57,17 @@ def test_a_step_takes_one_time_on_the_whole_page(shown):
     assert waterfall.measured_s == step_s
     drops = sum(drop.seconds for drop in waterfall.drops)
     assert waterfall.ideal_s + drops == pytest.approx(step_s, rel=1e-12)
-    titles = [title for table in shown.ledgers for title, _ in table.groups]
+    titles = [part.title for section in shown.ledgers for part in section.sections]
     assert not any("econds" in title for title in titles)
 
 
 def test_every_compared_line_but_times_stands_in_the_ledger(shown):
     comparison = compare_ledgers(ledger(0), counted_ledger(0))
-    rows = [row for _, rows in shown.ledgers[0].groups for row in rows]
+    rows = list_rows(shown.ledgers[0])
     assert len(rows) == sum(line.section != "time" for line in comparison.lines)
-    assert "43,486,543,872" in {row.counted for row in rows}
-    assert "saved softmax statistics are fp32 on this device" in str(shown.ledgers[0].notes)
+    assert "43,486,543,872" in {counted for _, _, counted, _, _ in rows}
+    notes = shown.ledgers[0].sections[-1].items.items
+    assert any("saved softmax statistics are fp32 on this device" in note for note in notes)
 
 
 def test_a_broken_promise_is_marked_in_the_ledger_and_the_verdict():
@@ -73,13 +79,12 @@ def test_a_broken_promise_is_marked_in_the_ledger_and_the_verdict():
     assert shown.verdict.tone == "bad"
     assert "the ledger differs on 1 of 2 ranks" in shown.verdict.sentence
     assert [table.tone for table in shown.ledgers] == ["good", "bad"]
-    (row,) = [
-        row
-        for _, rows in shown.ledgers[1].groups
-        for row in rows
-        if row.tone == "bad" and row.counted == "3,305,760"
+    (mark,) = [
+        mark
+        for _, _, counted, _, mark in list_rows(shown.ledgers[1])
+        if mark.tone == "bad" and counted == "3,305,760"
     ]
-    assert row.mark == "only counted"
+    assert mark.text == "only counted"
 
 
 def test_activations_out_of_bound_leave_the_ledger_exact_but_the_verdict_bad():
@@ -138,7 +143,7 @@ def test_loads_are_over_the_mean_of_their_layer(shown):
         assert sum(layer.experts) / 16 == pytest.approx(1.0)
         assert len(layer.ranks) == 2
         assert layer.hottest[0][0] == 1
-    assert len(shown.experts.routers) == 6
+    assert len(shown.experts.routers.rows) == 6
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_spikes():

@@ -14,10 +14,11 @@ from moewright.api.trial_place import plan_start
 from moewright.codec import fingerprint, parse_layout, read_run
 from moewright.cost.estimate import estimate
 from moewright.intake.job import read_job
+from moewright.report.document import Document
+from moewright.report.document_markdown import render_markdown
 from moewright.report.sweep_table import (
+    build_sweep_document,
     render_csv,
-    render_markdown,
-    render_memory_markdown,
     render_memory_svg,
     render_svg,
 )
@@ -78,18 +79,20 @@ class SweepTables(Record):
         """Return a row for each layout, with the predicted and the measured step."""
         return [_summarize_row(title, row) for title, rows in self.tables.items() for row in rows]
 
+    def to_document(self) -> Document:
+        """Return every table with its note, and the memory of the layouts that are drawn."""
+        return build_sweep_document(
+            self.spec.title,
+            self.tables,
+            self.memory,
+            source=self.spec.source,
+            notes={table.title: table.note for table in self.spec.table},
+        )
+
     def render_files(self) -> Mapping[str, str]:
         """Return the files of the sweep by name: tables in Markdown and CSV, drawings in SVG."""
-        text = [f"# {self.spec.title}", ""]
-        if self.spec.source:
-            text += [f"Measured: {self.spec.source}.", ""]
-        notes = {table.title: table.note for table in self.spec.table}
-        for title, rows in self.tables.items():
-            text.append(render_markdown(title, rows, notes[title]))
-        for layout, prediction in self.memory.items():
-            text.append(render_memory_markdown(layout, prediction))
-        files = {
-            "table.md": "\n".join(text),
+        files: dict[str, str] = {
+            "table.md": render_markdown(self.to_document()),
             "table.csv": render_csv(self.tables),
             "table.svg": render_svg(self.tables),
         }

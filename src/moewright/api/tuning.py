@@ -39,7 +39,8 @@ from moewright.codec import (
 from moewright.engine.run.env import read_torchrun_env
 from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.intake.job import JobFile, read_job
-from moewright.report.tuning_markdown import format_decision, render_tuning
+from moewright.report.document_markdown import render_markdown
+from moewright.report.tuning_document import build_tuning_document, format_decision
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout, unsupported_model
 from moewright.rules.limits.megatron_limits import megatron_refusals
@@ -256,7 +257,8 @@ def _tune(
         for decision in result.decisions[told:]:
             tell(format_decision(decision, rules.basis))
         told = len(result.decisions)
-        text = render_tuning(request.contract, result, basis=rules.basis)
+        document = build_tuning_document(request.contract, result, basis=rules.basis)
+        text = render_markdown(document)
         write_text(folder / REPORT_FILE, text)
 
     with lock_folder(folder):

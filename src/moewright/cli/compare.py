@@ -44,18 +44,16 @@ def compare(
         The layout of a trace or a log, such as "tp2,ep8,pp4".
     """
     from moewright.api.run_comparisons import compare_run
-    from moewright.report.run_comparison_text import print_run_comparison
-    from moewright.view.run_comparison_view import view_run_comparison
+    from moewright.report.document_text import print_document
+    from moewright.report.run_comparison_document import build_run_comparison_document
 
     stated = read_stated_job(run, script=script, model=model, on=on, layout=layout, batch=workload)
     comparison = compare_run(
         run, plan=stated.plan, script=stated.script, on=on, model=model, network=workload.network
     )
+    document = build_run_comparison_document(comparison)
     with write_answer(
-        comparison,
-        outputs.json,
-        html=outputs.html,
-        views=lambda: [view_run_comparison(comparison)],
+        comparison, outputs.json, html=outputs.html, views=lambda: [document]
     ) as console:
-        print_run_comparison(console, comparison, verbose=outputs.verbose)
+        print_document(console, document, verbose=outputs.verbose)
     return 0

@@ -40,37 +40,34 @@ def dryrun(
     """
     from moewright.api.dry_runs import count_rank
     from moewright.codec import format_layout
-    from moewright.report.dryrun_text import print_dry_run
-    from moewright.view.table_view import view_comparison_lines
+    from moewright.report.document import DocumentSection
+    from moewright.report.document_text import print_document
+    from moewright.report.ledger_document import build_dry_run_document
 
     work = f"running rank {rank} on tensors without data"
     with reserve_stdout(json), show_share(work) as show:
         counts = count_rank(job, rank, tuple(set_ or ()), show)
     counted = counts.counted
-    comparison = counts.comparison
-    ranks = f"rank {rank} of {counts.layout.world_size}"
+    document = build_dry_run_document(
+        counts.comparison,
+        subject=(
+            f"{counts.model.name or 'model'}, rank {rank} of {counts.layout.world_size} "
+            f"(pipeline rank {counted.ledger.pp_rank})"
+        ),
+        introduction=DocumentSection(
+            facts=(("layout", format_layout(counts.layout)),),
+            notes=(
+                f"{counts.run_micro_batches} of the step's {counts.step_micro_batches} "
+                "micro-batches were run: the peak does not grow after them, and the other figures "
+                "count them alone",
+            ),
+        ),
+        states_bytes=counted.states_bytes,
+        tensor_bytes=counted.peak_by_module,
+        planned=counts.planned,
+    )
     with write_answer(
-        counts.to_record(),
-        json,
-        html=answer.html,
-        views=lambda: [view_comparison_lines(comparison, f"{ranks} of {job.name}")],
+        counts.to_record(), json, html=answer.html, views=lambda: [document]
     ) as console:
-        console.print(
-            f"{counts.model.name or 'model'}, {ranks} (pipeline rank {counted.ledger.pp_rank})",
-            soft_wrap=True,
-        )
-        console.print(f"layout    {format_layout(counts.layout)}", soft_wrap=True)
-        console.print(
-            f"{counts.run_micro_batches} of the step's {counts.step_micro_batches} micro-batches "
-            "were run: the peak does not grow after them, and the other figures count them alone",
-            soft_wrap=True,
-        )
-        print_dry_run(
-            console,
-            comparison,
-            states_bytes=counted.states_bytes,
-            tensor_bytes=counted.peak_by_module,
-            planned=counts.planned,
-            verbose=answer.verbose,
-        )
-    return 0 if comparison.keeps_rules else 1
+        print_document(console, document, verbose=answer.verbose)
+    return 0 if counts.comparison.keeps_rules else 1

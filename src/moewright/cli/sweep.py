@@ -41,7 +41,6 @@ def bench_sweep(
     from moewright.api.launched_trials import TrialStoppedError
     from moewright.api.sweeps import read_sweep_tables
     from moewright.codec import write_text
-    from moewright.view.table_view import TableView, build_table
 
     folder = out or Path("runs") / sweep.stem
     try:
@@ -53,9 +52,9 @@ def bench_sweep(
     files = tables.render_files()
     for name, content in files.items():
         write_text(folder / name, content)
-    table = build_table(tables.title(), tables.to_rows())
-    page = TableView(heading=tables.title(), lines=(), tables=(table,))
-    with write_answer(tables, json, html=trials.html, views=lambda: [page]) as console:
+    with write_answer(
+        tables, json, html=trials.html, views=lambda: [tables.to_document()]
+    ) as console:
         console.print(files["table.md"], soft_wrap=True)
         console.print(f"wrote {folder}/{', '.join(files)}", soft_wrap=True)
     return 0

@@ -51,7 +51,7 @@ def train(
         prepare_training,
         run_training,
     )
-    from moewright.report.ledger_text import describe_comparisons
+    from moewright.report.ledger_document import describe_comparisons
 
     endurance.check()
     if out is None:

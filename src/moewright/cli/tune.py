@@ -54,11 +54,10 @@ def tune(
     from moewright.api import tuning
     from moewright.api.launched_trials import TrialStoppedError
     from moewright.codec import PLAN_FILE
-    from moewright.report.tuning_markdown import summarize_tuning
+    from moewright.report.tuning_document import build_tuning_document, summarize_tuning
     from moewright.spec.finding import Basis
     from moewright.spec.record import Record
     from moewright.view.plan_view import build_plan_view
-    from moewright.view.tuning_view import view_tuning
 
     tuning.check_budget(budget_minutes)
     if on and not predict and trials.is_in_process:
@@ -78,8 +77,11 @@ def tune(
     except TrialStoppedError:
         print(f"stopped; the same command goes on with {folder}", flush=True)
         return STOPPED
+    basis = Basis.PREDICTED if predict else Basis.MEASURED
     if trials.html is not None:
-        records: list[Record] = [view_tuning(answer.result, request.contract.model)]
+        records: list[Record] = [
+            build_tuning_document(request.contract, answer.result, basis=basis)
+        ]
         if answer.plan is not None:
             records.append(build_plan_view(answer.plan))
         with write_answer(None, None, html=trials.html, views=lambda: records):
@@ -89,7 +91,6 @@ def tune(
         print(f"no layout was found valid; {report_path} tells why")
         return NOTHING_VALID
     plan_path = folder / PLAN_FILE
-    basis = Basis.PREDICTED if predict else Basis.MEASURED
     print("\n".join(summarize_tuning(answer.result, basis=basis)))
     print(f"{report_path} tells what was tried, {plan_path} is its plan")
     return 0

@@ -45,8 +45,8 @@ def validate(
         "model,hardware": runs of the same model on the same part.
     """
     from moewright.api.measuring import validate as score_planner
-    from moewright.report.score_text import print_score
-    from moewright.view.score_view import view_score
+    from moewright.report.document_text import print_document
+    from moewright.report.score_document import build_score_document
 
     with show_elapsed("scoring every row"):
         score = score_planner(
@@ -56,8 +56,9 @@ def validate(
             own_rows=own_rows,
             own_columns=_split_columns(own_columns),
         )
-    with write_answer(score, json, html=answer.html, views=lambda: [view_score(score)]) as console:
-        print_score(console, score, verbose=answer.verbose)
+    document = build_score_document(score)
+    with write_answer(score, json, html=answer.html, views=lambda: [document]) as console:
+        print_document(console, document, verbose=answer.verbose)
     return 0
 
 

@@ -61,16 +61,16 @@ def print_defaults(console: Console, defaults: Sequence[str]) -> None:
 
 def print_verdict(console: Console, plan: Plan, judgement: Judgement) -> None:
     """Print what is estimated, whether it fits, and whether it is good."""
-    console.print(job_title(plan), soft_wrap=True)
+    console.print(Text(job_title(plan), style="bold"), soft_wrap=True)
     console.print(Text(f"layout    {format_layout(plan.layout)}"), soft_wrap=True)
-    _print_fact(console, "verdict", _verdict_line(plan.estimate))
+    print_fact(console, "verdict", _verdict_line(plan.estimate))
     style = "yellow" if judgement.quality is Quality.SLOW else ""
-    _print_fact(console, "speed", Text(judgement.speed, style=style))
-    _print_fact(console, "measured", Text(judgement.measured))
-    _print_fact(console, "routing", Text(describe_imbalance(plan.estimate)))
+    print_fact(console, "speed", Text(judgement.speed, style=style))
+    print_fact(console, "measured", Text(judgement.measured))
+    print_fact(console, "routing", Text(describe_imbalance(plan.estimate)))
 
 
-def _print_fact(console: Console, name: str, text: Text) -> None:
+def print_fact(console: Console, name: str, text: Text) -> None:
     """Print a text behind its name, wrapped beside it; nothing where there is no text."""
     for place, line in enumerate(text.wrap(console, console.width - _NAME_WIDTH)):
         head = Text(f"{'' if place else name:{_NAME_WIDTH}}")
@@ -183,14 +183,13 @@ def make_table(*columns: str, text_columns: Iterable[str] = (), title: str = "")
     return table
 
 
-def job_title(plan: Plan) -> Text:
+def job_title(plan: Plan) -> str:
     """Return model, hardware and workload of a plan in one line."""
     workload = plan.workload
-    return Text(
+    return (
         f"{plan.model.name or 'model'} on {plan.layout.world_size} x {plan.hardware.device.name}: "
         f"sequence {workload.seq_len:,}, global batch {workload.global_batch:,}, "
-        f"{workload.precision}, {format_flops(plan.estimate.model_flops_per_step)} a step",
-        style="bold",
+        f"{workload.precision}, {format_flops(plan.estimate.model_flops_per_step)} a step"
     )
 
 

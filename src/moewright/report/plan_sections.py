@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from moewright.codec import format_layout
 from moewright.report.console import (
     describe_imbalance,
@@ -11,9 +9,10 @@ from moewright.report.console import (
     format_flops,
     format_rate,
 )
+from moewright.report.document import DocumentSection, Extent, build_table, numbers, words
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Assumption, Estimate, Plan
+from moewright.spec.plan import Estimate, Plan
 from moewright.spec.sourced import SourceKind
 from moewright.spec.units import format_bytes, format_count, format_seconds
 from moewright.spec.workload import (
@@ -26,21 +25,13 @@ from moewright.spec.workload import (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FactList:
-    """Names and values under a title."""
-
-    title: str
-    rows: tuple[tuple[str, str], ...]
-
-
-def build_plan_facts(plan: Plan) -> tuple[FactList, ...]:
+def build_plan_facts(plan: Plan) -> tuple[DocumentSection, ...]:
     """Build the lists that describe the job as planned: layout, workload, model, expectations."""
     return (
-        FactList(title="Layout", rows=_layout_facts(plan)),
-        FactList(title="Workload", rows=_workload_facts(plan.workload)),
-        FactList(title="Model", rows=_model_facts(plan.model)),
-        FactList(title="Expected", rows=_estimate_facts(plan.estimate)),
+        DocumentSection(title="Layout", facts=_layout_facts(plan)),
+        DocumentSection(title="Workload", facts=_workload_facts(plan.workload)),
+        DocumentSection(title="Model", facts=_model_facts(plan.model)),
+        DocumentSection(title="Expected", facts=_estimate_facts(plan.estimate)),
     )
 
 
@@ -109,11 +100,16 @@ def _estimate_facts(estimate: Estimate) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
-def list_sources(plan: Plan) -> tuple[Assumption, ...]:
-    """Return every default and constant behind the estimate, the least certain kind first."""
+def build_source_section(plan: Plan) -> DocumentSection:
+    """Build a row for each default and constant behind the estimate, the least certain first."""
     order = list(reversed(SourceKind))
-    return tuple(
-        sorted(plan.estimate.assumptions, key=lambda assumption: order.index(assumption.kind))
+    sources = sorted(plan.estimate.assumptions, key=lambda assumption: order.index(assumption.kind))
+    rows = ((item.name, item.value, item.kind.value, item.source) for item in sources)
+    columns = (*words("constant"), *numbers("value"), *words("kind", "source"))
+    return DocumentSection(
+        title=f"{len(sources)} constants and rates, with their sources",
+        table=build_table(columns, rows),
+        extent=Extent.WHOLE,
     )
 
 

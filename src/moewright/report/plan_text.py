@@ -73,7 +73,7 @@ def print_plans(
         if rejected:
             console.print(_rejection_table(rejected))
         return
-    console.print(job_title(plans[0]), soft_wrap=True)
+    console.print(Text(job_title(plans[0]), style="bold"), soft_wrap=True)
     if verbose or max(len(format_layout(plan.layout)) for plan in plans) <= _WIDEST_LAYOUT:
         console.print(_ranking_table(console, plans, plans[:1]))
     else:

@@ -1,31 +1,32 @@
-"""The parts of a run's page that are words: verdict, ledger lines, figures of the routers."""
+"""The parts of a run's page that are words: verdict, figures of routers, incidents, sessions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from math import isfinite
 from statistics import fmean, median
 
-from moewright.diagnosis.compare_ledgers import (
-    AgreementRule,
-    LedgerComparison,
-    LedgerLine,
-    LineStatus,
-    Section,
-)
+from moewright.diagnosis.compare_ledgers import LedgerComparison
 from moewright.report.console import format_rate
+from moewright.report.document import (
+    DocumentSection,
+    Extent,
+    Table,
+    Tone,
+    build_table,
+    numbers,
+    words,
+)
 from moewright.rules.steady_steps import median_step_s, steady_steps
-from moewright.spec.ledger import StorageMoment
-from moewright.spec.run import EvalRecord, LayerLoad, RunRecord, StepRecord
+from moewright.spec.run import EvalRecord, Incident, LayerLoad, RunRecord, Session, StepRecord
 from moewright.spec.units import format_bytes, format_seconds, plural
 
 # No loss is as large, but for one that was not finite.
 _NO_NUMBER = 1e300
 # Loads of experts are means over at most this many last steps.
 LOAD_STEPS = 10
-LAYER_COLUMNS = (
+_ROUTER_COLUMNS = (
     "tokens an expert",
     "hottest expert",
     "95th percentile",
@@ -36,31 +37,6 @@ LAYER_COLUMNS = (
     "balance loss",
     "z-loss",
 )
-SECTION_TITLES = {
-    Section.MEMORY: "Memory held, bytes",
-    Section.STORAGES: "All storages, whoever holds them, bytes",
-    Section.COMM: "Collective payload, bytes a step",
-    Section.CALLS: "Collective calls a step",
-    Section.FLOPS: "FLOPs a step",
-    Section.IN_FLIGHT: "Micro-batches' chunks alive at once",
-}
-_UNLISTED_TITLE = "The largest that no row lists, by moment and place, bytes"
-PLACES_SHOWN = 3
-_STATUS_MARKS = {
-    LineStatus.EQUAL: "equal",
-    LineStatus.WITHIN: "within its bound",
-    LineStatus.DIFFERS: "differs",
-    LineStatus.ONLY_PREDICTED: "only predicted",
-    LineStatus.ONLY_COUNTED: "only counted",
-}
-
-
-class Tone(StrEnum):
-    """The tone of a figure: good news, bad news, or neither."""
-
-    GOOD = "good"
-    BAD = "bad"
-    PLAIN = "plain"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,38 +56,6 @@ class RunVerdict:
     sentence: str
     tone: Tone
     tiles: tuple[Tile, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LedgerRow:
-    """One line of a comparison as text."""
-
-    label: str
-    predicted: str
-    counted: str
-    difference: str
-    mark: str
-    tone: Tone
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LedgerTable:
-    """The comparison of one rank's ledgers; its groups are titles with their rows."""
-
-    title: str
-    summary: str
-    tone: Tone
-    groups: tuple[tuple[str, tuple[LedgerRow, ...]], ...]
-    notes: tuple[str, ...]
-    is_open: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterRow:
-    """A router's figures, means over the window, as text in the order of LAYER_COLUMNS."""
-
-    layer: str
-    values: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,83 +216,6 @@ def _judge_ledgers(comparisons: Sequence[LedgerComparison]) -> Tile:
     return Tile(label=note, value=value, note=note, tone=Tone.BAD)
 
 
-def build_ledger_table(comparison: LedgerComparison, *, is_open: bool) -> LedgerTable:
-    """Build the table of one rank's lines by section; its summary counts the promises kept.
-
-    A table whose promises are not all kept is open in any case. The seconds of the counted step,
-    on which every op was counted, are not in it: they are not those of a step that trains.
-    """
-    promised = [line for line in comparison.lines if line.rule is not AgreementRule.LISTED]
-    kept = sum(line.keeps_rule for line in promised)
-    keeps_all = kept == len(promised)
-    groups = [
-        (SECTION_TITLES[section], tuple(map(_build_ledger_row, comparison.lines_in(section))))
-        for section in SECTION_TITLES
-    ]
-    groups.append((_UNLISTED_TITLE, tuple(_build_unlisted_rows(comparison))))
-    return LedgerTable(
-        title=f"Rank {comparison.rank}",
-        summary=f"{kept} of {len(promised)} promised lines hold",
-        tone=Tone.GOOD if keeps_all else Tone.BAD,
-        groups=tuple((title, rows) for title, rows in groups if rows),
-        notes=comparison.notes,
-        is_open=is_open or not keeps_all,
-    )
-
-
-def _build_unlisted_rows(comparison: LedgerComparison) -> Iterator[LedgerRow]:
-    """Yield the largest places of what no row lists, of moments that break their rule or of all."""
-    broken = {line.key[-1] for line in comparison.lines_in(Section.STORAGES) if not line.keeps_rule}
-    tone = Tone.BAD if broken else Tone.PLAIN
-    shown: dict[StorageMoment, int] = {}
-    for row in comparison.unlisted:
-        shown[row.moment] = shown.get(row.moment, 0) + 1
-        if shown[row.moment] > PLACES_SHOWN or (broken and row.moment.value not in broken):
-            continue
-        yield LedgerRow(
-            label=f"{row.moment}: {row.place}",
-            predicted="",
-            counted=f"{row.bytes:,}",
-            difference="",
-            mark=row.module.replace("_", " "),
-            tone=tone,
-        )
-
-
-def _build_ledger_row(line: LedgerLine) -> LedgerRow:
-    decimals = 4 if line.section is Section.TIME else 0
-    is_listed = line.rule is AgreementRule.LISTED
-    predicted = f"{line.predicted:,.{decimals}f}"
-    counted = f"{line.counted:,.{decimals}f}"
-    if line.status is LineStatus.ONLY_COUNTED:
-        predicted = ""
-    if line.status is LineStatus.ONLY_PREDICTED:
-        counted = ""
-    mark = _STATUS_MARKS[line.status]
-    if is_listed:
-        mark += ", listed only"
-    tone = Tone.PLAIN if is_listed else Tone.GOOD
-    if not line.keeps_rule:
-        tone = Tone.BAD
-    return LedgerRow(
-        label=line.label,
-        predicted=predicted,
-        counted=counted,
-        difference=_format_difference(line, decimals),
-        mark=mark,
-        tone=tone,
-    )
-
-
-def _format_difference(line: LedgerLine, decimals: int) -> str:
-    if line.status is LineStatus.EQUAL:
-        return "0"
-    difference = f"{line.difference:,.{decimals}f}"
-    if line.relative_difference is None:
-        return difference
-    return f"{difference} ({line.relative_difference:+.2%})"
-
-
 def list_load_window(record: RunRecord) -> tuple[StepRecord, ...]:
     """Return the last steps under the plan's layout whose expert loads were recorded.
 
@@ -357,17 +224,18 @@ def list_load_window(record: RunRecord) -> tuple[StepRecord, ...]:
     return tuple(step for step in record.planned_steps if step.loads)[-LOAD_STEPS:]
 
 
-def build_router_rows(window: Sequence[StepRecord]) -> tuple[RouterRow, ...]:
+def build_router_table(window: Sequence[StepRecord]) -> Table:
     """Build the figures of every layer's router, means over a window of steps."""
     layers = [load.layer for load in window[-1].loads]
-    return tuple(
-        _build_router_row([load for step in window for load in step.loads if load.layer == layer])
+    rows = (
+        _list_router_cells([load for step in window for load in step.loads if load.layer == layer])
         for layer in layers
     )
+    return build_table((*words("layer"), *numbers(*_ROUTER_COLUMNS)), rows)
 
 
-def _build_router_row(loads: Sequence[LayerLoad]) -> RouterRow:
-    """Build the figures of one layer's router from its loads over the window."""
+def _list_router_cells(loads: Sequence[LayerLoad]) -> Iterator[str]:
+    """Yield the figures of one layer's router from its loads over the window."""
 
     def mean(figure: Callable[[LayerLoad], float]) -> float:
         return fmean(map(figure, loads))
@@ -377,17 +245,88 @@ def _build_router_row(loads: Sequence[LayerLoad]) -> RouterRow:
         for load in loads
         if load.rank_counts
     ]
-    return RouterRow(
-        layer=str(loads[0].layer),
-        values=(
-            f"{mean(lambda load: sum(load.counts) / len(load.counts)):,.1f}",
-            f"{mean(lambda load: load.max_over_mean):.2f}",
-            f"{mean(lambda load: load.p95_over_mean):.2f}",
-            f"{mean(lambda load: load.dead_experts):.1f}",
-            f"{mean(lambda load: load.entropy):.3f}",
-            f"{fmean(hottest_rank):.2f}" if hottest_rank else "–",
-            f"{mean(lambda load: load.dropped_share):.1%}",
-            f"{mean(lambda load: load.aux_loss + load.seq_aux_loss + load.global_aux_loss):.3g}",
-            f"{mean(lambda load: load.z_loss):.3g}",
-        ),
+    yield str(loads[0].layer)
+    yield f"{mean(lambda load: sum(load.counts) / len(load.counts)):,.1f}"
+    yield f"{mean(lambda load: load.max_over_mean):.2f}"
+    yield f"{mean(lambda load: load.p95_over_mean):.2f}"
+    yield f"{mean(lambda load: load.dead_experts):.1f}"
+    yield f"{mean(lambda load: load.entropy):.3f}"
+    yield f"{fmean(hottest_rank):.2f}" if hottest_rank else "–"
+    yield f"{mean(lambda load: load.dropped_share):.1%}"
+    yield f"{mean(lambda load: load.aux_loss + load.seq_aux_loss + load.global_aux_loss):.3g}"
+    yield f"{mean(lambda load: load.z_loss):.3g}"
+
+
+def list_incidents(incidents: Sequence[Incident]) -> Iterator[DocumentSection]:
+    """Yield what ended the ranks of a run, and a sentence on what it cost; none of a whole run."""
+    if not incidents:
+        return
+    ended = [incident for incident in incidents if _has_gone_on(incident)]
+    summary = plural(len(incidents), "incident")
+    if ended:
+        lost = format_seconds(sum(incident.lost_s for incident in ended))
+        mean = format_seconds(fmean(incident.down_s for incident in ended))
+        steps = sum(incident.repeated_steps for incident in ended)
+        summary += f"; {lost} lost, {plural(steps, 'step')} repeated"
+        summary += f", {mean} to go on in the mean (MTTR)"
+    columns = (
+        *words("noticed", "kind", "what", "the way on"),
+        *numbers("steps repeated", "time lost"),
+    )
+    yield DocumentSection(
+        title="Incidents",
+        lines=(f"{summary}.",),
+        table=build_table(columns, map(_list_incident_cells, incidents)),
+    )
+
+
+def _list_incident_cells(incident: Incident) -> Iterator[str]:
+    yield from (incident.time, incident.kind.value, incident.message, _describe_way_on(incident))
+    has_gone_on = _has_gone_on(incident)
+    yield str(incident.repeated_steps) if has_gone_on else ""
+    yield format_seconds(incident.lost_s) if has_gone_on else ""
+
+
+def _has_gone_on(incident: Incident) -> bool:
+    """Tell whether the ranks were ended, and the run has gone on since."""
+    return bool(incident.resumed_step) and incident.kind.ends_ranks
+
+
+def _describe_way_on(incident: Incident) -> str:
+    if not incident.kind.ends_ranks:
+        return "has gone on meanwhile"
+    if not incident.resumed_step:
+        return incident.gave_up or "has not gone on"
+    way_on = f"from step {incident.resumed_step} in {format_seconds(incident.down_s)}"
+    if incident.next_layout == incident.layout:
+        return way_on
+    return f"{way_on}, {incident.layout} became {incident.next_layout}"
+
+
+def build_session_section(sessions: Sequence[Session]) -> DocumentSection:
+    """Build a row for each session: when it began, where, and under which layout."""
+    columns = (
+        *words("started"),
+        *numbers("first step", "ranks"),
+        *words("layout"),
+        *numbers("threads a rank"),
+        *words("device", "torch", "routing"),
+    )
+    rows = (
+        (
+            session.started,
+            f"{session.first_step:,}",
+            f"{session.world_size:,}",
+            session.layout or "–",
+            f"{session.threads_per_rank:,}",
+            session.device_name,
+            session.torch_version,
+            session.routing,
+        )
+        for session in sessions
+    )
+    return DocumentSection(
+        title=plural(len(sessions), "session"),
+        table=build_table(columns, rows),
+        extent=Extent.WHOLE,
     )

@@ -1,11 +1,20 @@
-"""A sweep as Markdown, CSV and SVG: the seven columns of benchmark tables, with predictions."""
+"""A sweep as document, CSV and SVG: the seven columns of benchmark tables, with predictions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
+from moewright.report.document import (
+    Column,
+    Document,
+    DocumentSection,
+    build_table,
+    numbers,
+    words,
+)
 from moewright.spec.plan import Estimate
-from moewright.spec.quoting import Csv, Html, Markdown
+from moewright.spec.quoting import Csv, Html
 from moewright.spec.units import GIB
 from moewright.tuning.sweep import StepFigures, SweepRow, peak_memory_by_part, step_figures
 
@@ -23,6 +32,8 @@ COLUMNS = (
     "error",
     "predicted memory",
 )
+
+NO_NOTES: Mapping[str, str] = MappingProxyType({})
 
 # Sizes of a drawing, in pixels.
 _ROW_HEIGHT = 34
@@ -69,18 +80,51 @@ def _format_figures(figures: StepFigures | None) -> tuple[str, str, str]:
     )
 
 
-def render_markdown(title: str, rows: Sequence[SweepRow], note: str = "") -> Markdown:
-    """Return one table in Markdown, with its note below."""
-    lines = [
-        Markdown.write("### {}", title),
-        Markdown.write(""),
-        Markdown.row(COLUMNS),
-        Markdown.write(" | ".join("--" for _ in COLUMNS)),
-        *(Markdown.row(format_row(row)) for row in rows),
-    ]
-    if note:
-        lines += [Markdown.write(""), *(Markdown.write("{}", line) for line in note.split("\n"))]
-    return Markdown.concat([*lines, Markdown.write("")], "\n")
+def build_sweep_document(
+    title: str,
+    tables: Mapping[str, Sequence[SweepRow]],
+    memory: Mapping[str, Estimate],
+    *,
+    source: str = "",
+    notes: Mapping[str, str] = NO_NOTES,
+) -> Document:
+    """Build the tables of a sweep by title, each with its note, and the memory of some layouts."""
+    return Document(
+        heading=title,
+        subject=f"Measured: {source}." if source else "",
+        sections=(
+            *(
+                DocumentSection(
+                    title=name,
+                    table=build_table(_list_columns(), map(format_row, rows)),
+                    notes=tuple(notes.get(name, "").splitlines()),
+                )
+                for name, rows in tables.items()
+            ),
+            *(_build_memory(name, estimate) for name, estimate in memory.items()),
+        ),
+    )
+
+
+def _list_columns() -> Iterator[Column]:
+    first, *numbered, last = COLUMNS
+    yield from words(first)
+    yield from numbers(*numbered)
+    yield from words(last)
+
+
+def _build_memory(name: str, estimate: Estimate) -> DocumentSection:
+    """Build the memory of a layout's fullest rank: GiB and share by component, by module."""
+    peak = f"{estimate.peak_bytes / GIB:.1f} GiB"
+    parts = []
+    for kind, sizes in peak_memory_by_part(estimate):
+        total = sum(sizes.values())
+        rows = ((key, f"{size / GIB:.2f}", f"{size / total:.1%}") for key, size in sizes.items())
+        columns = (*words(f"by {kind}"), *numbers("GiB", "share"))
+        parts.append(DocumentSection(table=build_table(columns, rows)))
+    return DocumentSection(
+        title=f"Memory of {name}: {peak} on the fullest rank (predicted)", sections=tuple(parts)
+    )
 
 
 def render_csv(tables: Mapping[str, Sequence[SweepRow]]) -> Csv:
@@ -88,18 +132,6 @@ def render_csv(tables: Mapping[str, Sequence[SweepRow]]) -> Csv:
     cells: list[tuple[str, ...]] = [("table", *COLUMNS)]
     cells += [(title, *format_row(row)) for title, rows in tables.items() for row in rows]
     return Csv.dump(cells)
-
-
-def render_memory_markdown(name: str, estimate: Estimate) -> str:
-    """Return the memory of a layout's fullest rank: GiB and share by component, by module."""
-    peak = f"{estimate.peak_bytes / GIB:.1f} GiB"
-    lines = [f"### Memory of {name}: {peak} on the fullest rank (predicted)", ""]
-    for kind, sizes in peak_memory_by_part(estimate):
-        total = sum(sizes.values())
-        lines += [f"by {kind} | GiB | share", "-- | -- | --"]
-        lines += [f"{key} | {size / GIB:.2f} | {size / total:.1%}" for key, size in sizes.items()]
-        lines.append("")
-    return "\n".join(lines)
 
 
 def render_svg(tables: Mapping[str, Sequence[SweepRow]]) -> Html:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from html import escape
 from pathlib import PurePath
-from re import fullmatch, sub
+from re import findall, fullmatch, sub
 from string import Formatter
 from typing import Any, NoReturn, Self
 from unicodedata import category
@@ -324,9 +324,24 @@ class Markdown(Target):
         return sub(r"[\\`*\[\]<>|&]", r"\\\g<0>", escape_controls(str(_plain(value))))
 
     @classmethod
+    def code(cls, text: str) -> Self:
+        """Return a code span, whose fence is longer than any in the text."""
+        plain = escape_controls(text)
+        fence = "`" * (1 + max(map(len, findall("`+", plain)), default=0))
+        pad = " " if "`" in plain else ""
+        return cls._make(f"{fence}{pad}{plain}{pad}{fence}")
+
+    @classmethod
     def row(cls, cells: Iterable[object]) -> Self:
-        """Return a row of a table."""
-        return cls._make(" | ".join(map(cls.quote, cells)))
+        """Return a row of a table; of Markdown, each bar that would end a cell is quoted."""
+        return cls._make(" | ".join(map(cls._cell, cells)))
+
+    @classmethod
+    def _cell(cls, value: object) -> str:
+        if not isinstance(value, cls):
+            return cls.quote(value)
+        # A bar ends a cell in code spans too, unless an odd number of backslashes is before it.
+        return sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", str.__str__(value))
 
 
 class Csv(Target):

@@ -13,6 +13,7 @@ from moewright.view.palette import build_palette
 _SCRIPTS = (
     "echarts.min.js",
     "basics.js",
+    "document.js",
     "plan.js",
     "search.js",
     "timetable.js",

@@ -9,25 +9,24 @@ from statistics import fmean
 
 from moewright.diagnosis.compare_ledgers import TOTAL, LedgerComparison, Section
 from moewright.diagnosis.utilization import list_device_use
-from moewright.report.incident_section import IncidentSection, build_incident_section
-from moewright.report.plan_sections import FactList, build_plan_facts, list_sources
+from moewright.report.document import DocumentSection, Table
+from moewright.report.ledger_document import build_rank_section
+from moewright.report.plan_sections import build_plan_facts, build_source_section
 from moewright.report.run_sections import (
-    LAYER_COLUMNS,
-    LedgerTable,
-    RouterRow,
     RunVerdict,
-    build_ledger_table,
-    build_router_rows,
+    build_router_table,
+    build_session_section,
     build_verdict,
     is_number,
+    list_incidents,
     list_load_window,
 )
 from moewright.rules.steady_steps import median_step_s, steady_steps
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.ledger import Component, StepPhase
-from moewright.spec.plan import Assumption, Plan
+from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
-from moewright.spec.run import EvalRecord, RunRecord, Session
+from moewright.spec.run import EvalRecord, RunRecord
 from moewright.spec.units import format_bytes
 from moewright.view.curves import Point, thin_points
 from moewright.view.diagnosis_view import DiagnosisView, build_diagnosis_view, close_at
@@ -65,8 +64,7 @@ class ExpertView:
     window: str
     dead: str
     layers: tuple[LayerLoads, ...]
-    columns: tuple[str, ...]
-    routers: tuple[RouterRow, ...]
+    routers: Table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -92,11 +90,11 @@ class RunView(Record):
     memory: tuple[ComparedValue, ...]
     is_counted: bool
     capacity_bytes: int
-    facts: tuple[FactList, ...]
-    ledgers: tuple[LedgerTable, ...]
-    sources: tuple[Assumption, ...]
-    sessions: tuple[Session, ...]
-    incidents: IncidentSection | None = None
+    facts: tuple[DocumentSection, ...]
+    ledgers: tuple[DocumentSection, ...]
+    sources: DocumentSection
+    sessions: DocumentSection
+    incidents: tuple[DocumentSection, ...] = ()
 
     def title(self) -> str:
         """Return the verdict's sentence."""
@@ -156,14 +154,14 @@ def build_run_view(
         is_counted=bool(comparisons),
         capacity_bytes=plan.estimate.capacity_bytes,
         facts=(*build_plan_facts(plan), *_list_device_facts(record)),
-        ledgers=tuple(build_ledger_table(comparison, is_open=False) for comparison in comparisons),
-        sources=list_sources(plan),
-        sessions=record.sessions,
-        incidents=build_incident_section(record.incidents),
+        ledgers=tuple(map(build_rank_section, comparisons)),
+        sources=build_source_section(plan),
+        sessions=build_session_section(record.sessions),
+        incidents=tuple(list_incidents(record.incidents)),
     )
 
 
-def _list_device_facts(record: RunRecord) -> Iterator[FactList]:
+def _list_device_facts(record: RunRecord) -> Iterator[DocumentSection]:
     """Yield the list of how busy and how full each rank's device was; none where nothing tells."""
     rows = tuple(
         (
@@ -173,7 +171,7 @@ def _list_device_facts(record: RunRecord) -> Iterator[FactList]:
         for use in list_device_use(record)
     )
     if rows:
-        yield FactList(title="Devices, median over steps", rows=rows)
+        yield DocumentSection(title="Devices, median over steps", facts=rows)
 
 
 def _compare_phases(record: RunRecord, step_s: float) -> tuple[ComparedValue, ...]:
@@ -272,8 +270,7 @@ def _build_experts(record: RunRecord) -> ExpertView | None:
         window=text,
         dead=f"{dead} of {experts} experts got no token in step {last.step}",
         layers=tuple(layers),
-        columns=LAYER_COLUMNS,
-        routers=build_router_rows(window),
+        routers=build_router_table(window),
     )
 
 

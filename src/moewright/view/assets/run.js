@@ -119,16 +119,14 @@ mw.expertPanel = experts => {
   const colours = Object.values(mw.palette.time);
   panel.append(mw.el("details", {}, mw.el("summary", {}, "Hottest expert over the steps, and the routers"),
     mw.curves("Load of the hottest expert of each layer over the steps", experts.layers.map((layer, index) => ({name: `layer ${layer.layer}`, colour: colours[index % colours.length], points: layer.hottest})), {unit: "hottest, × the mean", show: value => Number(value).toFixed(2)}),
-    mw.table([{t: "layer"}, ...experts.columns.map(column => ({t: column, n: true}))], experts.routers.map(row => [row.layer, ...row.values]), "Routers of every layer")));
+    mw.documentTable(experts.routers, "Routers of every layer")));
   panel.querySelector("details").addEventListener("toggle", () => mw.charts.forEach(item => item.resize()));
   return panel;
 };
 
 mw.ledgerPanel = ledgers => mw.el("section", {class: "panel", id: "ledger"}, mw.el("h2", {}, "Predicted and counted"),
   ledgers.length ? mw.el("p", {class: "note"}, "States, collectives and FLOPs must be equal, saved activations within 3 % in total; all storages that live are those of the rows and what may lie beside them; listed lines promise nothing.") : mw.el("p", {class: "quiet"}, "No ledger was counted in this run."),
-  ledgers.map(ledger => mw.el("details", {open: ledger.tone === "bad"}, mw.el("summary", {}, `${ledger.title} `, mw.el("span", {class: `badge ${ledger.tone}`}, ledger.summary)),
-    ledger.groups.map(([title, rows]) => mw.table([{t: title}, {t: "predicted", n: true}, {t: "counted", n: true}, {t: "difference", n: true}, {t: ""}], rows.map(row => [row.label, row.predicted || "–", row.counted || "–", row.difference, mw.el("span", {class: `badge state ${row.tone}`}, row.mark)]), `${ledger.title}: ${title}`)),
-    ledger.notes.length ? mw.el("ul", {class: "plain note"}, ledger.notes.map(note => mw.el("li", {}, note))) : "")));
+  ledgers.map(mw.part));
 
 mw.render.RunView = (run, root) => {
   const section = (id, node) => { node.id = id; return node; };
@@ -140,10 +138,10 @@ mw.render.RunView = (run, root) => {
   section("experts", run.experts ? mw.expertPanel(run.experts) : mw.panel("Expert load", mw.el("p", {class: "quiet"}, "No expert load was recorded."))),
   section("time", mw.panel("Time of a step", mw.el("p", {class: "note"}, "A step's time is the median over steady steps, on the whole page; measured phases have their shares of it."), run.phases.length ? mw.pairChart("Phases of a step, predicted and measured", run.phases, mw.palette.phase, mw.seconds, "measured") : "", run.steps.length ? mw.stepTimes([run]) : "")),
   section("memory", mw.panel("Memory of one rank", mw.el("p", {class: "note"}, "Allowances and short-lived buffers are predicted only; the engine counts states and saved activations."), mw.pairChart("Memory by component, predicted and counted", run.memory, mw.palette.memory, mw.bytes, "counted"))),
-  mw.el("section", {class: "panel", id: "plan"}, mw.el("h2", {}, "The plan"), mw.el("div", {class: "cards"}, run.facts.map(list => mw.el("div", {}, mw.el("h3", {}, list.title), mw.el("dl", {class: "facts"}, list.rows.flatMap(([name, value]) => [mw.el("dt", {}, name), mw.el("dd", {}, value)])))))),
+  mw.el("section", {class: "panel", id: "plan"}, mw.el("h2", {}, "The plan"), mw.el("div", {class: "cards"}, run.facts.map(mw.part))),
   mw.ledgerPanel(run.ledgers),
-  mw.el("section", {class: "panel", id: "constants"}, mw.el("details", {}, mw.el("summary", {}, `${run.sources.length} constants and rates, with their sources`), mw.table([{t: "constant"}, {t: "value", n: true}, {t: "kind"}, {t: "source"}], run.sources.map(source => [source.name, source.value, source.kind, source.source]), "Constants and their sources"))),
-  mw.el("section", {class: "panel", id: "sessions"}, run.incidents ? mw.el("div", {}, mw.el("h2", {}, "Incidents"), mw.el("p", {class: "note"}, run.incidents.summary), mw.table([{t: "noticed"}, {t: "kind"}, {t: "what"}, {t: "the way on"}, {t: "steps repeated", n: true}, {t: "time lost", n: true}], run.incidents.rows.map(row => [row.time, row.kind, row.message, row.way_on, row.repeated, row.lost]), "Incidents")) : "", mw.el("details", {}, mw.el("summary", {}, run.sessions.length === 1 ? "1 session" : `${run.sessions.length} sessions`), mw.table([{t: "started"}, {t: "first step", n: true}, {t: "ranks", n: true}, {t: "layout"}, {t: "threads a rank", n: true}, {t: "device"}, {t: "torch"}, {t: "routing"}], run.sessions.map(item => [item.started, mw.count(item.first_step), mw.count(item.world_size), item.layout || "–", mw.count(item.threads_per_rank), item.device_name, item.torch_version, item.routing]), "Sessions"))));
+  mw.el("section", {class: "panel", id: "constants"}, mw.part(run.sources)),
+  mw.el("section", {class: "panel", id: "sessions"}, run.incidents.map(mw.part), mw.part(run.sessions)));
 };
 
 mw.render.RunsView = (view, root) => {
@@ -151,10 +149,4 @@ mw.render.RunsView = (view, root) => {
     mw.table([{t: "run"}, {t: "layout"}, {t: "steps", n: true}, {t: "last held-out loss", n: true}, {t: "step", n: true}, {t: "predicted", n: true}], view.runs.map(run => [run.name, mw.el("code", {}, run.job.layout), mw.count(run.steps.length ? run.steps[run.steps.length - 1][0] : 0), run.evals.length ? `${run.evals[run.evals.length - 1].heldout_loss.toFixed(4)} at step ${run.evals[run.evals.length - 1].step}` : "–", mw.seconds(run.step_s), mw.seconds(run.predicted_step_s)]), "Runs side by side")),
   mw.panel("Loss", mw.lossChart(view.runs)), mw.panel("Time of a step", mw.stepTimes(view.runs)),
   mw.panel("Phases", mw.table([{t: "phase"}, ...view.runs.map(run => ({t: run.name, n: true}))], [...new Set(view.runs.flatMap(run => run.phases.map(phase => phase.name)))].map(name => [mw.words(name), ...view.runs.map(run => { const phase = run.phases.find(item => item.name === name); return phase && phase.observed ? mw.seconds(phase.observed) : "–"; })]), "Measured phases of every run")));
-};
-
-/* Tables that have no picture of their own. */
-mw.render.TableView = (view, root) => {
-  root.append(mw.el("section", {class: "panel verdict"}, mw.el("h1", {}, view.heading), view.lines.map(line => mw.el("p", {}, line))),
-    ...view.tables.map(table => mw.panel(table.heading, mw.table(table.columns.map((name, index) => ({t: mw.words(name), n: table.rows.length > 0 && typeof table.rows[0][index] === "number"})), table.rows.map(row => row.map(cell => typeof cell === "number" ? mw.digits(cell, 5) : String(cell ?? "–"))), table.heading))));
 };

@@ -1,4 +1,4 @@
-"""A tuning as Markdown: what was tried and why, what was kept, and why each phase ended."""
+"""A tuning as a document: what was tried and why, what was kept, and why each phase ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import exp, log
 from statistics import fmean, stdev
 
+from moewright.report.document import (
+    Document,
+    DocumentSection,
+    Face,
+    ItemList,
+    Line,
+    Phrase,
+    Table,
+    build_table,
+    join_runs,
+    numbers,
+    words,
+)
 from moewright.spec.finding import Basis, Waterfall
 from moewright.spec.units import format_bytes, format_seconds, plural
 from moewright.tuning.contract import Contract
@@ -26,23 +39,17 @@ _MAX_DROPS = 6
 _RAN = (Ruling.START, Ruling.KEPT, Ruling.SLOWER, Ruling.NO_GAIN, Ruling.FAILED)
 
 
-def render_tuning(contract: Contract, result: TuningResult, *, basis: Basis) -> str:
-    """Return the whole report; `basis` tells whether step times were measured or predicted."""
-    title = f"# Tuning of {contract.model} on {contract.hardware}, {contract.world_size} ranks"
-    lines = [
-        title,
-        "",
-        *_markdown_verdict(result, basis),
-        "",
-        "## Contract",
-        "",
-        *_contract_lines(contract),
-        "",
-    ]
-    for phase in TuningPhase:
-        lines += _phase_lines(phase, result, basis)
-    lines += _validation_lines(result)
-    return "\n".join(lines)
+def build_tuning_document(contract: Contract, result: TuningResult, *, basis: Basis) -> Document:
+    """Build the whole report; `basis` tells whether step times were measured or predicted."""
+    return Document(
+        heading=f"Tuning of {contract.model} on {contract.hardware}, {contract.world_size} ranks",
+        sections=(
+            DocumentSection(lines=tuple(_list_verdict(result, basis))),
+            DocumentSection(title="Contract", facts=tuple(_list_contract(contract))),
+            *(section for phase in TuningPhase for section in _list_phase(phase, result, basis)),
+            *_list_validation(result),
+        ),
+    )
 
 
 def summarize_tuning(result: TuningResult, *, basis: Basis) -> tuple[str, ...]:
@@ -50,7 +57,7 @@ def summarize_tuning(result: TuningResult, *, basis: Basis) -> tuple[str, ...]:
 
     The runner-up is the point predicted or measured nearest the winner that was not kept.
     """
-    lines = list(_verdict_lines(result, basis))
+    lines = list(map(join_runs, _list_verdict(result, basis)))
     lines += [
         f"kept: {decision.point} ({decision.why})"
         for decision in result.decisions
@@ -98,7 +105,7 @@ def format_decision(decision: Decision, basis: Basis) -> str:
     return f"{line} [{decision.why}]"
 
 
-def render_exhaustive(
+def build_exhaustive_document(
     means: Mapping[TuningPoint, float],
     *,
     runs: int,
@@ -107,8 +114,8 @@ def render_exhaustive(
     paired_s: Sequence[tuple[float, float]],
     tuning_points: int,
     tuning_runs: int,
-) -> str:
-    """Return how near a tuning's winner comes to the best of all points of its space.
+) -> Document:
+    """Build how near a tuning's winner comes to the best of all points of its space.
 
     `means` are the measured seconds a step of every point over all `runs`. `paired_s` are the
     seconds of the winner and of the best, run in turns. The tuning tried `tuning_points` points
@@ -116,24 +123,39 @@ def render_exhaustive(
     """
     ranked = sorted(means, key=lambda point: means[point])
     relative_speed = means[best] / means[winner]
-    lines = [
-        "# Tuning beside every point of its space",
-        "",
-        f"- best of {plural(len(means), 'point')} in {plural(runs, 'run')}: `{best}`, "
-        f"{format_seconds(means[best])} a step",
-        f"- winner of the tuning: `{winner}`, {format_seconds(means[winner])} a step in the same "
-        f"rounds: {relative_speed:.1%} of the best's speed, place {ranked.index(winner) + 1}",
-        f"- the tuning ran {tuning_points} points ({tuning_points / len(means):.0%}) in "
+    items: list[Line] = [
+        (
+            f"best of {plural(len(means), 'point')} in {plural(runs, 'run')}: ",
+            _code(best),
+            f", {format_seconds(means[best])} a step",
+        ),
+        (
+            "winner of the tuning: ",
+            _code(winner),
+            f", {format_seconds(means[winner])} a step in the same rounds: {relative_speed:.1%} of "
+            f"the best's speed, place {ranked.index(winner) + 1}",
+        ),
+        f"the tuning ran {tuning_points} points ({tuning_points / len(means):.0%}) in "
         f"{tuning_runs} runs ({tuning_runs / runs:.0%})",
     ]
     if paired_s:
-        lines.append(_format_paired_speed(paired_s))
-    lines += ["", "point | measured step | of the best's speed", "-- | -- | --"]
-    lines += [
-        f"`{point}` | {format_seconds(means[point])} | {means[best] / means[point]:.1%}"
+        items.append(_format_paired_speed(paired_s))
+    rows = (
+        (_code(point), format_seconds(means[point]), f"{means[best] / means[point]:.1%}")
         for point in ranked
-    ]
-    return "\n".join([*lines, ""])
+    )
+    columns = (*words("point"), *numbers("measured step", "of the best's speed"))
+    return Document(
+        heading="Tuning beside every point of its space",
+        sections=(
+            DocumentSection(items=ItemList(items=tuple(items))),
+            DocumentSection(table=build_table(columns, rows)),
+        ),
+    )
+
+
+def _code(value: object) -> Phrase:
+    return Phrase(text=str(value), face=Face.CODE)
 
 
 def _format_paired_speed(paired_s: Sequence[tuple[float, float]]) -> str:
@@ -145,33 +167,26 @@ def _format_paired_speed(paired_s: Sequence[tuple[float, float]]) -> str:
     if pairs > 1:
         half_width = t_quantile(0.975, pairs - 1) * stdev(log_ratios) / pairs**0.5
     return (
-        f"- in turns, {pairs} pairs: {exp(mean):.1%} of the best's speed "
+        f"in turns, {pairs} pairs: {exp(mean):.1%} of the best's speed "
         f"(95 % interval {exp(mean - half_width):.1%} to {exp(mean + half_width):.1%})"
     )
 
 
-def _markdown_verdict(result: TuningResult, basis: Basis) -> Iterator[str]:
-    first, *others = _verdict_lines(result, basis, quote="`")
-    yield f"**{first}**"
-    yield from others
-
-
-def _verdict_lines(result: TuningResult, basis: Basis, *, quote: str = "") -> Iterator[str]:
-    """Yield the verdict, with layouts between `quote`."""
+def _list_verdict(result: TuningResult, basis: Basis) -> Iterator[Line]:
     if result.winner is None:
-        yield "No layout was found that runs and is valid."
+        yield Phrase(text="No layout was found that runs and is valid.", face=Face.STRONG)
         return
-    yield f"Winner: {quote}{result.winner}{quote}"
+    yield Phrase(text="Winner:", face=Face.STRONG), " ", _code(result.winner)
     start = next((item for item in result.decisions if item.ruling is Ruling.START), None)
     if result.total_interval is not None:
         start_point = start.point if start else result.start
         gain = _format_gain(result.total_interval)
-        yield f"Against the start {quote}{start_point}{quote}, in turns: {gain}."
+        yield "Against the start ", _code(start_point), f", in turns: {gain}."
     elif start is not None and basis is Basis.PREDICTED:
         last = [item for item in result.decisions if item.point == result.winner][-1]
         share = 1 - last.predicted_s / start.predicted_s
         gain = f"{share:.1%} less time a step (predicted)"
-        yield f"Against the start {quote}{start.point}{quote}: {gain}."
+        yield "Against the start ", _code(start.point), f": {gain}."
     if basis is Basis.MEASURED:
         freedom = f"{result.noise.degrees_of_freedom} degrees of freedom"
         yield (
@@ -184,55 +199,53 @@ def _verdict_lines(result: TuningResult, basis: Basis, *, quote: str = "") -> It
         yield f"{points} estimated; nothing ran: every figure is predicted."
 
 
-def _contract_lines(contract: Contract) -> Iterator[str]:
+def _list_contract(contract: Contract) -> Iterator[tuple[str, Line]]:
     axes = "; ".join(f"{axis.key}: {', '.join(axis.values)}" for axis in contract.axes)
     ranks = plural(contract.world_size, "rank")
-    rows = (
-        ("figures are", contract.label),
-        ("versions", f"moewright {contract.moewright}, torch {contract.torch or 'not used'}"),
-        ("machine", f"{contract.hardware} {contract.machine}, {ranks}"),
-        ("model", f"{contract.model} ({contract.parameters})"),
-        ("data", contract.data or "none"),
-        ("routing", contract.routing),
-        ("precision", contract.precision),
-        ("sequence, global batch", f"{contract.seq_len} tokens, {contract.global_batch} sequences"),
-        ("window", contract.window),
-        ("start", f"`{contract.start}`"),
-        ("may change", axes or "whatever is usual"),
-    )
-    yield from ("frozen | value", "-- | --")
-    yield from (f"{name} | {_escape_cell(str(value))}" for name, value in rows)
+    yield "figures are", str(contract.label)
+    yield "versions", f"moewright {contract.moewright}, torch {contract.torch or 'not used'}"
+    yield "machine", f"{contract.hardware} {contract.machine}, {ranks}"
+    yield "model", f"{contract.model} ({contract.parameters})"
+    yield "data", contract.data or "none"
+    yield "routing", str(contract.routing)
+    yield "precision", str(contract.precision)
+    batch = f"{contract.seq_len} tokens, {contract.global_batch} sequences"
+    yield "sequence, global batch", batch
+    yield "window", str(contract.window)
+    yield "start", _code(contract.start)
+    yield "may change", axes or "whatever is usual"
 
 
-def _phase_lines(phase: TuningPhase, result: TuningResult, basis: Basis) -> Iterator[str]:
+def _list_phase(
+    phase: TuningPhase, result: TuningResult, basis: Basis
+) -> Iterator[DocumentSection]:
     decisions = [decision for decision in result.decisions if decision.phase is phase]
     stop = next((why for stopped, why in result.stops if stopped is phase), "")
     if not decisions and not stop:
         return
-    yield from (f"## {phase.capitalize()}", "")
+    profiles: tuple[DocumentSection, ...] = ()
     if phase is TuningPhase.RETUNE:
-        yield from _profile_lines(result.profiles, basis)
-    if decisions:
-        yield from _decision_table(decisions, basis)
-        yield ""
-    if stop:
-        yield from (f"Ended: {stop}.", "")
+        profiles = tuple(_build_profile(profile, basis) for profile in result.profiles)
+    yield DocumentSection(
+        title=phase.capitalize(),
+        table=_build_decision_table(decisions, basis),
+        notes=(f"Ended: {stop}.",) if stop else (),
+        sections=profiles,
+    )
 
 
-def _decision_table(decisions: Sequence[Decision], basis: Basis) -> Iterator[str]:
-    columns = ["tried", "why", "predicted step", "to the incumbent", "predicted memory"]
+def _build_decision_table(decisions: Sequence[Decision], basis: Basis) -> Table:
+    columns = [*words("tried", "why")]
+    columns += numbers("predicted step", "to the incumbent", "predicted memory")
     if basis is Basis.MEASURED:
-        columns += ["measured step", "less time a step (95 % interval)", "runs"]
-    columns.append("ruling")
-    yield " | ".join(columns)
-    yield " | ".join("--" for _ in columns)
-    for decision in decisions:
-        yield " | ".join(map(_escape_cell, _decision_cells(decision, basis)))
+        columns += numbers("measured step", "less time a step (95 % interval)", "runs")
+    columns += words("ruling")
+    return build_table(columns, (_list_decision_cells(decision, basis) for decision in decisions))
 
 
-def _decision_cells(decision: Decision, basis: Basis) -> Iterator[str]:
+def _list_decision_cells(decision: Decision, basis: Basis) -> Iterator[Line]:
     peak_bytes = decision.predicted_peak_bytes
-    yield f"`{decision.point}`"
+    yield _code(decision.point)
     yield decision.why
     yield format_seconds(decision.predicted_s) if decision.predicted_s else "-"
     yield f"{decision.predicted_ratio - 1:+.1%}" if decision.predicted_ratio else "-"
@@ -249,17 +262,18 @@ def _format_gain(interval: Interval) -> str:
     return f"{interval.gain:.1%} ({interval.least_gain:.1%} to {interval.most_gain:.1%}, {pairs})"
 
 
-def _profile_lines(profiles: Sequence[IncumbentProfile], basis: Basis) -> Iterator[str]:
-    """Yield lines on the walls of each incumbent, and on the largest drops of its waterfall."""
-    for profile in profiles:
-        outcome = profile.outcome
-        yield f"Profile of `{profile.point}` ({basis}):"
-        yield ""
-        for finding in outcome.findings[:_MAX_FINDINGS]:
-            yield f"- {finding.wall} ({finding.cause}): {finding.title}"
-        if outcome.waterfall is not None:
-            yield f"- {_format_waterfall(outcome.waterfall)}"
-        yield ""
+def _build_profile(profile: IncumbentProfile, basis: Basis) -> DocumentSection:
+    """Build the walls of an incumbent, and the largest drops of its waterfall."""
+    outcome = profile.outcome
+    items = [
+        f"{finding.wall} ({finding.cause}): {finding.title}"
+        for finding in outcome.findings[:_MAX_FINDINGS]
+    ]
+    if outcome.waterfall is not None:
+        items.append(_format_waterfall(outcome.waterfall))
+    return DocumentSection(
+        title=f"Profile of {profile.point} ({basis})", items=ItemList(items=tuple(items))
+    )
 
 
 def _format_waterfall(waterfall: Waterfall) -> str:
@@ -272,24 +286,19 @@ def _format_waterfall(waterfall: Waterfall) -> str:
     return f"ideal {ideal}, {texts}; in all {format_seconds(waterfall.measured_s)}"
 
 
-def _validation_lines(result: TuningResult) -> Iterator[str]:
+def _list_validation(result: TuningResult) -> Iterator[DocumentSection]:
     outcome = result.validated
     if outcome is None:
         return
-    yield f"Checks of `{result.winner}`:" if result.winner else "Checks of the last layout tried:"
-    yield ""
-    yield from ("check | | seen", "-- | -- | --")
-    for check in outcome.checks:
-        yield f"{check.name} | {'yes' if check.passed else 'NO'} | {_escape_cell(check.said)}"
-    yield ""
-    yield (
-        f"A step took {format_seconds(outcome.wall_step_s)} by the clock over the last "
-        f"{VALIDATION_WINDOW} steps, and would take {format_seconds(outcome.step_s)} with a core "
-        "for every rank (measured, all steady steps). Overlap leaves no row in the ledger: that "
-        "it pays is shown by its pairs alone."
+    title = f"Checks of {result.winner}" if result.winner else "Checks of the last layout tried"
+    rows = ((check.name, "yes" if check.passed else "NO", check.said) for check in outcome.checks)
+    yield DocumentSection(
+        title=title,
+        table=build_table(words("check", "", "seen"), rows),
+        notes=(
+            f"A step took {format_seconds(outcome.wall_step_s)} by the clock over the last "
+            f"{VALIDATION_WINDOW} steps, and would take {format_seconds(outcome.step_s)} with a "
+            "core for every rank (measured, all steady steps). Overlap leaves no row in the "
+            "ledger: that it pays is shown by its pairs alone.",
+        ),
     )
-    yield ""
-
-
-def _escape_cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())

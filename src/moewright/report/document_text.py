@@ -1,0 +1,105 @@
+"""A document on a terminal; output that is piped has the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from rich.console import Console
+from rich.text import Text
+
+from moewright.report.console import make_table, print_fact
+from moewright.report.document import (
+    Document,
+    DocumentSection,
+    Extent,
+    Face,
+    ItemList,
+    Line,
+    Table,
+    Tone,
+    join_runs,
+    list_runs,
+)
+
+_COLOURS = {Tone.GOOD: "green", Tone.DOUBTFUL: "yellow", Tone.BAD: "red", Tone.PLAIN: ""}
+_FACES = {Face.PLAIN: "", Face.STRONG: "bold", Face.CODE: "", Face.BADGE: ""}
+# Of a short answer: most notes, and letters of each.
+_MOST_NOTES = 3
+_LONGEST_NOTE = 240
+_SHORT = (Extent.SHORT,)
+_LONG = (Extent.SHORT, Extent.LONG)
+
+
+def print_document(console: Console, document: Document, *, verbose: bool = False) -> None:
+    """Print an answer; a short one leaves details out, and says where they are."""
+    for line in (document.subject, document.heading):
+        if line:
+            console.print(Text(line, style="bold"), soft_wrap=True)
+    print_sections(console, document.sections, verbose=verbose)
+    if document.hint and not verbose:
+        console.print(Text(document.hint), soft_wrap=True)
+
+
+def print_sections(
+    console: Console, sections: Iterable[DocumentSection], *, verbose: bool = False
+) -> None:
+    """Print sections one below the other."""
+    shown = _LONG if verbose else _SHORT
+    for section in sections:
+        if section.extent in shown:
+            _print_section(console, section, shown)
+
+
+def _print_section(console: Console, section: DocumentSection, shown: Collection[Extent]) -> None:
+    is_short = shown == _SHORT
+    if section.brief and is_short:
+        console.print(Text(section.brief), soft_wrap=True)
+    elif section.title:
+        style = f"bold {_COLOURS[section.tone]}".strip()
+        console.print(Text(section.title, style=style), soft_wrap=True)
+    for line in section.lines:
+        console.print(_draw_line(line), soft_wrap=True)
+    for name, value in section.facts:
+        print_fact(console, name, _draw_line(value))
+    if section.table is not None:
+        _print_table(console, section.table, shown)
+    if section.items is not None:
+        _print_items(console, section.items, is_short=is_short)
+    for note in section.notes[:_MOST_NOTES] if is_short else section.notes:
+        text = join_runs(note)
+        if is_short and len(text) > _LONGEST_NOTE:
+            text = f"{text[:_LONGEST_NOTE]}..."
+        console.print(Text(text), soft_wrap=True)
+    print_sections(console, section.sections, verbose=not is_short)
+
+
+def _print_items(console: Console, items: ItemList, *, is_short: bool) -> None:
+    shown = items.items[: items.short] if items.short and is_short else items.items
+    for number, item in enumerate(shown, 1):
+        mark = f"  {number}. " if items.is_numbered else "- "
+        console.print(Text(mark).append_text(_draw_line(item)), soft_wrap=True)
+
+
+def _print_table(console: Console, table: Table, shown: Collection[Extent]) -> None:
+    """Print the rows that this answer has, if any."""
+    rows = [row for row in table.rows if row.extent in shown]
+    if not rows:
+        return
+    drawn = make_table()
+    for column in table.columns:
+        if column.has_words:
+            drawn.add_column(column.name, overflow="fold")
+        else:
+            drawn.add_column(column.name, justify="right", no_wrap=True)
+    for row in rows:
+        if row.is_total:
+            drawn.add_section()
+        drawn.add_row(*map(_draw_line, row.cells), style="bold" if row.is_total else "")
+    console.print(drawn)
+
+
+def _draw_line(line: Line) -> Text:
+    text = Text()
+    for phrase in list_runs(line):
+        text.append(phrase.text, style=f"{_FACES[phrase.face]} {_COLOURS[phrase.tone]}".strip())
+    return text

@@ -1,0 +1,129 @@
+"""A run beside the nearest published runs as a document: at most forty lines on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moewright.diagnosis.published import Nearness
+from moewright.diagnosis.run_comparison import ComparedRun, GapCloser, RunComparison
+from moewright.report.console import format_rate, job_title
+from moewright.report.diagnosis_text import format_fix
+from moewright.report.document import (
+    Document,
+    DocumentSection,
+    Extent,
+    Face,
+    ItemList,
+    Line,
+    Phrase,
+    build_table,
+    numbers,
+    words,
+)
+from moewright.spec.units import format_seconds
+
+_MAX_GAPS = 6
+_MAX_CLOSERS = 6
+
+
+def build_run_comparison_document(comparison: RunComparison) -> Document:
+    """Build the gap, the published runs beside it with their sources, and what closes it."""
+    return Document(
+        subject=job_title(comparison.job),
+        heading=comparison.headline,
+        sections=tuple(_list_sections(comparison)),
+    )
+
+
+def _list_sections(comparison: RunComparison) -> Iterator[DocumentSection]:
+    yield DocumentSection(facts=tuple(_list_speeds(comparison)))
+    if comparison.standing:
+        yield DocumentSection(lines=(comparison.standing,))
+    yield _list_runs(comparison)
+    yield _list_gaps(comparison)
+    if comparison.closers:
+        closers = tuple(map(_format_closer, comparison.closers))
+        yield DocumentSection(
+            title="What closes it, in the order of trying",
+            items=ItemList(items=closers, is_numbered=True, short=_MAX_CLOSERS),
+        )
+    yield DocumentSection(notes=comparison.notes)
+
+
+def _list_speeds(comparison: RunComparison) -> Iterator[tuple[str, Line]]:
+    estimate = comparison.job.estimate
+    for name, step_s, speed, mfu in (
+        ("measured", comparison.measured_step_s, comparison.measured, comparison.mfu),
+        ("predicted", estimate.step_s, comparison.predicted, comparison.predicted_mfu),
+    ):
+        rate = f", {mfu:.1%} of the bf16 peak" if mfu else ""
+        yield name, f"{format_seconds(step_s)} a step, {format_rate(speed)} tokens/s a device{rate}"
+
+
+def _list_runs(comparison: RunComparison) -> DocumentSection:
+    sources: dict[str, list[str]] = {}
+    for item in comparison.nearest:
+        sources.setdefault(item.run.source, []).append(item.run.id)
+    notes: tuple[Line, ...] = ()
+    if any(item.run.nearness is not Nearness.FAR for item in comparison.nearest):
+        notes = ('"this job so": if it came as near its prediction as that run did to its own',)
+    layouts = (
+        (item.run.id, item.run.precision, Phrase(text=item.run.layout, face=Face.CODE))
+        for item in comparison.nearest
+    )
+    return DocumentSection(
+        table=build_table(
+            (
+                *words("nearest published runs"),
+                *numbers("tokens/s", "of bf16 peak", "this job so"),
+                *words("near", "differs in"),
+            ),
+            map(_list_run_cells, comparison.nearest),
+        ),
+        items=ItemList(
+            items=tuple(f"{', '.join(names)}: {source}" for source, names in sources.items())
+        ),
+        notes=notes,
+        sections=(
+            DocumentSection(
+                title="Their layouts",
+                table=build_table(words("run", "precision", "layout"), layouts),
+                extent=Extent.WHOLE,
+            ),
+        ),
+    )
+
+
+def _list_run_cells(item: ComparedRun) -> Iterator[Line]:
+    run = item.run
+    yield f"{run.id}: {run.model.rpartition('/')[2]}, {run.devices} x {run.device}"
+    yield format_rate(run.measured)
+    yield f"{run.mfu:.1%}" if run.mfu else ""
+    yield format_rate(item.expected) if item.expected else ""
+    yield run.nearness.value
+    yield run.differs or "nothing compared"
+
+
+def _list_gaps(comparison: RunComparison) -> DocumentSection:
+    rows = (
+        (
+            gap.name.value,
+            format_seconds(gap.measured_s) if gap.is_measured else "",
+            format_seconds(gap.predicted_s),
+            f"{'-' if gap.gap_s < 0 else '+'}{format_seconds(abs(gap.gap_s))}",
+            f"{gap.gap_s / comparison.measured_step_s:+.1%}",
+            "" if gap.is_measured else "not measured",
+        )
+        for gap in comparison.gaps
+    )
+    columns = (
+        *words("part of the step"),
+        *numbers("measured", "predicted", "gap", "of the step"),
+        *words(""),
+    )
+    return DocumentSection(table=build_table(columns, rows, short=_MAX_GAPS))
+
+
+def _format_closer(closer: GapCloser) -> str:
+    source = f" [{closer.source}]" if closer.source else ""
+    return f"{closer.gap}: {format_fix(closer.fix)}{source}"
