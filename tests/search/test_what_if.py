@@ -43,9 +43,11 @@ def test_gains_are_what_a_changed_machine_brings() -> None:
         "a network 2 x as fast": speed_up_network(hardware, NETWORK_SPEEDUP),
     }
     for change, machine in changes.items():
-        after = search(model, WORK, machine, fixed=PINS, top=1).plans[0].estimate
+        after = search(model, WORK, machine, fixed=PINS, top=1)
         told_s = gains[change].step_s if change in gains else before.step_s
-        assert told_s == pytest.approx(after.step_s, rel=0.01), change
+        # The first of a search may be a simpler layout that ties with the fastest.
+        fastest_s = min(after.near_best, key=lambda candidate: candidate.bound_s).step_s
+        assert fastest_s * 0.99 <= told_s <= after.plans[0].estimate.step_s * 1.01, change
         assert told_s <= before.step_s
     assert any(gain.step_s < before.step_s for gain in gains.values())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from moewright.api.comparison import summarize_plan
+from moewright.api.recommending import recommend_fast, recommend_proven
 from moewright.api.requests import (
     PlanRequest,
     Purpose,
@@ -59,7 +60,9 @@ class PlanChoices(TypedDict, total=False):
 class Plans(Record):
     """The answer of `plan`: the best plans that fit, best first, and what the search rejected.
 
-    `best` is the first of them, with what would change it (`gains`). `gambles` are faster plans
+    `best` is the first of them, with what would change it (`gains`) and the two answers of the
+    search: `fast`, what to expect of this plan, and `proven`, of the fastest layout that somebody
+    ran on the part; `proven` here is that layout's plan. `gambles` are faster plans
     that may not fit; only where nothing fits as probably as asked for, the likeliest to fit is
     `best`. `own` is the best plan that keeps the layout keys of a job file, where it has some.
     """
@@ -70,6 +73,7 @@ class Plans(Record):
     gambles: tuple[Plan, ...]
     best: Plan | None  # None where nothing fits
     own: Plan | None  # None where the job has no layout keys, or nothing that keeps them fits
+    proven: Plan | None  # None where nobody ran a layout that is nearly as fast
     even_routing: Estimate | None  # of `best` under even routing, where a load was measured
     why: tuple[str, ...]
     rejected: tuple[tuple[str, int], ...]  # rule and how many layouts broke it
@@ -244,6 +248,8 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
             rule=rule,
             runners_up=tuple(to_ranked_layout(plan, rule) for plan in plans[1:]),
             gambles=tuple(to_ranked_layout(plan, rule) for plan in result.gambles),
+            fast=recommend_fast(plans[0], result),
+            proven=recommend_proven(result),
         )
         plans = (best, *plans[1:])
         why = (*result.why, *explain.explain_bound(best), *explain_imbalance(best))
@@ -254,6 +260,7 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
         gambles=result.gambles,
         best=best,
         own=best if best and own and own.layout == best.layout else own,
+        proven=result.proven,
         even_routing=estimate_even_routing(best) if best else None,
         why=why,
         rejected=result.rejected,
@@ -287,7 +294,9 @@ def _insert_own(plans: tuple[Plan, ...], own: Plan | None, rule: RankingRule) ->
 
     if rank(own) >= rank(plans[-1]):
         return plans
-    return tuple(sorted((*plans, own), key=rank))
+    if rank(own) < rank(plans[0]):
+        return (own, *plans)
+    return (plans[0], *sorted((*plans[1:], own), key=rank))
 
 
 def _check_choices(choices: PlanChoices) -> PlanChoices:

@@ -24,7 +24,7 @@ from moewright.spec.layout import LAYOUT_FIELDS, CpComm, ExpertPlacement, Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Evidence, EvidenceGrade
 from moewright.spec.sourced import SourceKind
-from moewright.spec.workload import ExpertKernels, Task, Workload
+from moewright.spec.workload import Dtype, ExpertKernels, Task, Workload
 
 JOIN = " with "  # between the two choices of a pair
 OWN_RATES = "rates of this machine"
@@ -43,6 +43,9 @@ _SHARED_BY_LAYOUTS = frozenset(
         "task",
     )
 )
+# What a run shares with a job for which it proves a layout.
+_PROOF = frozenset(("moe", "dense", "part", "precision"))
+_PLAIN_PRECISION = f"precision={Dtype.BF16.value}"
 _USUAL_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 
 
@@ -62,7 +65,7 @@ class MeasuredChoices:
             for first, second in combinations(names, 2)
             if first in measured and second in measured and not self._has_pair(first, second)
         ]
-        runs = sum(count for made, count in self.runs if made.issuperset(names))
+        runs = self.count_runs(names)
         grade = EvidenceGrade.COMBINED
         if runs:
             grade = EvidenceGrade.MEASURED
@@ -76,6 +79,21 @@ class MeasuredChoices:
             measured=tuple(name for name in names if name in measured),
             formula=(*missing, *pairs),
         )
+
+    def select_alike(self, choices: Iterable[str]) -> MeasuredChoices:
+        """Return the runs on the part of a job, with experts where it has them.
+
+        `choices` are those of the job (job_choices). Runs of a narrow precision are those of the
+        same; what runs in a narrow one runs in bf16.
+        """
+        wanted = {name for name in choices if name.partition("=")[0] in _PROOF}
+        wanted.discard(_PLAIN_PRECISION)
+        return MeasuredChoices(runs=tuple(run for run in self.runs if run[0].issuperset(wanted)))
+
+    def count_runs(self, choices: Iterable[str]) -> int:
+        """Count the runs that made all of these choices together."""
+        names = frozenset(choices)
+        return sum(count for made, count in self.runs if made.issuperset(names))
 
     def _has_pair(self, first: str, second: str) -> bool:
         return any(first in made and second in made for made, _ in self.runs)
@@ -115,6 +133,17 @@ def judge_evidence(job: Job, hardware: Hardware) -> Evidence:
         return Evidence(grade=EvidenceGrade.FORMULA, formula=("rates of the device",))
     choices = list_choices(job, hardware)
     return read_measured_choices().support(choices)
+
+
+def count_proofs(job: Job, hardware: Hardware) -> int:
+    """Count the published runs that prove a layout.
+
+    They ran on the part, with experts where the job has them, and made all choices of the layout
+    together (MeasuredChoices.select_alike).
+    """
+    of_job = job_choices(job.model, job.workload, hardware)
+    alike = read_measured_choices().select_alike(of_job)
+    return alike.count_runs(layout_choices(job.layout, hardware))
 
 
 def count_missing(evidence: Evidence) -> tuple[int, int]:

@@ -110,6 +110,25 @@ def find_nearest_runs(plan: Plan, count: int = _SHOWN) -> tuple[PublishedRun, ..
     return tuple(_describe_difference(row, plan) for row in ordered[:count])
 
 
+def find_fastest_run(plan: Plan) -> PublishedRun | None:
+    """Return the published run of a plan's model, part and precision with the highest speed.
+
+    Sequences are as long, within a factor of two. None where nobody published one.
+    """
+    rows = [
+        row
+        for row in _read_rows()
+        if _has_model(row, plan)
+        and _has_device(row, plan)
+        and row.run.precision == plan.workload.precision.value
+        and row.seq_len
+        and abs(log2(row.seq_len / plan.workload.seq_len)) <= 1
+    ]
+    if not rows:
+        return None
+    return _describe_difference(max(rows, key=lambda row: row.run.measured), plan)
+
+
 def _short(name: str) -> str:
     return name.rpartition("/")[2].lower()
 

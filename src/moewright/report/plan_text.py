@@ -25,9 +25,16 @@ from moewright.report.console import (
 )
 from moewright.search.explain import DEPARTURE
 from moewright.search.imbalance import REMEDY
-from moewright.spec.plan import Estimate, Evidence, EvidenceGrade, Plan, RankingRule
+from moewright.spec.plan import (
+    Estimate,
+    Evidence,
+    EvidenceGrade,
+    Plan,
+    RankingRule,
+    Recommendation,
+)
 from moewright.spec.record import Record, format_cell, list_columns
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_seconds, plural
 
 _RANKING_COLUMNS = (
     "",
@@ -115,6 +122,7 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
     yield f"Evidence: {describe_evidence(first.estimate.evidence)}."
     for run in find_nearest_runs(first, 1):
         yield describe_nearest_run(run, first)
+    yield from describe_recommendations(first)
     texts = []
     uneven = first.estimate.imbalance
     if uneven.even_step_s:
@@ -145,6 +153,44 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
             f"The job's own layout keys give {format_layout(own.layout)}: "
             f"{format_seconds(estimate.step_s)} a step, {change:+.1%}; --layout pins keys."
         )
+
+
+def describe_recommendations(plan: Plan) -> Iterable[str]:
+    """Yield what to expect of the first plan of a search, and of the layout that somebody ran.
+
+    Nothing is said of a plan that no search chose.
+    """
+    if plan.fast is None:
+        return
+    yield f"Fast: {_describe_expectation(plan.fast)}."
+    if plan.proven is None:
+        if plan.hardware.device.kind.is_accelerator:
+            yield "Proven: nobody published a run of its choices on this part that is as fast."
+    elif plan.proven.layout == plan.layout:
+        yield f"Proven: the same; {_count_runs(plan.proven)}."
+    else:
+        changes = format_layout_changes(plan.proven.layout, plan.layout)
+        expected = _describe_expectation(plan.proven)
+        yield f"Proven: {changes}; {expected}; {_count_runs(plan.proven)}."
+
+
+def _describe_expectation(answer: Recommendation) -> str:
+    """Say what a layout is expected to take, and how that stands to published runs."""
+    more = answer.expected_step_s / answer.step_s - 1
+    text = f"expect {format_seconds(answer.expected_step_s)} a step"
+    if more:
+        text += f" ({more:+.1%}: picked from many)"
+    run = answer.published
+    if run is None:
+        return text
+    text += f"; {run.ratio:.2f} x the nearest published run, {run.id}"
+    if run.is_exceeded:
+        text += f"; {run.ratio_of_best:.2f} x the fastest published of the model on this part"
+    return text
+
+
+def _count_runs(answer: Recommendation) -> str:
+    return f"{plural(answer.runs, 'published run')} on this part made its choices"
 
 
 def describe_evidence(evidence: Evidence) -> str:

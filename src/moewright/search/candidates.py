@@ -220,7 +220,7 @@ class CandidatePool:
                 bounds = np.where(wanted, scores.bound_s, np.inf)
                 cell = np.unravel_index(int(bounds.argmin()), bounds.shape)
                 if bounds[cell] < limits_s[place]:
-                    candidate = self._candidate(scores, tuple(map(int, cell)), is_safe=True)
+                    candidate = self._candidate(scores, tuple(map(int, cell)))
                     best[place], limits_s[place] = candidate, candidate.bound_s
         return tuple(None if candidate is None else self._simulate(candidate) for candidate in best)
 
@@ -290,7 +290,7 @@ class CandidatePool:
     def _add_pipelines(self, scores: GroupScores, mask: Array) -> None:
         """Add the best way to run each pipeline."""
         for place in self._list_best(scores, mask, below_s=self.below_s):
-            self._candidates.append(self._candidate(scores, place, is_safe=True))
+            self._candidates.append(self._candidate(scores, place))
         if len(self._candidates) > 4 * self._keep:
             self._trim()
 
@@ -307,7 +307,7 @@ class CandidatePool:
             spare = np.where(mask, (self._limit - scores.peak_bytes) / sd, -np.inf)
             likeliest = np.unravel_index(int(spare.argmax()), spare.shape)
             places.append(tuple(map(int, likeliest)))
-        added = [self._candidate(scores, place, is_safe=False) for place in dict.fromkeys(places)]
+        added = [self._candidate(scores, place) for place in dict.fromkeys(places)]
         gambles = sorted((*self._gambles, *added), key=_bound_s)
         kept: dict[tuple[int, ...], Candidate] = {}
         for candidate in gambles:
@@ -358,11 +358,10 @@ class CandidatePool:
         factor = candidate.bound_s / candidate.step_s
         return replace(candidate, step_s=step_s, bound_s=step_s * factor)
 
-    def _candidate(
-        self, scores: GroupScores, place: tuple[int, ...], *, is_safe: bool
-    ) -> Candidate:
+    def _candidate(self, scores: GroupScores, place: tuple[int, ...]) -> Candidate:
         """Return the candidate at indices (pipeline, activation policy, state policy)."""
         pipeline, activations, states = place
+        safe_bytes = self._screener.safe_bytes(scores.sd_bytes[place])
         return Candidate(
             layout=self._screener.layout(scores, pipeline, activations, states),
             step_s=float(scores.step_s[place]),
@@ -370,7 +369,7 @@ class CandidatePool:
             uncovered_s=float(scores.uncovered_s[place]),
             peak_bytes=float(scores.peak_bytes[place]),
             sd_bytes=float(scores.sd_bytes[place]),
-            is_safe=is_safe,
+            is_safe=bool(scores.peak_bytes[place] <= safe_bytes),
         )
 
     def _keep_best(
@@ -391,7 +390,7 @@ class CandidatePool:
         if key in table:
             known_s = table[key].bound_s if seconds is scores.bound_s else table[key].step_s
         if masked[place] < known_s:
-            table[key] = self._candidate(scores, place, is_safe=True)
+            table[key] = self._candidate(scores, place)
 
     def _without_objections(self, scores: GroupScores, mask: Array) -> Array:
         """Return `mask` without the layouts that the space's `allowed` objects to.

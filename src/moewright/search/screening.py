@@ -257,7 +257,7 @@ class Screener:
         hides.
         """
         if self._searches_dp_overlap and Overlap.EP in base.overlap:
-            return [base, _with_dp_overlap(base)]
+            return [base, with_dp_overlap(base)]
         return [base]
 
     def _variants(self, base: Layout) -> list[Layout]:
@@ -265,7 +265,7 @@ class Screener:
         # Graphs of attention would lose delayed weight gradients of biases under overlapped sums.
         loses_biases = self._space.model.attention.qkv_bias and Overlap.WGRAD in base.overlap
         if self._searches_dp_overlap and not loses_biases:
-            return [base, _with_dp_overlap(base)]
+            return [base, with_dp_overlap(base)]
         return [base]
 
     def _list_factors(self, base: Layout, pipelines: PipelineShapes) -> list[PolicyFactors]:
@@ -346,7 +346,7 @@ class Screener:
             offload=tuple(sorted({*policy.offload, *state_policy.offload})),
         )
         if scores.dp_overlap[pipeline, activations, states]:
-            layout = _with_dp_overlap(layout)
+            layout = with_dp_overlap(layout)
         return with_pipeline(layout, scores.pipelines.shapes[pipeline], self._space)
 
     def _expert_overlaps(self, cut: Layout) -> list[tuple[Overlap, ...]]:
@@ -562,7 +562,7 @@ def _recomputed(recompute: Collection[Recompute]) -> frozenset[Recompute]:
     return frozenset(recompute)
 
 
-def _with_dp_overlap(layout: Layout) -> Layout:
+def with_dp_overlap(layout: Layout) -> Layout:
     """Return the layout with overlapped gradient sums, and weight gathers where there are any."""
     added = {Overlap.GRAD} if layout.zero == 0 else {Overlap.GRAD, Overlap.PARAM}
     return replace(layout, overlap=tuple(sorted({*layout.overlap, *added})))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
+from moewright.cost.evidence import count_proofs
 from moewright.rules.grid import with_fabric_nodes
+from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_device, check_legality, check_precision
 from moewright.search.candidates import (
     Candidate,
@@ -28,6 +29,8 @@ from moewright.search.heuristics import (
     find_departures,
     model_parallel_size,
 )
+from moewright.search.near_best import NearBest
+from moewright.search.proven import ProvenChoices
 from moewright.search.ranking import bound_s, is_safe
 from moewright.search.screening import Screener
 from moewright.search.space import Objections, SearchSpace, build_search_space, no_objections
@@ -49,6 +52,7 @@ _SPARE = 8
 _MAX_KEPT = 1000
 _GAMBLES = 3  # shown
 _EXTRA_BYTES = (GIB, 8 * GIB)  # more memory a device: what `with_memory` answers for
+_WORTH_PROVING = 3.0  # a layout that somebody ran likewise
 _WORTH_FINDING = 1.5  # a layout with another choice is sought up to so many times the best bound
 
 
@@ -65,7 +69,10 @@ class SearchResult:
     `other_overlap` is the best candidate that overlaps expert communication where the first plan
     does not, or the other way round. `near_best` holds the best candidates of many combinations of
     degrees, whether they are shown or not. `nearest_miss` is the layout that lacks the fewest
-    bytes, where nothing is safe.
+    bytes, where nothing is safe. `proven` is the best plan whose combination of choices
+    somebody ran on the part, None where nobody ran any that is nearly as fast. `optimism` is how
+    far the predicted step of the first plan is expected to lie below its own, in logarithms, for it
+    was picked from many (cost.selection); `proven_optimism` that of `proven`.
     """
 
     plans: tuple[Plan, ...]
@@ -78,6 +85,9 @@ class SearchResult:
     other_overlap: Candidate | None
     near_best: tuple[Candidate, ...]
     nearest_miss: Plan | None = None
+    proven: Plan | None = None
+    optimism: float = 0.0
+    proven_optimism: float = 0.0
 
 
 def search(
@@ -107,19 +117,21 @@ def search(
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):
         raise BadInput(*reasons)
-    pool = _fill_pool(space, rule, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
+    screener = Screener(space, rule)
+    pool = _fill_pool(space, screener, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
     rejected: Counter[str] = Counter(pool.refused)
     rejected[DOES_NOT_FIT] += pool.without_room
     plans: list[Plan] = []
     gambles: list[Plan] = []
-    for candidate in pool.ranked():
+    near_best = NearBest(space, pool.ranked())
+    for candidate in near_best.put_simplest_first():
         if len(plans) == top:
             break
         plan = _build_legal_plan(space, candidate, rejected)
         if plan:
             # A full estimate rounds bytes, which may turn the verdict on the very margin.
             (plans if is_safe(plan.estimate, rule) else gambles).append(plan)
-    plans.sort(key=lambda plan: bound_s(plan.estimate, rule))
+    plans[1:] = sorted(plans[1:], key=lambda plan: bound_s(plan.estimate, rule))
     least_s = bound_s(plans[0].estimate, rule) if plans else np.inf
     for candidate in pool.gambles():
         if len(gambles) >= _GAMBLES or candidate.bound_s >= least_s:
@@ -136,7 +148,9 @@ def search(
     )
     why = explain_first(tuple(plans), rule)
     other_overlap = None
+    proven = None
     if plans:
+        proven = _find_proven(plans[0], pool, space, screener)
         why = (*why, *_departures(plans[0], pool, space, rule))
         other_overlap = _find_other_overlap(plans[0], pool, rule)
     return SearchResult(
@@ -153,6 +167,9 @@ def search(
         other_overlap=other_overlap,
         near_best=tuple(pool.ranked()),
         nearest_miss=_build_nearest_miss(space, pool),
+        proven=proven,
+        optimism=near_best.optimism(),
+        proven_optimism=near_best.optimism_of_proven(),
     )
 
 
@@ -178,10 +195,10 @@ def find_best_plan(
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):
         raise BadInput(*reasons)
-    pool = _fill_pool(space, rule, keep=_SPARE, extra_bytes=())
-    plans = (_build_legal_plan(space, candidate, Counter()) for candidate in pool.ranked())
-    safe = (plan for plan in plans if plan is not None and is_safe(plan.estimate, rule))
-    return min(islice(safe, _SPARE), key=lambda plan: bound_s(plan.estimate, rule), default=None)
+    pool = _fill_pool(space, Screener(space, rule), keep=_SPARE, extra_bytes=())
+    candidates = NearBest(space, pool.ranked()).put_simplest_first()
+    plans = (_build_legal_plan(space, candidate, Counter()) for candidate in candidates)
+    return next((plan for plan in plans if plan and is_safe(plan.estimate, rule)), None)
 
 
 def _build_nearest_miss(space: SearchSpace, pool: CandidatePool) -> Plan | None:
@@ -192,11 +209,11 @@ def _build_nearest_miss(space: SearchSpace, pool: CandidatePool) -> Plan | None:
 
 
 def _fill_pool(
-    space: SearchSpace, rule: RankingRule, *, keep: int, extra_bytes: tuple[float, ...]
+    space: SearchSpace, screener: Screener, *, keep: int, extra_bytes: tuple[float, ...]
 ) -> CandidatePool:
     """Screen a space, again with a larger pool while simulation lifts the best over its limit."""
     while True:
-        pool = CandidatePool(space, Screener(space, rule), keep=keep, extra_bytes=extra_bytes)
+        pool = CandidatePool(space, screener, keep=keep, extra_bytes=extra_bytes)
         pool.screen_all()
         best_s = min((candidate.bound_s for candidate in pool.ranked()), default=0.0)
         if best_s <= pool.below_s or keep > _MAX_KEPT:
@@ -298,6 +315,20 @@ def _wish_for_least(least: int) -> CandidateWish:
         ],
         may_hold=lambda bounded: least % (bounded.base.tp * bounded.base.cp) == 0,
     )
+
+
+def _find_proven(
+    first: Plan, pool: CandidatePool, space: SearchSpace, screener: Screener
+) -> Plan | None:
+    """Return the best safe plan that published runs prove; None where none is nearly as fast."""
+    if count_proofs(plan_job(first), first.hardware):
+        return first
+    below_s = _WORTH_PROVING * bound_s(first.estimate, screener.rule)
+    wish = ProvenChoices(space, screener).wish()
+    (candidate,) = pool.find_each([wish], below_s=below_s)
+    if candidate is None:
+        return None
+    return _build_legal_plan(space, candidate, Counter())
 
 
 def _find_other_overlap(plan: Plan, pool: CandidatePool, rule: RankingRule) -> Candidate | None:

@@ -96,11 +96,14 @@ def find_gains(
 
 
 def _memory(result: SearchResult) -> Iterator[WhatIf]:
-    """Yield the best layout with each amount of memory, least first, which no more makes worse."""
+    """Yield the best layout with each amount of memory, least first, which no more makes worse.
+
+    What is safe without more is none: it ties with the plan, which is simpler.
+    """
     plan = result.plans[0]
     best = _price(plan, plan.hardware, result.rule)
     for extra_bytes, candidates in sorted(result.with_memory, key=lambda pair: pair[0]):
-        best = _improve(best, candidates)
+        best = _improve(best, [candidate for candidate in candidates if not candidate.is_safe])
         change = f"{format_bytes(extra_bytes)} more memory a device"
         yield WhatIf(change=change, layout=best.layout, step_s=best.step_s)
 

@@ -203,13 +203,64 @@ class RankedLayout:
     grade: EvidenceGrade
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedFigure:
+    """The published run that is most like a layout, and how the layout stands to what ran.
+
+    Speeds are tokens/s a device. `ratio` is the layout's expected speed over this run's,
+    `ratio_of_best` over that of the fastest published run of the model on the part in the
+    precision, 0 where there is none. `differs` says in what the run is another job.
+    """
+
+    id: str
+    model: str
+    device: str
+    devices: int
+    layout: str
+    tokens_per_s_per_device: float
+    ratio: float
+    differs: str = ""
+    source: str = ""
+    best_tokens_per_s_per_device: float = 0.0
+    ratio_of_best: float = 0.0
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Return whether the layout is expected to be faster than anything published of its job."""
+        return self.ratio_of_best > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation:
+    """A layout that a search recommends, and what to expect of it.
+
+    `step_s` is as estimated; `expected_step_s` is the median given that the layout was picked from
+    many, where the search finds what the model prices too low (the winner's curse), and the speed
+    is of that. `runs` counts the published runs on the part that made all choices of the layout
+    together. `trainers` are those that start it.
+    """
+
+    layout: Layout
+    step_s: float
+    expected_step_s: float
+    tokens_per_s_per_device: float
+    peak_bytes: int
+    fit_probability: float
+    grade: EvidenceGrade
+    runs: int = 0
+    trainers: tuple[str, ...] = ()
+    published: PublishedFigure | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Plan(Record):
     """A whole job, as the engine runs it, with the estimate that it was chosen by.
 
     `fingerprint` covers model, workload, hardware and layout. A plan that a search chose has the
     rule of the ranking, the next best safe layouts (`runners_up`), and those ranked before it that
-    fit less probably than the rule asks for (`gambles`).
+    fit less probably than the rule asks for (`gambles`). `fast` is what a search expects of this
+    plan, its fastest; `proven` of the fastest layout whose combination of choices somebody ran on
+    the part, None where nobody ran any that fits.
     """
 
     model: ModelSpec
@@ -223,6 +274,8 @@ class Plan(Record):
     rule: RankingRule = RankingRule()
     runners_up: tuple[RankedLayout, ...] = ()
     gambles: tuple[RankedLayout, ...] = ()
+    fast: Recommendation | None = None
+    proven: Recommendation | None = None
 
     def title(self) -> str:
         """Return model, hardware, workload, layout and the line of the estimate."""
