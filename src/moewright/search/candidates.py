@@ -242,7 +242,7 @@ class CandidatePool:
             place = tuple(map(int, np.unravel_index(int(peak_bytes.argmin()), peak_bytes.shape)))
             if peak_bytes[place] >= least_bytes:
                 return
-            candidate = self._candidate(scores, place, is_safe=False)
+            candidate = self._candidate(scores, place)
             if not self._space.allowed(candidate.layout):
                 self.nearest_miss = candidate
                 return
