@@ -27,9 +27,9 @@ import torch.distributed as dist
 from moewright.bench.case import BenchContext, Call, Case
 from moewright.bench.cases import build_cases
 from moewright.bench.collective_cases import group_sizes
+from moewright.codec.processes import die_with_parent
 from moewright.engine.memory.allocator import keep_freed_memory
 from moewright.engine.run.process_limit import count_cores
-from moewright.engine.run.worker import die_with_parent
 from moewright.spec.hardware import DeviceKind
 
 # Time spent on one case, when the budget allows.

@@ -12,13 +12,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from moewright.engine.comm.tape import Tape
 from moewright.engine.observe.counters import Counters
 from moewright.engine.torch_private import count_uses, create_fake_store
 from moewright.spec.hardware import Collective
@@ -40,7 +41,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Group:
     """A named group of ranks as this rank sees it.
 
-    `handle` is None when this rank is alone in it.
+    `handle` is None when this rank is alone in it, or repeats the work of another by a `tape`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Group:
     index: int
     handle: dist.ProcessGroup | None
     counters: Counters
+    tape: Tape = field(default_factory=Tape)
 
     @property
     def size(self) -> int:
@@ -149,13 +151,15 @@ def _world_timeout() -> timedelta | None:
 class TimedWork:
     """An asynchronous call over a group; the time that `wait` blocks is measured for that group.
 
-    `tensors` are those that a thread of gloo holds, each with its uses before the call.
+    `tensors` are those that a thread of gloo holds, each with its uses before the call. `recorded`
+    is what is to be put on the group's tape, and where.
     """
 
     work: dist.Work | None
     group: Group
     name: str
     tensors: tuple[tuple[torch.Tensor, int], ...] = ()
+    recorded: tuple[int, torch.Tensor] | None = None
 
     def wait(self) -> bool:
         if self.work is None:
@@ -165,6 +169,9 @@ class TimedWork:
         self.work = None  # which holds the tensors too
         _unreleased.extend((weakref.ref(tensor), uses) for tensor, uses in self.tensors)
         self.tensors = ()
+        if self.recorded is not None:
+            self.group.tape.put(*self.recorded)
+            self.recorded = None
         if self.group.counters.is_counting:
             await_release()
         return is_done
@@ -177,11 +184,18 @@ def _start(
     *tensors: torch.Tensor,
     **options: Any,
 ) -> TimedWork:
-    """Start a collective; `tensors` are its arguments."""
+    """Start a collective; `tensors` are its arguments: the result, then what this rank hands in."""
+    group.tape.note_start(f"{name} over {group.name}", tensors[-1])
+    if group.tape.is_playing:
+        group.tape.play(tensors[0])
+        return TimedWork(None, group, name)
+    recorded = None
+    if group.tape.is_recording:
+        recorded = group.tape.reserve(), tensors[0]
     is_held = dist.get_backend(group.handle) == _GLOO
     uses = tuple((tensor, count_uses(tensor)) for tensor in tensors if is_held)
     work = call(*tensors, group=group.handle, async_op=True, **options)
-    return TimedWork(work, group, name, uses)
+    return TimedWork(work, group, name, uses, recorded)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,6 +340,15 @@ class RingShift:
         group.count_call(Collective.P2P, tensor)
         self._sent = tensor.contiguous()
         self._received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self._works: list[TimedWork] = []
+        tape = group.tape
+        tape.note_start(f"ring shift over {group.name}", self._sent)
+        if tape.is_playing:
+            tape.play(self._received)
+            return
+        recorded = None
+        if tape.is_recording:
+            recorded = tape.reserve(), self._received
         next_rank = group.ranks[(group.index + 1) % group.size]
         previous_rank = group.ranks[(group.index - 1) % group.size]
         # One batch: NCCL runs the messages between a pair of ranks in order, so in a ring of two
@@ -337,6 +360,7 @@ class RingShift:
             ]
         )
         self._works = [TimedWork(work, group, "ring shift") for work in works]
+        self._works[-1].recorded = recorded  # which is received once all is done
 
     def wait(self) -> torch.Tensor:
         """Wait for the tensor of the previous rank, and return it."""
@@ -368,6 +392,26 @@ def receive(out: torch.Tensor, group: Group, *, source: int) -> TimedWork:
         work = dist.irecv(out, group.ranks[source], group=group.handle)
     assert work is not None  # this rank is in the group
     return TimedWork(work, group, "receive")
+
+
+def shift_flat(flat: torch.Tensor, group: Group, *, count: int, distance: int) -> torch.Tensor:
+    """Send elements [n] to the rank `distance` further in the group.
+
+    Returns the `count` elements that the rank as far before sends. It is control traffic, which is
+    not counted.
+    """
+    received = flat.new_empty(count)
+    target = group.ranks[(group.index + distance) % group.size]
+    source = group.ranks[(group.index - distance) % group.size]
+    calls = []
+    if flat.numel():
+        calls.append(dist.P2POp(dist.isend, flat, target, group.handle))
+    if count:
+        calls.append(dist.P2POp(dist.irecv, received, source, group.handle))
+    if calls:
+        for work in dist.batch_isend_irecv(calls):
+            TimedWork(work, group, "shift").wait()
+    return received
 
 
 def new_control_group() -> dist.ProcessGroup | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from moewright.engine.comm.collectives import Group, TensorParallel, create_process_groups
+from moewright.engine.comm.tape import Tape
 from moewright.engine.observe.counters import Counters
 from moewright.rules.grid import GROUPS, all_groups, axis_size, coordinate, group_ranks
 from moewright.rules.shapes.shards import shard_size
@@ -86,6 +87,7 @@ class Mesh:
     upstream: Group
     row_groups: tuple[Group, ...]
     shared_table_groups: Mapping[tuple[int, ...], Group]
+    tape: Tape  # of all groups
 
     def group(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
@@ -106,24 +108,33 @@ class Mesh:
         return coordinate(self.layout, self.rank, axis)
 
 
+CreateGroups = Callable[[Sequence[tuple[int, ...]], int], dist.ProcessGroup | None]
+
+
 def build_mesh(
-    layout: Layout, rank: int, counters: Counters, tables: Collection[tuple[int, ...]] = ()
+    layout: Layout,
+    rank: int,
+    counters: Counters,
+    tables: Collection[tuple[int, ...]] = (),
+    create_groups: CreateGroups = create_process_groups,
 ) -> Mesh:
     """Create every group of more than one rank; names over the same ranks share a process group.
 
     `tables`: pipeline ranks that hold some table in common (rules.shapes.shards).
     """
+    tape = Tape()
     handles: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
     def group(name: str, ranks: tuple[int, ...], partition: tuple[tuple[int, ...], ...]) -> Group:
         if max(map(len, partition)) > 1 and partition not in handles:
-            handles[partition] = create_process_groups(partition, rank)
+            handles[partition] = create_groups(partition, rank)
         return Group(
             name=name,
             ranks=ranks,
             index=ranks.index(rank),
             handle=handles.get(partition),
             counters=counters,
+            tape=tape,
         )
 
     groups = [
@@ -135,13 +146,14 @@ def build_mesh(
         name="pp",
         ranks=pipeline,
         index=pipeline.index(rank),
-        handle=create_process_groups(pipelines, rank) if layout.pp > 1 else None,
+        handle=create_groups(pipelines, rank) if layout.pp > 1 else None,
         counters=counters,
+        tape=tape,
     )
     row_groups = [group for group in groups if group.name in _ROW_GROUPS]
     if Overlap.EP in layout.overlap:
         row_groups = [
-            replace(group, handle=create_process_groups(all_groups(layout, group.name), rank))
+            replace(group, handle=create_groups(all_groups(layout, group.name), rank))
             for group in row_groups
             if group.size > 1
         ]
@@ -158,4 +170,5 @@ def build_mesh(
         upstream=upstream,
         row_groups=tuple(row_groups),
         shared_table_groups=shared_table_groups,
+        tape=tape,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,13 +18,17 @@ from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.optim.flat_buffers import FlatBucket, GradReadyTracker, build_buckets
 from moewright.engine.optim.frozen_weights import FrozenWeights
 from moewright.engine.optim.fsdp import ShardedParameter, apply_fsdp
+from moewright.engine.optim.moments import PlainMoment
 from moewright.engine.optim.muon import MuonUpdate
 from moewright.engine.optim.optimizer_states import (
+    OptimizerStates,
+    OwnedRange,
     StoredStates,
+    WholeRange,
     build_local_shards,
     copy_to_state_device,
 )
-from moewright.engine.optim.update_rules import UpdateRule, adamw_update
+from moewright.engine.optim.update_rules import UpdateRule, adamw_update, split_ranges
 from moewright.engine.runtime import Runtime
 from moewright.engine.torch_private import foreach_norm
 from moewright.rules.shapes.fsdp import (
@@ -73,6 +78,40 @@ class LossScaler:
         if not self._is_active:
             return []
         return [whole_shard("optim/loss_scale", self._state)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdatePiece:
+    """Consecutive elements of a parameter that AdamW updates, with their state.
+
+    The moments are in fp32, and copies where they are not stored so.
+    """
+
+    name: str
+    has_weight_decay: bool
+    on_host: bool
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    gradient: torch.Tensor  # fp32, as it was reduced; empty once the update is done
+    are_moments_exact: bool  # whether they are stored as the update leaves them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BorrowedStates:
+    """Copies of the state of a piece, which another rank may own."""
+
+    master: torch.Tensor
+    exp_avg: PlainMoment
+    exp_avg_sq: PlainMoment
+    momentum: torch.Tensor
+    owned: tuple[OwnedRange, ...] = ()
+    first: int = 0
+    on_host: bool = False
+
+
+def ignore_gradient(name: str, gradient: torch.Tensor) -> None:
+    """Do nothing with a gradient that nobody asked for."""
 
 
 # A norm is taken in fp32 over so many elements, and in fp64 over those parts.
@@ -134,6 +173,8 @@ class DistributedOptimizer:
         self._grad_shards: list[torch.Tensor] = []
         # Called with each bucket that holds this rank's own gradients, before they are reduced.
         self.before_reduce: Callable[[FlatBucket], None] = lambda bucket: None
+        # Called with the name of a parameter and each gradient of it, before that is added up.
+        self.before_add: Callable[[str, torch.Tensor], None] = ignore_gradient
         self._overlaps_param_gather = Overlap.PARAM in runtime.mesh.layout.overlap
         self._backward_order = self._order_buckets(parameters)
         # As forward uses them.
@@ -195,6 +236,7 @@ class DistributedOptimizer:
         def accumulate(weight: torch.Tensor) -> None:
             if weight.grad is None:
                 return
+            self.before_add(name, weight.grad)
             if name in self._stale:
                 self._stale.discard(name)
                 grad_view.copy_(weight.grad)
@@ -206,6 +248,11 @@ class DistributedOptimizer:
                 graphs.call_outside(partial(self._grad_tracker.mark_ready, name))
 
         return accumulate
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether experts of other ranks have copies on this one."""
+        return bool(self._replicas)
 
     @property
     def loss_scale(self) -> float:
@@ -252,7 +299,8 @@ class DistributedOptimizer:
             if parameter.name in self._stale:
                 grad_view.zero_()
         self.before_reduce(self.buckets[index])
-        self._reductions[index] = self.buckets[index].start_reduce()
+        with self._runtime.mesh.tape.pause():  # a reduction is no part of a micro-batch
+            self._reductions[index] = self.buckets[index].start_reduce()
 
     def reduce_gradients(self) -> torch.Tensor:
         """Sum gradients over the data-parallel groups.
@@ -336,6 +384,47 @@ class DistributedOptimizer:
                 self._start_param_gather(index)
         self._grad_shards = []
         self._muon.update(lr=lr)
+
+    def list_pieces(self) -> Iterator[UpdatePiece]:
+        """Yield what AdamW updates on this rank, piece by piece; matrices of Muon are left out."""
+        for index, holder in enumerate(self._state_holders):
+            for segment in holder.segments:
+                gradients = segment.master.new_empty(0)
+                if self._grad_shards:
+                    gradients = self._grad_shards[index][segment.shard_slice]
+                    gradients = copy_to_state_device(gradients, segment.master.device)
+                for owned in segment.owned:
+                    if not owned.has_momentum:
+                        yield from _cut_pieces(segment, owned, gradients)
+
+    def repeat_update(
+        self, numbers: torch.Tensor, *, has_weight_decay: bool, lr: float, scale: float
+    ) -> torch.Tensor:
+        """Do the coming update on copies: master, both moments and gradients, [4, n] fp32.
+
+        Returns the master and the moments after it, [3, n].
+        """
+        spec = self._runtime.workload.optimizer
+        master, exp_avg, exp_avg_sq, gradients = numbers.unbind()
+        factor = scale / self.loss_scale
+        if factor != 1.0:
+            gradients.mul_(factor)
+        borrowed = _BorrowedStates(
+            master=master,
+            exp_avg=PlainMoment(exp_avg),
+            exp_avg_sq=PlainMoment(exp_avg_sq),
+            momentum=master.new_empty(0),
+        )
+        self._update_rule(
+            borrowed,
+            gradients,
+            [WholeRange(numel=len(master))],
+            spec,
+            lr=lr,
+            weight_decay=spec.weight_decay if has_weight_decay else 0.0,
+            updates_done=int(self._updates),
+        )
+        return numbers[:3]
 
     def gradient_shards(self) -> list[LocalShard]:
         """Return the reduced gradients, named "grad/" + name, before clipping.
@@ -448,6 +537,22 @@ class DistributedOptimizer:
         if any(replicas.is_weight(tensor) for replicas in self._replicas):
             return True
         return any(storage_id(bucket.weights) == storage_id(tensor) for bucket in self.buckets)
+
+
+def _cut_pieces(
+    states: OptimizerStates, owned: OwnedRange, gradients: torch.Tensor
+) -> Iterator[UpdatePiece]:
+    for block, moments in split_ranges([owned]):
+        yield UpdatePiece(
+            name=owned.parameter.name,
+            has_weight_decay=owned.parameter.has_weight_decay,
+            on_host=states.on_host,
+            master=states.master[block],
+            exp_avg=states.exp_avg.read(moments),
+            exp_avg_sq=states.exp_avg_sq.read(moments),
+            gradient=gradients[block].float(),
+            are_moments_exact=not (states.exp_avg.is_narrow or states.exp_avg_sq.is_narrow),
+        )
 
 
 def _gradient_group(runtime: Runtime, parameter: NamedParameter) -> str:

@@ -50,14 +50,48 @@ class OwnedRange:
         return slice(self.moment_start, self.moment_start + self.numel)
 
 
+class UpdateRange(Protocol):
+    """Elements of a shard that an update rule takes, and where their moments are."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def moment_start(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def shard_slice(self) -> slice: ...
+    @property
+    def moment_slice(self) -> slice: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeRange:
+    """All elements of a shard."""
+
+    numel: int
+    start: int = 0
+    moment_start: int = 0
+
+    @property
+    def shard_slice(self) -> slice:
+        return slice(0, self.numel)
+
+    @property
+    def moment_slice(self) -> slice:
+        return slice(0, self.numel)
+
+
 class OptimizerStates(Protocol):
     """Flat tensors of master weights and moments, and what lies in them.
 
-    They are those of a shard from its element `first` on.
+    They are those of a shard from its element `first` on, in host memory where `on_host`.
     """
 
     @property
     def first(self) -> int: ...
+    @property
+    def on_host(self) -> bool: ...
     @property
     def owned(self) -> Sequence[OwnedRange]: ...
     @property

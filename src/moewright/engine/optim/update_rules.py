@@ -10,7 +10,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from moewright.engine.optim.moments import split_into_pieces
-from moewright.engine.optim.optimizer_states import OptimizerStates, OwnedRange
+from moewright.engine.optim.optimizer_states import OptimizerStates, UpdateRange
 from moewright.rules.batch_rampup import wsd_decay_steps
 from moewright.spec.workload import LrDecay, OptimizerSpec
 
@@ -43,7 +43,7 @@ class UpdateRule(Protocol):
         self,
         states: OptimizerStates,
         grads: torch.Tensor,
-        owned: Sequence[OwnedRange],
+        owned: Sequence[UpdateRange],
         spec: OptimizerSpec,
         *,
         lr: float,
@@ -55,7 +55,7 @@ class UpdateRule(Protocol):
 def adamw_update(
     states: OptimizerStates,
     grads: torch.Tensor,
-    owned: Sequence[OwnedRange],
+    owned: Sequence[UpdateRange],
     spec: OptimizerSpec,
     *,
     lr: float,
@@ -69,7 +69,7 @@ def adamw_update(
     is_narrow = states.exp_avg.is_narrow or states.exp_avg_sq.is_narrow
     batches = [[(part.shard_slice, part.moment_slice) for part in owned]]
     if is_narrow:
-        batches = [[block] for block in _split(owned)]
+        batches = [[block] for block in split_ranges(owned)]
     for batch in batches:
         exp_avgs = [states.exp_avg.read(moments) for _, moments in batch]
         exp_avg_sqs = [states.exp_avg_sq.read(moments) for _, moments in batch]
@@ -95,7 +95,7 @@ def adamw_update(
             states.exp_avg_sq.write(moments, exp_avg_sq)
 
 
-def _split(owned: Sequence[OwnedRange]) -> Iterator[tuple[slice, slice]]:
+def split_ranges(owned: Sequence[UpdateRange]) -> Iterator[tuple[slice, slice]]:
     """Yield blocks of the ranges, each with where its moments are."""
     for part in owned:
         yield from zip(
@@ -108,7 +108,7 @@ def _split(owned: Sequence[OwnedRange]) -> Iterator[tuple[slice, slice]]:
 def sgd_update(
     states: OptimizerStates,
     grads: torch.Tensor,
-    owned: Sequence[OwnedRange],
+    owned: Sequence[UpdateRange],
     spec: OptimizerSpec,
     *,
     lr: float,

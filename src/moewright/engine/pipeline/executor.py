@@ -57,7 +57,7 @@ class RowHooks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _InFlightChunk:
+class InFlightChunk:
     """A chunk between its forward and its backward.
 
     `entry` is the hidden state that it received. The tensors that it handed on are not kept, only
@@ -88,7 +88,7 @@ def execute_timetable(
     are left to `weight_grad`.
     """
     split = split_backwards([action.row for action in actions])
-    in_flight: dict[Key, _InFlightChunk] = {}
+    in_flight: dict[Key, InFlightChunk] = {}
 
     def prepare_row(index: int, row: TimetableRow) -> tuple[Callable[[], None], Outbox]:
         """Return what runs the row once its input is here, and where its result then lies."""
@@ -103,13 +103,13 @@ def execute_timetable(
                 received.requires_grad_()
             result = forward(key, received)
             if torch.is_grad_enabled():
-                in_flight[key] = _keep_roots(received, result)
+                in_flight[key] = keep_roots(received, result)
             if result.hidden is not None:
                 outbox.append(result.hidden.detach())
 
         def run_backward() -> None:
             chunk = in_flight.pop(key)
-            grad = _run_backward(key, chunk, received, backward, is_split=key in split)
+            grad = run_chunk_backward(key, chunk, received, backward, is_split=key in split)
             if grad is not None:
                 outbox.append(grad)
 
@@ -159,21 +159,21 @@ def _key(row: TimetableRow) -> Key:
     return row.micro_batch, row.chunk
 
 
-def _keep_roots(entry: torch.Tensor | None, result: ChunkResult) -> _InFlightChunk:
+def keep_roots(entry: torch.Tensor | None, result: ChunkResult) -> InFlightChunk:
     """Return what backward needs of a chunk that received `entry`."""
     hidden = result.hidden
     if hidden is not None and hidden is entry:
         if result.loss is None:
-            return _InFlightChunk(entry=None, has_output=False, roots=())
+            return InFlightChunk(entry=None, has_output=False, roots=())
         # A chunk of MTP depths alone: the gradient of its output enters the graph at this view.
         hidden = entry.view_as(entry)
     roots = tuple(get_gradient_edge(root) for root in (hidden, result.loss) if root is not None)
-    return _InFlightChunk(entry=entry, has_output=hidden is not None, roots=roots)
+    return InFlightChunk(entry=entry, has_output=hidden is not None, roots=roots)
 
 
-def _run_backward(
+def run_chunk_backward(
     key: Key,
-    chunk: _InFlightChunk,
+    chunk: InFlightChunk,
     received: torch.Tensor | None,
     backward: BackwardStep,
     *,

@@ -12,7 +12,7 @@ import torch
 
 from moewright.engine.checkpoint import Coordinator
 from moewright.engine.comm import collectives
-from moewright.engine.comm.mesh import Mesh, build_mesh
+from moewright.engine.comm.mesh import CreateGroups, Mesh, build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.deepep import open_library, verify_library
 from moewright.engine.dispatch.library import DispatchLibrary, LibrarySizes
@@ -143,10 +143,41 @@ def build_train_state(
 
     `initial_value` gives the weights; `kernels` replace those that the workload asks for.
     """
+    runtime = build_runtime(job, rank=rank, device=device, kernels=kernels)
+    model = build_model(runtime)
+    optimizer = DistributedOptimizer(
+        runtime, model, lambda parameter: initial_value(parameter, runtime), update_rule
+    )
+    graph = StepGraph(device) if CudaGraphScope.FULL in job.layout.graphs else None
+    state = TrainState(
+        runtime=runtime, model=model, optimizer=optimizer, train_data=train_data, graph=graph
+    )
+    runtime.counters.census.list_states = state.state_tensors
+    return state
+
+
+def build_model(runtime: Runtime) -> Transformer:
+    """Build a rank's part of the model, whose weights nobody owns yet."""
+    model = Transformer(runtime, runtime.job.rank_chunks(runtime.mesh.coordinate("pp")))
+    if runtime.delayed_scaling is not None:
+        assign_scales(model, runtime.delayed_scaling)
+    return model
+
+
+def build_runtime(
+    job: Job,
+    *,
+    rank: int,
+    device: torch.device,
+    kernels: KernelSet | None = None,
+    create_groups: CreateGroups = collectives.create_process_groups,
+) -> Runtime:
+    """Build the mesh of a rank, and what the parts of its model share."""
     workload = job.workload
     layout = job.layout
     counters = Counters(blocking=device.type == "cpu")
-    mesh = build_mesh(layout, rank, counters, shared_table_ranks(job.model, layout).values())
+    tables = shared_table_ranks(job.model, layout).values()
+    mesh = build_mesh(layout, rank, counters, tables, create_groups)
     dispatch_library = None
     if layout.dispatcher.facts.is_library:
         dispatch_library = _open_library(job, mesh, device)
@@ -166,7 +197,7 @@ def build_train_state(
         products = NarrowProducts(recipe, device, workload.seed * layout.world_size + rank)
     chunks = job.rank_chunks(mesh.coordinate("pp"))
     weight_grads = WeightGradStore()
-    runtime = Runtime(
+    return Runtime(
         job=job,
         mesh=mesh,
         counters=counters,
@@ -182,18 +213,6 @@ def build_train_state(
         row_budget=RowBudget(device) if layout.rank_capacity else None,
         offloading_layers=offloading_layers(job.model, layout, chunks),
     )
-    model = Transformer(runtime, chunks)
-    if delayed_scaling is not None:
-        assign_scales(model, delayed_scaling)
-    optimizer = DistributedOptimizer(
-        runtime, model, lambda parameter: initial_value(parameter, runtime), update_rule
-    )
-    graph = StepGraph(device) if CudaGraphScope.FULL in layout.graphs else None
-    state = TrainState(
-        runtime=runtime, model=model, optimizer=optimizer, train_data=train_data, graph=graph
-    )
-    counters.census.list_states = state.state_tensors
-    return state
 
 
 def _build_part_graphs(

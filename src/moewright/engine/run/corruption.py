@@ -1,12 +1,14 @@
 """Silent corruption: bits of the state that change by no update, and replicas that differ.
 
 Nothing may change a weight, a master weight or a moment between the end of an update and the next.
-A guard notes checksums after a checked update and compares them right before the next one: a
-flipped bit is found on the rank that has it, whether or not another rank holds a copy. Weights of
-which several ranks hold a copy are compared between these as well.
+A guard notes hashes after a checked update and compares them right before the next one: a flipped
+bit is found on the rank that has it, whether or not another rank holds a copy. Weights of which
+several ranks hold a copy are compared between these as well.
 
 Gradients have no such rest. A checked step is done twice, and the losses and gradients of both
-times are compared before the update: the engine repeats a step bit for bit.
+times are compared before the update: the engine repeats a step bit for bit. What a rank computes
+wrongly both times is found by another, which runs one of its micro-batches and its update again
+(neighbour_pass, neighbour_update). Where two ranks differ, a third one tells which is wrong.
 """
 
 from __future__ import annotations
@@ -22,25 +24,22 @@ from moewright.engine.model.layers import list_parameters
 from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.optim.flat_buffers import FlatBucket
 from moewright.engine.optim.fsdp import is_fully_sharded, local_weight
-from moewright.engine.run.step import BackwardResult, forward_backward
+from moewright.engine.run.bit_hash import BitHash
+from moewright.engine.run.neighbour_pass import NeighbourPass, find_obstacle
+from moewright.engine.run.neighbour_update import NeighbourUpdate
+from moewright.engine.run.step import BackwardResult, clipping_factor, forward_backward
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import CorruptionError
 
 _WEIGHT = "weight "
 _REDUCED = "the reduced gradient of "
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bits as integers, [] int64: a flipped bit always changes it."""
-    whole = tensor.detach().contiguous().reshape(-1)
-    return whole.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 class StateGuard:
-    """Checksums of the state of this rank, noted after every `every`-th update; 0 for never.
+    """Hashes of the state of this rank, noted after every `every`-th update; 0 for never.
 
-    The step after is the checked one: it ends with a comparison, and is done twice.
+    The step after is the checked one: it ends with a comparison, is done twice, and one of its
+    micro-batches and its update are repeated by another rank.
     """
 
     def __init__(
@@ -56,6 +55,14 @@ class StateGuard:
         self._every = every
         self._rank = rank
         self._step = 0
+        self._hash = BitHash({state.runtime.device, torch.device("cpu")})
+        self._checks = 0
+        self._update: NeighbourUpdate | None = None  # of the checked step, until it is done
+        obstacle = find_obstacle(state)
+        self._has_neighbour = state.runtime.mesh.layout.world_size > 1
+        self._repeats_passes = self._has_neighbour and not obstacle
+        if every and obstacle and rank == 0:
+            _tell(f"train.check_every: no rank runs another's micro-batch again with {obstacle}")
         self._sums: dict[str, int] = {}
         self._repeats = every > 0
         self._own_gradients: dict[str, torch.Tensor] = {}
@@ -71,9 +78,14 @@ class StateGuard:
         """Note the state after update `step`, if that is to be checked; all ranks call this.
 
         Raises:
-            CorruptionError: on a rank whose copy of a weight is not that of the others; on all that
-                hold it, where there are but two.
+            CorruptionError: on a rank whose update came out otherwise than beforehand, or whose
+                copy of a weight is not that of the others; on all that hold it, where there are but
+                two.
         """
+        update, self._update = self._update, None
+        difference = update.find_difference() if update is not None else ""
+        if difference:
+            raise CorruptionError(f"{difference} in step {step} is not what it was beforehand")
         self._sums = {}
         if not self._every or step % self._every:
             return
@@ -83,22 +95,32 @@ class StateGuard:
         culprits = find_odd_replicas(self._gather(self._sum_up_replicas()))
         if self._rank in culprits:
             raise CorruptionError(
-                f"{culprits[self._rank]} is not what other ranks have after step {step}"
+                f"{culprits[self._rank]} is not what other ranks have after step {step}",
+                is_certain=len(culprits) == 1,
             )
 
-    def verify(self, step: int, backward: BackwardResult, *, is_counted: bool = False) -> None:
+    def verify(
+        self, step: int, backward: BackwardResult, *, lr: float, is_counted: bool = False
+    ) -> None:
         """Compare the state with what was noted, and step `step` with itself; all ranks call this.
 
         A step that is counted for the ledger is not repeated.
 
         Raises:
-            CorruptionError: on the rank at fault, naming the tensor.
+            CorruptionError: on the rank at fault, naming the tensor; on two ranks where there are
+                no more, and they differ.
         """
         if not self._sums:
             return
         self.verify_state()
-        if self._repeats and not is_counted:
+        if is_counted:
+            return
+        if self._repeats:
             self._compare_passes(step, backward)
+        if backward.is_finite and self._has_neighbour:
+            scale = clipping_factor(self._state.runtime.workload, backward.grad_norm)
+            self._update = NeighbourUpdate(self._state, self._hash, lr=lr, scale=scale)
+            self._compare_ranks(step, self._update.compare)
 
     def verify_state(self, *, only_saved: bool = False) -> None:
         """Compare the state with what was noted after the last update, if it was.
@@ -119,10 +141,52 @@ class StateGuard:
 
     def _compare_passes(self, step: int, backward: BackwardResult) -> None:
         first = self._take_pass(backward)
-        second = self._repeat(step)
-        differences = self._gather(_find_difference(first, second))
-        if not any(differences):
+        if not self._repeats_passes:
+            second = self._repeat(step)
+            differences = self._gather(_find_difference(first, second))
+            if any(differences):
+                self._name_culprits(step, first, second, differences)
             return
+        number = self._checks % self._count_micro_batches(step)
+        self._checks += 1
+        neighbour = NeighbourPass(self._state, self._hash, step=step, micro_batch=number)
+        second = self._take_pass(neighbour.run())
+        differences = self._gather(_find_difference(first, second))
+        if any(differences):
+            self._name_culprits(step, first, second, differences)
+        else:
+            self._compare_ranks(step, neighbour.compare)
+        neighbour.close()
+
+    def _count_micro_batches(self, step: int) -> int:
+        layout = self._state.runtime.mesh.layout
+        size = self._state.step_size(self._state.runtime, step - 1)
+        return size.sequences // (layout.dp * layout.mbs)
+
+    def _compare_ranks(self, step: int, compare: Callable[[int], str]) -> None:
+        """Have other ranks repeat this one's work, and stop the rank that is wrong."""
+        world_size = self._state.runtime.mesh.layout.world_size
+        by_next = _by_checked_rank(self._gather(compare(1)), 1)
+        if not any(by_next):
+            return
+        by_third: list[str] = []
+        if world_size > 2:
+            by_third = _by_checked_rank(self._gather(compare(2)), 2)
+        culprits = find_wrong_ranks(by_next, by_third)
+        if self._rank in culprits:
+            raise CorruptionError(
+                f"{culprits[self._rank]} of step {step} comes out otherwise on other ranks"
+                + ("" if by_third else "; of two ranks, nobody can tell which is wrong"),
+                is_certain=bool(by_third),
+            )
+
+    def _name_culprits(
+        self,
+        step: int,
+        first: Mapping[str, str],
+        second: Mapping[str, str],
+        differences: Sequence[str],
+    ) -> None:
         third = self._repeat(step)
         is_transient = not all(
             any(self._gather(_find_difference(other, third))) for other in (first, second)
@@ -134,7 +198,7 @@ class StateGuard:
                     f"step {step} gives other gradients each time, so kernels are not "
                     "deterministic: steps are compared with themselves no more"
                 )
-                print(message, file=sys.stderr, flush=True)
+                _tell(message)
             return
         culprits = find_culprits(differences)
         if self._rank in culprits:
@@ -153,7 +217,7 @@ class StateGuard:
         sums = {f"the {name}": value for name, value in self._own_gradients.items()}
         for number, shard in enumerate(self._state.optimizer.gradient_shards()):
             name = shard.name.removeprefix("grad/")
-            sums[f"{_REDUCED}{name} ({number})"] = checksum(shard.tensor)
+            sums[f"{_REDUCED}{name} ({number})"] = self._hash(shard.tensor)
         values = torch.stack([value.cpu() for value in sums.values()]).tolist()
         self._own_gradients = {}
         return {
@@ -163,14 +227,14 @@ class StateGuard:
 
     def _sum_gradients(self, bucket: FlatBucket) -> None:
         for parameter, gradient in bucket.grad_views:
-            self._own_gradients[f"gradient of {parameter.name}"] = checksum(gradient)
+            self._own_gradients[f"gradient of {parameter.name}"] = self._hash(gradient)
 
     def _sum_up(self) -> dict[str, int]:
         names = []
         sums = []
         for name, tensor in self._list_tensors():
             names.append(name)
-            sums.append(checksum(tensor).cpu())
+            sums.append(self._hash(tensor).cpu())
         return dict(zip(names, torch.stack(sums).tolist(), strict=True))
 
     def _list_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -187,8 +251,34 @@ class StateGuard:
             if not is_fully_sharded(parameter):
                 place = parameter.placement
                 box = f"{parameter.name} {place.offsets} {place.local_shape} {place.row_indices}"
-                sums[box] = int(checksum(parameter.parameter))
+                sums[box] = int(self._hash(parameter.parameter))
         return sums
+
+
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _by_checked_rank(differences: Sequence[str], distance: int) -> list[str]:
+    """Sort what each rank has found out by the rank `distance` before it, which it is about."""
+    size = len(differences)
+    return [differences[(rank + distance) % size] for rank in range(size)]
+
+
+def find_wrong_ranks(by_next: Sequence[str], by_third: Sequence[str]) -> dict[int, str]:
+    """Return the ranks that compute wrongly, and what.
+
+    `by_next` says of each rank what the next one got otherwise, `by_third` what the one after that;
+    it is empty where there is none. Where the third rank agrees with the first, the next is wrong.
+    """
+    culprits: dict[int, str] = {}
+    for rank, name in enumerate(by_next):
+        neighbour = (rank + 1) % len(by_next)
+        if name and (not by_third or by_third[rank]):
+            culprits.setdefault(rank, name)
+        if name and not (by_third and by_third[rank]):
+            culprits.setdefault(neighbour, name)
+    return culprits
 
 
 def _ignore_bucket(bucket: FlatBucket) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -13,13 +14,12 @@ from moewright.engine.memory.weight_gradients import Operands
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.preferences import compute_pair_losses
 from moewright.engine.model.router_losses import aux_loss_coefficients
-from moewright.engine.model.transformer import ModelOutput
+from moewright.engine.model.transformer import ModelOutput, Transformer
 from moewright.engine.observe.phase_clock import PhaseClock
 from moewright.engine.pipeline.executor import ChunkResult, Key
 from moewright.engine.pipeline.run_batch import train_batch
 from moewright.engine.run.corpus_loader import local_rows
 from moewright.engine.run.step_graph import GraphTensors
-from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.batch_rampup import step_samples
 from moewright.rules.context_parallel import (
@@ -74,11 +74,52 @@ def zero_sums(runtime: Runtime, micro_batch_count: int) -> StepSums:
     )
 
 
+class PassWeights(Protocol):
+    """What the passes of a step ask of whoever holds the weights."""
+
+    @property
+    def loss_scale(self) -> float: ...
+    def is_weight(self, tensor: torch.Tensor) -> bool: ...
+
+
+class PassInputs(Protocol):
+    """What the passes of a step work with: a TrainState, or the model alone."""
+
+    @property
+    def runtime(self) -> Runtime: ...
+    @property
+    def model(self) -> Transformer: ...
+    @property
+    def optimizer(self) -> PassWeights: ...
+
+
+class PassSteps(Protocol):
+    """The passes of one micro-batch through one chunk, as `train_batch` calls them."""
+
+    def forward(self, key: Key, hidden: torch.Tensor | None) -> ChunkResult: ...
+    def backward(
+        self,
+        key: Key,
+        roots: Sequence[GradientEdge],
+        grads: Sequence[torch.Tensor | None],
+        split: bool,
+    ) -> None: ...
+    def weight_grad(self, key: Key) -> None: ...
+
+
+def run_as_is(passes: MicroBatchPasses) -> PassSteps:
+    """Return passes as they are."""
+    return passes
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchPasses:
-    """The forward and backward of a step's micro-batches, as the timetable calls them."""
+    """The forward and backward of a step's micro-batches, as the timetable calls them.
 
-    state: TrainState
+    `wrap` puts something around each of them.
+    """
+
+    state: PassInputs
     clock: PhaseClock
     batches: Sequence[MicroBatch]
     step: int
@@ -86,15 +127,17 @@ class MicroBatchPasses:
     valid_targets: int | torch.Tensor  # fp64 inside a graph
     sums: StepSums
     is_repeated: bool = False
+    wrap: Callable[[MicroBatchPasses], PassSteps] = run_as_is
 
     def run(self) -> None:
         """Run every forward and backward of the step."""
+        steps = self.wrap(self)
         train_batch(
             self.state.runtime,
             self.batches,
-            forward=self.forward,
-            backward=self.backward,
-            weight_grad=self.weight_grad,
+            forward=steps.forward,
+            backward=steps.backward,
+            weight_grad=steps.weight_grad,
             note_turn=self.note_turn,
         )
 

@@ -24,7 +24,9 @@ from moewright.engine.pipeline.run_batch import evaluate_batch
 from moewright.engine.run.corpus_loader import BatchSource
 from moewright.engine.run.micro_batch_passes import (
     MicroBatchPasses,
+    PassSteps,
     count_attended_pairs,
+    run_as_is,
     zero_sums,
 )
 from moewright.engine.run.step_graph import GraphTensors
@@ -32,7 +34,7 @@ from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import StepPhase, TimeRow
 from moewright.spec.run import PairRewards
-from moewright.spec.workload import Objective
+from moewright.spec.workload import Objective, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,11 +159,16 @@ def _sum_expert_loads(state: TrainState, backward: BackwardResult) -> torch.Tens
 
 
 def forward_backward(
-    state: TrainState, clock: PhaseClock, *, step: int, stop_requested: bool = False
+    state: TrainState,
+    clock: PhaseClock,
+    *,
+    step: int,
+    stop_requested: bool = False,
+    wrap: Callable[[MicroBatchPasses], PassSteps] = run_as_is,
 ) -> BackwardResult:
     """Run every micro-batch of step `step` (from 1) forward and backward; reduce the gradients.
 
-    Weights are untouched.
+    Weights are untouched. `wrap` as in MicroBatchPasses.
     """
     runtime = state.runtime
     mesh = runtime.mesh
@@ -186,27 +193,29 @@ def forward_backward(
         size=size,
         valid_targets=valid_targets,
         sums=zero_sums(runtime, count),
+        wrap=wrap,
     )
     if runtime.row_budget is not None:
         mark = runtime.counters.mark()
         with runtime.row_budget.enforce():
-            result = _run_passes(passes, stop_requested)
+            result = _run_passes(state, passes, stop_requested)
         if result is not None:
             return result
         runtime.counters.note("the step again, with all rows")
         runtime.counters.return_to(mark)
         passes = replace(passes, sums=zero_sums(runtime, count), is_repeated=True)
-    result = _run_passes(passes, stop_requested)
+    result = _run_passes(state, passes, stop_requested)
     assert result is not None  # nothing was over a budget
     return result
 
 
-def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResult | None:
+def _run_passes(
+    state: TrainState, passes: MicroBatchPasses, stop_requested: bool
+) -> BackwardResult | None:
     """Run the micro-batches of a step and reduce its gradients.
 
     Return None where some rank had more rows for another than an enforced budget.
     """
-    state = passes.state
     runtime = state.runtime
     mesh = runtime.mesh
     clock = passes.clock
@@ -219,7 +228,7 @@ def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResul
     state.optimizer.begin_step(len(batches))
     for router in list_routers(state.model):
         router.begin_step()
-    _run_micro_batches(passes)
+    _run_micro_batches(state, passes)
     sums = passes.sums
     runtime.counters.note_gradients_ready()
     with clock.phase(StepPhase.GRAD_REDUCE):
@@ -263,12 +272,11 @@ def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResul
     )
 
 
-def _run_micro_batches(passes: MicroBatchPasses) -> None:
+def _run_micro_batches(state: TrainState, passes: MicroBatchPasses) -> None:
     """Run the micro-batches of a step, by its graph where the layout captures one.
 
     A step that is counted for the ledger runs as it is, as does one that is run again.
     """
-    state = passes.state
     graph = state.graph
     count = len(passes.batches)
     is_plain = passes.is_repeated or state.runtime.counters.is_counting
@@ -302,6 +310,12 @@ def _to_tensor(number: float | torch.Tensor, device: torch.device) -> torch.Tens
     return torch.as_tensor(number, dtype=torch.float64, device=device)
 
 
+def clipping_factor(workload: Workload, grad_norm: float) -> float:
+    """Return what gradients are multiplied by so that their norm is not over the limit."""
+    clip_norm = workload.optimizer.clip_norm
+    return min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0
+
+
 def apply_update(
     state: TrainState, clock: PhaseClock, backward: BackwardResult, *, lr: float
 ) -> None:
@@ -312,8 +326,7 @@ def apply_update(
     if backward.is_finite:
         state.runtime.counters.note("update of the weights")
         with clock.phase(StepPhase.OPTIMIZER):
-            clip_norm = state.runtime.workload.optimizer.clip_norm
-            scale = min(1.0, clip_norm / (backward.grad_norm + 1e-6)) if clip_norm else 1.0
+            scale = clipping_factor(state.runtime.workload, backward.grad_norm)
             state.optimizer.update(lr=lr, scale=scale)
     state.optimizer.update_loss_scale(finite=backward.is_finite)
     with clock.phase(StepPhase.PARAM_GATHER):

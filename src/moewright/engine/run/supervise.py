@@ -169,8 +169,11 @@ class _Supervisor:
         self._saved_step = saved_step
         is_again = self._last is not None and self._last.step == failure.step
         was_gone = slot in self._gone and not failure.step
-        is_by_rank = failure.cause is not IncidentKind.NOT_FINITE
-        is_lost = was_gone or (slot == self._last_slot and (is_again or not failure.step))
+        is_by_rank = failure.cause is not IncidentKind.NOT_FINITE and failure.is_certain
+        # Where work comes out wrong twice, the step does not matter: checks are not in each one.
+        is_wrong = failure.cause is IncidentKind.CORRUPTION
+        is_early = is_again or is_wrong or not failure.step
+        is_lost = was_gone or (slot == self._last_slot and is_early)
         self._last = failure
         self._last_slot = slot
         if self._has_all_ranks and failure.step:

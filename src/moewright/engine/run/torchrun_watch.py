@@ -22,6 +22,7 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from moewright.codec.processes import die_with_parent
 from moewright.engine.run.env import TorchrunEnv
 from moewright.engine.run.watch import (
     WatchedRank,
@@ -36,7 +37,6 @@ from moewright.engine.run.worker import (
     Heartbeat,
     RankFailure,
     RankInfo,
-    die_with_parent,
     rank_file_path,
 )
 

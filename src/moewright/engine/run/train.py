@@ -375,7 +375,7 @@ def _train_rank(
                 lr=lr,
                 stop_requested=context.stop.requested,
                 count_ledger=is_counted,
-                before_update=partial(guard.verify, step, is_counted=is_counted),
+                before_update=partial(guard.verify, step, lr=lr, is_counted=is_counted),
             )
         waits, wait_calls = wait_clock.take()
         host = timer.end_step(waits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import json
@@ -23,6 +22,7 @@ from types import FrameType
 
 import torch
 
+from moewright.codec.processes import die_with_parent
 from moewright.engine.observe.counters import NoteActivity, ignore_activity
 from moewright.engine.run.rendezvous import Rendezvous, open_rendezvous
 
@@ -49,7 +49,6 @@ _PEER_LOST = (
     "NCCL error",
     "remote process exited",
 )
-_PR_SET_PDEATHSIG = 1
 # What a pipe of Linux holds, and how much of each text of a failure is sent through one.
 _PIPE_BYTES = 1 << 16
 _MAX_NOTE_CHARACTERS = 1 << 13
@@ -274,6 +273,7 @@ class RankFailure:
     detail: str = ""
     reasons: tuple[Reason, ...] = ()  # of a BadInput
     cause: IncidentKind = IncidentKind.CRASH
+    is_certain: bool = True  # that it is this rank's fault, and not that of another one
 
     def __str__(self) -> str:
         when = f"at step {self.step}" if self.step else "before its first step"
@@ -315,7 +315,14 @@ def receive_failure(notes: Connection) -> RankFailure | None:
 
 
 class CorruptionError(RuntimeError):
-    """State that has changed where nothing may change it."""
+    """State that has changed where nothing may change it, or work that comes out wrong.
+
+    `is_certain` tells whether it is this rank's fault, and not maybe that of another one.
+    """
+
+    def __init__(self, message: str, *, is_certain: bool = True) -> None:
+        super().__init__(message)
+        self.is_certain = is_certain
 
 
 def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure:
@@ -344,16 +351,8 @@ def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure
         detail=detail,
         reasons=error.reasons if isinstance(error, BadInput) else (),
         cause=cause,
+        is_certain=getattr(error, "is_certain", True),
     )
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when process `parent` ends, however it ends (Linux)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # the parent ended before the call
-        os._exit(ExitCode.RANK_FAILED)
 
 
 def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int, notes: Connection) -> None:

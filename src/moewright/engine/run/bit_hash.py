@@ -1,0 +1,38 @@
+"""A hash of a tensor's bits in which each element's place counts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_BLOCK = 1 << 16
+_SEED = 0x5DEECE66D
+# By which the hash of the blocks before is multiplied; odd, so that no block is forgotten.
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+class BitHash:
+    """A 64-bit multilinear hash: words of 32 bits or fewer times random keys of 64, summed up.
+
+    Two tensors that differ in any bits have the same hash with a probability of 2^-32 at most, also
+    where elements have changed places or two flips would cancel in a sum (Lemire and Kaser,
+    Strongly universal string hashing is fast, 2014). Blocks of words share the keys: their sums are
+    the digits of a number to a random base. It is the same on every device.
+    """
+
+    def __init__(self, devices: Collection[torch.device]) -> None:
+        generator = torch.Generator().manual_seed(_SEED)
+        keys = torch.randint(-(1 << 63), (1 << 63) - 1, (_BLOCK,), generator=generator)
+        self._keys = {device: keys.to(device) for device in devices}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the hash, [] int64, on the tensor's device, which is one of those given."""
+        flat = tensor.detach().contiguous().reshape(-1)
+        words = flat.view(_WORDS[flat.element_size()])
+        keys = self._keys[flat.device]
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for block in words.split(_BLOCK):
+            total = total * _FACTOR + (block * keys[: len(block)]).sum()
+        return total
