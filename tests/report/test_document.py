@@ -54,7 +54,7 @@ def documents(draw: st.DrawFn) -> Document:
         table = Table(columns=(*words(next(fresh)), *numbers(next(fresh))), rows=rows)
         parts = draw(st.integers(0, 1)) if depth else 0
         return DocumentSection(
-            title=next(fresh),
+            title=build_line(),
             lines=tuple(build_line() for _ in range(draw(st.integers(0, 1)))),
             facts=tuple((next(fresh), build_line()) for _ in range(draw(st.integers(0, 1)))),
             table=table if rows else None,
@@ -74,8 +74,7 @@ def list_texts(sections: tuple[DocumentSection, ...], shown: tuple[Extent, ...])
     for section in sections:
         if section.extent not in shown:
             continue
-        yield section.title
-        yield from map(join_runs, (*section.lines, *section.notes))
+        yield from map(join_runs, (section.title, *section.lines, *section.notes))
         for name, value in section.facts:
             yield from (name, join_runs(value))
         if section.table is not None:

@@ -119,7 +119,13 @@ def view_diagnosis(diagnosis: Diagnosis) -> DiagnosisView:
     measured = describe_log(diagnosis.log) if diagnosis.log is not None else ()
     notes = (diagnosis.headline, *measured, *diagnosis.notes, diagnosis.hint)
     trace = build_trace_view(diagnosis.breakdowns, diagnosis.worst_step)
-    return build_diagnosis_view(diagnosis.findings, diagnosis.waterfall, notes, trace)
+    return build_diagnosis_view(
+        diagnosis.findings,
+        diagnosis.waterfall,
+        notes,
+        trace,
+        has_headline=bool(diagnosis.headline),
+    )
 
 
 def diagnose(

@@ -55,10 +55,11 @@ def diagnose(
     from moewright.api.step_changes import compare_steps
     from moewright.report.diagnosis_text import (
         print_breakdown,
-        print_findings,
         print_log,
         print_waterfall,
     )
+    from moewright.report.document_text import print_sections
+    from moewright.report.finding_sections import list_finding_sections
     from moewright.report.step_details_text import print_changes, print_details
 
     if len(later) > 1:
@@ -101,12 +102,8 @@ def diagnose(
                 console.print(text, soft_wrap=True)
         if diagnosis.headline:
             console.print(diagnosis.headline, style="bold", soft_wrap=True)
-        print_findings(
-            console,
-            diagnosis.findings,
-            has_headline=bool(diagnosis.headline),
-            verbose=outputs.verbose,
-        )
+        sections = list_finding_sections(diagnosis.findings, has_headline=bool(diagnosis.headline))
+        print_sections(console, sections, verbose=outputs.verbose)
         if diagnosis.waterfall is not None:
             print_waterfall(console, diagnosis.waterfall, diagnosis.model_flops_per_device)
         if diagnosis.hint:

@@ -1,4 +1,4 @@
-"""A diagnosis as text: where the step goes, the walls with evidence and fixes, the waterfall."""
+"""A diagnosis as text: where the step goes, what a log measured, the waterfall."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moewright.diagnosis.priced_fixes import ALREADY_ON
 from moewright.diagnosis.traces.breakdown import Breakdown
 from moewright.diagnosis.traces.capture import KernelKind
 from moewright.diagnosis.traces.megatron_log import MegatronLog
 from moewright.report.console import make_table
-from moewright.spec.finding import Finding, Fix, Waterfall
+from moewright.spec.finding import Waterfall
 from moewright.spec.plan import Plan
 from moewright.spec.units import TERA, format_bytes, format_seconds, plural
 
 _MAX_NAME_WIDTH = 72
-_MAX_FINDINGS = 4
-_FIXES_SHOWN = 3  # without -v
 _MAX_TIMERS = 12
 
 
@@ -90,56 +87,6 @@ def _kernel_table(breakdown: Breakdown) -> Table:
             f"{kernel.seconds / breakdown.step_s:.1%}",
         )
     return table
-
-
-def print_findings(
-    console: Console,
-    findings: Sequence[Finding],
-    *,
-    has_headline: bool = False,
-    verbose: bool = True,
-) -> None:
-    """Print the wall to work on first with its evidence and fixes, then those that follow it.
-
-    Where a headline says that the findings do not explain the step, none of them is the wall.
-    Without `verbose` the first has its best fixes and the others their headings alone.
-    """
-    for index, finding in enumerate(findings[:_MAX_FINDINGS]):
-        is_first = index == 0 and not has_headline
-        label = "WALL" if is_first else "then"
-        heading = f"{label}: {finding.wall} ({finding.cause}): {finding.title}"
-        console.print(Text(heading, style="bold" if is_first else ""), soft_wrap=True)
-        if index and not verbose:
-            continue
-        fixes = finding.fixes if verbose else finding.fixes[:_FIXES_SHOWN]
-        for line in finding.evidence:
-            console.print(Text(f"  seen: {line}"), soft_wrap=True)
-        for number, fix in enumerate(fixes, 1):
-            console.print(Text(f"  {number}. {format_fix(fix)}"), soft_wrap=True)
-
-
-def format_fix(fix: Fix) -> str:
-    """Return a fix with its predicted price, its settings, and what speaks against it."""
-    if fix.excluded == ALREADY_ON:
-        return f"{fix.text} [{ALREADY_ON}]"
-    if fix.excluded:
-        return f"{fix.text} [not here: {fix.excluded}]"
-    text = fix.text
-    if fix.price is not None:
-        price = fix.price
-        sign = "+" if price.peak_bytes >= 0 else "-"
-        text += (
-            f" [predicted: step {price.step_share:+.1%}, "
-            f"memory {sign}{format_bytes(abs(price.peak_bytes))}, {price.verdict}; "
-            f"layout: {price.layout}]"
-        )
-    if fix.setting:
-        text += f" [set: {fix.setting}]"
-    if fix.megatron:
-        text += f" [Megatron: {fix.megatron}]"
-    if fix.excludes:
-        text += f" [excludes {fix.excludes}]"
-    return text
 
 
 def print_waterfall(

@@ -94,7 +94,7 @@ class DocumentSection:
     is that of the title.
     """
 
-    title: str = ""
+    title: Line = ""
     brief: str = ""
     tone: Tone = Tone.PLAIN
     lines: tuple[Line, ...] = ()

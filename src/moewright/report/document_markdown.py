@@ -31,7 +31,7 @@ def render_markdown(document: Document) -> Markdown:
 
 def _render_section(section: DocumentSection, *, level: int) -> Iterator[Markdown]:
     if section.title:
-        yield Markdown.write("{} {}", Markdown.concat([_HASH] * level), section.title)
+        yield Markdown.write("{} {}", Markdown.concat([_HASH] * level), _render_line(section.title))
     yield from _render_paragraph(section.lines)
     if section.facts:
         head = [Markdown.row(("what", "value")), Markdown.row(("--", "--"))]

@@ -55,8 +55,9 @@ def _print_section(console: Console, section: DocumentSection, shown: Collection
     if section.brief and is_short:
         console.print(Text(section.brief), soft_wrap=True)
     elif section.title:
-        style = f"bold {_COLOURS[section.tone]}".strip()
-        console.print(Text(section.title, style=style), soft_wrap=True)
+        title = _draw_line(section.title)
+        title.style = f"bold {_COLOURS[section.tone]}".strip()
+        console.print(title, soft_wrap=True)
     for line in section.lines:
         console.print(_draw_line(line), soft_wrap=True)
     for name, value in section.facts:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from moewright.diagnosis.published import Nearness
 from moewright.diagnosis.run_comparison import ComparedRun, GapCloser, RunComparison
 from moewright.report.console import format_rate, job_title
-from moewright.report.diagnosis_text import format_fix
 from moewright.report.document import (
     Document,
     DocumentSection,
@@ -20,6 +19,7 @@ from moewright.report.document import (
     numbers,
     words,
 )
+from moewright.report.finding_sections import list_fix_runs
 from moewright.spec.units import format_seconds
 
 _MAX_GAPS = 6
@@ -42,7 +42,7 @@ def _list_sections(comparison: RunComparison) -> Iterator[DocumentSection]:
     yield _list_runs(comparison)
     yield _list_gaps(comparison)
     if comparison.closers:
-        closers = tuple(map(_format_closer, comparison.closers))
+        closers = tuple(map(_list_closer_runs, comparison.closers))
         yield DocumentSection(
             title="What closes it, in the order of trying",
             items=ItemList(items=closers, is_numbered=True, short=_MAX_CLOSERS),
@@ -124,6 +124,6 @@ def _list_gaps(comparison: RunComparison) -> DocumentSection:
     return DocumentSection(table=build_table(columns, rows, short=_MAX_GAPS))
 
 
-def _format_closer(closer: GapCloser) -> str:
+def _list_closer_runs(closer: GapCloser) -> tuple[str | Phrase, ...]:
     source = f" [{closer.source}]" if closer.source else ""
-    return f"{closer.gap}: {format_fix(closer.fix)}{source}"
+    return (f"{closer.gap}: ", *list_fix_runs(closer.fix), source)

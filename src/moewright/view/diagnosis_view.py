@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from moewright.report.document import DocumentSection, join_runs
+from moewright.report.finding_sections import list_finding_sections
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.record import Record, Row
 from moewright.view.trace_view import TraceView
@@ -20,23 +22,20 @@ class DiagnosisView(Record):
     and what would give a fuller answer. `trace` is where the step of each traced rank goes.
     """
 
-    findings: tuple[Finding, ...]
+    walls: tuple[DocumentSection, ...]
     waterfall: Waterfall | None
     notes: tuple[str, ...] = ()
     trace: TraceView | None = None
 
     def title(self) -> str:
         """Return the first finding."""
-        if not self.findings:
+        if not self.walls:
             return "no wall was found"
-        return f"{self.findings[0].wall.value}: {self.findings[0].title}"
+        return join_runs(self.walls[0].title)
 
     def to_rows(self) -> list[Row]:
         """Return a row for each finding."""
-        return [
-            {"wall": finding.wall, "share": finding.share, "title": finding.title}
-            for finding in self.findings
-        ]
+        return [{"wall": join_runs(wall.title)} for wall in self.walls]
 
 
 def build_diagnosis_view(
@@ -44,10 +43,15 @@ def build_diagnosis_view(
     waterfall: Waterfall | None,
     notes: Sequence[str] = (),
     trace: TraceView | None = None,
+    *,
+    has_headline: bool = False,
 ) -> DiagnosisView:
-    """Build the record of a diagnosis; empty notes are left out."""
+    """Build the record of a diagnosis; empty notes are left out.
+
+    Where a headline among them says that the findings do not explain the step, none is the wall.
+    """
     return DiagnosisView(
-        findings=tuple(findings),
+        walls=tuple(list_finding_sections(findings, has_headline=has_headline)),
         waterfall=waterfall,
         notes=tuple(note for note in notes if note),
         trace=trace,

@@ -19,23 +19,12 @@ mw.waterfallChart = waterfall => {
   return mw.chart(`From the ideal step of ${mw.seconds(waterfall.ideal_s)} to the measured ${mw.seconds(waterfall.measured_s)}`, 46 + 25 * (waterfall.drops.length + 2), width => mw.waterfallOption(build(), width, mw.seconds));
 };
 
-mw.fixLine = fix => {
-  const price = fix.price ? `step ${mw.signed(fix.price.step_share, mw.percent)}, memory ${mw.signed(fix.price.peak_bytes, mw.bytes)}, ${fix.price.verdict}` : "";
-  return mw.el("li", {}, fix.text, fix.excluded ? mw.el("span", {class: "note"}, ` (not here: ${fix.excluded})`) : "",
-    price ? mw.el("div", {}, mw.el("span", {class: `badge ${fix.price.step_share < 0 ? "good" : ""}`}, price), " ", mw.el("code", {class: "note"}, fix.price.layout)) : "",
-    fix.setting ? mw.el("div", {class: "note mono"}, fix.setting) : "", fix.megatron ? mw.el("div", {class: "note mono"}, fix.megatron) : "");
-};
-mw.findingCard = (finding, first) => mw.el("article", {style: "margin-top:.8rem"}, mw.el("h3", {}, mw.el("span", {class: `badge ${first ? "warn" : ""}`}, first ? `wall: ${finding.wall}` : `then: ${finding.wall}`), ` ${finding.title}`, mw.el("span", {class: "note"}, finding.share ? ` ${mw.percent(finding.share, 0)}` : "")),
-  mw.el("ul", {class: "plain note"}, finding.evidence.map(line => mw.el("li", {}, line))),
-  finding.fixes.length ? mw.el("ol", {class: "plain", style: "padding-left:1.4rem"}, finding.fixes.map(mw.fixLine)) : "");
-
 mw.diagnosisPanels = view => {
   const panel = mw.panel("What holds it back, and what each fix is expected to bring");
   panel.id = "findings";
   if (view.waterfall) panel.append(view.waterfall.ideal_s > view.waterfall.measured_s ? mw.el("p", {class: "error"}, "The job as described would take longer at the peak rate than was measured: it is not the job that ran.") : mw.waterfallChart(view.waterfall));
-  view.findings.slice(0, 4).forEach((finding, index) => panel.append(mw.findingCard(finding, index === 0)));
-  if (!view.findings.length) panel.append(mw.el("p", {class: "quiet"}, "No wall was found."));
-  if (view.findings.length > 4) panel.append(mw.el("details", {}, mw.el("summary", {class: "note"}, `${view.findings.length - 4} more`), view.findings.slice(4).map(finding => mw.findingCard(finding, false))));
+  panel.append(...view.walls.map(mw.part));
+  if (!view.walls.length) panel.append(mw.el("p", {class: "quiet"}, "No wall was found."));
   if (view.notes.length) panel.append(mw.el("ul", {class: "plain note"}, view.notes.map(note => mw.el("li", {}, note))));
   return panel;
 };
