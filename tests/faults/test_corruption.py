@@ -17,7 +17,7 @@ from moewright.codec import read_incidents
 from moewright.engine.checkpoint import CheckpointSaver, LocalShard
 from moewright.engine.model.layers import list_parameters
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
-from moewright.engine.run.bit_hash import BitHash
+from moewright.engine.run.bit_hash import hash_bits
 from moewright.engine.run.corruption import (
     StateGuard,
     find_culprits,
@@ -40,7 +40,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 def test_any_flipped_bit_changes_the_hash(dtype: torch.dtype) -> None:
-    hash_bits = BitHash([torch.device("cpu")])
     tensor = torch.arange(24.0).view(4, 6).to(dtype)
     before = hash_bits(tensor)
     bits = tensor.view(torch.uint8).view(-1)
@@ -54,7 +53,6 @@ def test_any_flipped_bit_changes_the_hash(dtype: torch.dtype) -> None:
 
 def test_what_a_sum_does_not_see_changes_the_hash() -> None:
     """Elements and whole blocks that change places, and flips that cancel, of the sign bit too."""
-    hash_bits = BitHash([torch.device("cpu")])
     generator = torch.Generator().manual_seed(3)
     tensor = torch.randn(200_000, generator=generator)
     seen = {int(hash_bits(tensor))}

@@ -28,6 +28,7 @@ from moewright.spec.workload import DocumentMasking, MatrixUpdate
 _SCALARS = 4 << 10
 _FP32_BYTES = 4
 _SAVED = (Component.ACTIVATIONS, Component.LOGITS)
+_HASH_KEYS_BYTES = 8 << 16  # of checks that no bit has changed
 _KEY_TABLE_RATES = 3  # the rates at which keys of a few tokens are made, at most
 
 
@@ -76,6 +77,8 @@ def bound_allowance(
     inputs = _input_bytes(job)
     if job.workload.data.prefetch:
         steady += inputs  # of the step that is read ahead, where it is computed
+    hash_keys = _HASH_KEYS_BYTES if job.workload.check_every else 0
+    steady += hash_keys
     if is_repeated:
         steady += inputs + _reduced_bytes(job, flat_sets, units)
     on_their_way = _weights_on_their_way(job, rows, units)
@@ -85,14 +88,15 @@ def bound_allowance(
     kept = in_passes
     if can_pair(job.layout, job.micro_batches):
         kept += sum(row.bytes for row in rows if row.component in _SAVED)
-    update = rest + inputs + _update_bytes(job, flat_sets, units)
+    products = hash_keys  # of a block of words with the keys, as large at most
+    update = rest + inputs + products + _update_bytes(job, flat_sets, units)
     if is_delayed(job.workload):  # histories move on in a copy
         update += 2 * sum(row.bytes for row in rows if row.component is Component.BUFFERS)
     return StorageBytes(
         resident=rest + later,
         kept=kept,
         peak=max(in_passes + on_their_way + _working_set_bytes(job, rows), update),
-        reduced=rest + inputs + _reduced_bytes(job, flat_sets, units),
+        reduced=rest + inputs + products + _reduced_bytes(job, flat_sets, units),
         update=update,
         left=rest,
     )

@@ -16,6 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class _Storage(NamedTuple):
     module: Module
     nbytes: int
     line: tuple[CodeType, int] | None = None
-    operation: str = ""
+    operation: Any = None
 
 
 class StorageCensus:
@@ -94,8 +95,9 @@ class StorageCensus:
 
     def begin(self) -> None:
         """Begin anew, with what this process holds now besides the storages of others."""
-        self._count = object()  # frees of storages of an earlier count are not of this one
         self._storages: dict[int, _Storage] = {}  # those that live
+        # What tells that one is freed; those of an earlier count go with its references.
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # Storages whose size may change while they live.
         self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._live_bytes: dict[Module, int] = defaultdict(int)
@@ -103,9 +105,9 @@ class StorageCensus:
         gc.collect()  # cycles that nobody holds would count until a pass of the collector
         tensors: dict[int, torch.Tensor] = {}
         for tensor in _list_tensors(self._device_type):
-            if not self._is_foreign(tensor):
+            if not self._is_foreign(storage_id(tensor)):
                 tensors.setdefault(storage_id(tensor), tensor)
-                self._add(tensor, Module.OTHER)
+                self._add(tensor)
         self._listed = {storage_id(tensor) for tensor in self.list_states()}
         self._holders = name_holders(
             {key: tensor for key, tensor in tensors.items() if key not in self._listed}
@@ -212,33 +214,36 @@ class StorageCensus:
         if self._resizable:
             self._weigh_resized()
         for tensor in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            on_host = self._scopes.is_on_host and tensor.device.type == "cpu"
-            if on_host or tensor.device.type == self._device_type:
-                self._add(tensor, self._scopes.module, str(func), on_host=on_host)
+            if isinstance(tensor, torch.Tensor):
+                on_host = self._scopes.is_on_host and tensor.device.type == "cpu"
+                if on_host or tensor.device.type == self._device_type:
+                    self._add(tensor, func, on_host=on_host)
 
-    def _is_foreign(self, tensor: torch.Tensor) -> bool:
-        reference = self._foreign.get(storage_id(tensor))
+    def _is_foreign(self, key: int) -> bool:
+        reference = self._foreign.get(key)
         return reference is not None and reference() is not None
 
-    def _add(
-        self, tensor: torch.Tensor, module: Module, operation: str = "", *, on_host: bool = False
-    ) -> None:
+    def _add(self, tensor: torch.Tensor, operation: Any = None, *, on_host: bool = False) -> None:
         """Weigh a new storage; one in the host's memory weighs nothing on the device.
 
-        `operation` made it; "" where it was there before the count.
+        `operation` made it; None where it was there before the count.
         """
-        key = storage_id(tensor)
-        if key in self._storages or self._is_foreign(tensor):
-            return
         storage = tensor.untyped_storage()
-        weakref.finalize(storage, self._forget, key, self._count).atexit = False
-        line = _find_engine_line(sys._getframe(1)) if operation else None
-        self._storages[key] = _Storage(module, 0, line, operation)
+        key = int(storage._cdata)
+        if key in self._storages or self._is_foreign(key):
+            return
+        nbytes = storage.nbytes()
         if on_host:
-            self._host_storages[key] = storage.nbytes()
-        self._set_bytes(key, 0 if on_host else storage.nbytes())
+            self._host_storages[key] = nbytes
+            nbytes = 0
+        if operation is None:
+            made = _Storage(Module.OTHER, nbytes)
+        else:
+            line = _find_engine_line(sys._getframe(1))
+            made = _Storage(self._scopes.module, nbytes, line, operation)
+        self._storages[key] = made
+        self._references[key] = weakref.ref(storage, partial(self._forget, key))
+        self._grow(made.module, nbytes)
 
     def _follow_resizes(self, filled: Any) -> None:
         """Look at the sizes of these storages from here on.
@@ -256,34 +261,40 @@ class StorageCensus:
             if nbytes == 0:
                 del self._resizable[key]
             if key in self._storages and self._storages[key].nbytes != nbytes:
-                self._set_bytes(key, nbytes)
+                made = self._storages[key]
+                self._storages[key] = made._replace(nbytes=nbytes)
+                self._grow(made.module, nbytes - made.nbytes)
 
-    def _set_bytes(self, key: int, nbytes: int) -> None:
-        storage = self._storages[key]
-        self._storages[key] = storage._replace(nbytes=nbytes)
-        self._live_bytes[storage.module] += nbytes - storage.nbytes
-        self._total += nbytes - storage.nbytes
+    def _grow(self, module: Module, nbytes: int) -> None:
+        """Add to what lives now; `nbytes` are negative where storages are freed."""
+        self._live_bytes[module] += nbytes
+        self._total += nbytes
         if self._total > self._most[StorageMoment.PEAK]:
             self._note(StorageMoment.PEAK)
             self._peak_by_module = dict(self._live_bytes)
         if self._is_updating and self._total > self._most[StorageMoment.UPDATE]:
             self._note(StorageMoment.UPDATE)
 
-    def _forget(self, key: int, count: object) -> None:
-        if count is self._count and key in self._storages:
-            self._set_bytes(key, 0)
+    def _forget(self, key: int, reference: object) -> None:
+        if self._references.get(key) is reference:
+            del self._references[key]
             self._host_storages.pop(key, None)
-            del self._storages[key]
+            freed = self._storages.pop(key)
+            self._grow(freed.module, -freed.nbytes)
 
 
 def _find_engine_line(frame: FrameType | None) -> tuple[CodeType, int] | None:
     """Return the innermost line of the engine that runs, without what observes it."""
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_PACKAGE) and not name.startswith(_OWN_FOLDER):
+        if _is_seen(frame.f_code.co_filename):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+@cache
+def _is_seen(file: str) -> bool:
+    return file.startswith(_PACKAGE) and not file.startswith(_OWN_FOLDER)
 
 
 def name_holders(tensors: Mapping[int, torch.Tensor]) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from functools import cache
 
 import torch
 
@@ -13,26 +13,27 @@ _SEED = 0x5DEECE66D
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-class BitHash:
-    """A 64-bit multilinear hash: words of 32 bits or fewer times random keys of 64, summed up.
+def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a 64-bit multilinear hash, [] int64, on the tensor's device.
 
-    Two tensors that differ in any bits have the same hash with a probability of 2^-32 at most, also
-    where elements have changed places or two flips would cancel in a sum (Lemire and Kaser,
-    Strongly universal string hashing is fast, 2014). Blocks of words share the keys: their sums are
-    the digits of a number to a random base. It is the same on every device.
+    It sums words of 32 bits or fewer times random keys of 64. Two tensors that differ in any bits
+    have the same hash with a probability of 2^-32 at most, also where elements have changed places
+    or two flips would cancel in a sum (Lemire and Kaser, Strongly universal string hashing is fast,
+    2014). Blocks of words share the keys: their sums are the digits of a number to a random base.
+    It is the same on every device.
     """
+    flat = tensor.detach().contiguous().reshape(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    keys = _draw_keys(flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for block in words.split(_BLOCK):
+        total = total * _FACTOR + (block * keys[: len(block)]).sum()
+    return total
 
-    def __init__(self, devices: Collection[torch.device]) -> None:
-        generator = torch.Generator().manual_seed(_SEED)
-        keys = torch.randint(-(1 << 63), (1 << 63) - 1, (_BLOCK,), generator=generator)
-        self._keys = {device: keys.to(device) for device in devices}
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the hash, [] int64, on the tensor's device, which is one of those given."""
-        flat = tensor.detach().contiguous().reshape(-1)
-        words = flat.view(_WORDS[flat.element_size()])
-        keys = self._keys[flat.device]
-        total = torch.zeros((), dtype=torch.int64, device=flat.device)
-        for block in words.split(_BLOCK):
-            total = total * _FACTOR + (block * keys[: len(block)]).sum()
-        return total
+@cache
+def _draw_keys(device: torch.device) -> torch.Tensor:
+    """Return a key for each word of a block, [65536] int64; who hashes nothing has none."""
+    generator = torch.Generator().manual_seed(_SEED)
+    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (_BLOCK,), generator=generator)
+    return keys.to(device)

@@ -24,7 +24,7 @@ from moewright.engine.model.layers import list_parameters
 from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.optim.flat_buffers import FlatBucket
 from moewright.engine.optim.fsdp import is_fully_sharded, local_weight
-from moewright.engine.run.bit_hash import BitHash
+from moewright.engine.run.bit_hash import hash_bits
 from moewright.engine.run.neighbour_pass import NeighbourPass, find_obstacle
 from moewright.engine.run.neighbour_update import NeighbourUpdate
 from moewright.engine.run.step import BackwardResult, clipping_factor, forward_backward
@@ -55,7 +55,6 @@ class StateGuard:
         self._every = every
         self._rank = rank
         self._step = 0
-        self._hash = BitHash({state.runtime.device, torch.device("cpu")})
         self._checks = 0
         self._update: NeighbourUpdate | None = None  # of the checked step, until it is done
         obstacle = find_obstacle(state)
@@ -119,7 +118,7 @@ class StateGuard:
             self._compare_passes(step, backward)
         if backward.is_finite and self._has_neighbour:
             scale = clipping_factor(self._state.runtime.workload, backward.grad_norm)
-            self._update = NeighbourUpdate(self._state, self._hash, lr=lr, scale=scale)
+            self._update = NeighbourUpdate(self._state, lr=lr, scale=scale)
             self._compare_ranks(step, self._update.compare)
 
     def verify_state(self, *, only_saved: bool = False) -> None:
@@ -149,7 +148,7 @@ class StateGuard:
             return
         number = self._checks % self._count_micro_batches(step)
         self._checks += 1
-        neighbour = NeighbourPass(self._state, self._hash, step=step, micro_batch=number)
+        neighbour = NeighbourPass(self._state, step=step, micro_batch=number)
         second = self._take_pass(neighbour.run())
         differences = self._gather(_find_difference(first, second))
         if any(differences):
@@ -217,7 +216,7 @@ class StateGuard:
         sums = {f"the {name}": value for name, value in self._own_gradients.items()}
         for number, shard in enumerate(self._state.optimizer.gradient_shards()):
             name = shard.name.removeprefix("grad/")
-            sums[f"{_REDUCED}{name} ({number})"] = self._hash(shard.tensor)
+            sums[f"{_REDUCED}{name} ({number})"] = hash_bits(shard.tensor)
         values = torch.stack([value.cpu() for value in sums.values()]).tolist()
         self._own_gradients = {}
         return {
@@ -227,14 +226,14 @@ class StateGuard:
 
     def _sum_gradients(self, bucket: FlatBucket) -> None:
         for parameter, gradient in bucket.grad_views:
-            self._own_gradients[f"gradient of {parameter.name}"] = self._hash(gradient)
+            self._own_gradients[f"gradient of {parameter.name}"] = hash_bits(gradient)
 
     def _sum_up(self) -> dict[str, int]:
         names = []
         sums = []
         for name, tensor in self._list_tensors():
             names.append(name)
-            sums.append(self._hash(tensor).cpu())
+            sums.append(hash_bits(tensor).cpu())
         return dict(zip(names, torch.stack(sums).tolist(), strict=True))
 
     def _list_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -251,7 +250,7 @@ class StateGuard:
             if not is_fully_sharded(parameter):
                 place = parameter.placement
                 box = f"{parameter.name} {place.offsets} {place.local_shape} {place.row_indices}"
-                sums[box] = int(self._hash(parameter.parameter))
+                sums[box] = int(hash_bits(parameter.parameter))
         return sums
 
 

@@ -34,7 +34,7 @@ from moewright.engine.pipeline.executor import (
     keep_roots,
     run_chunk_backward,
 )
-from moewright.engine.run.bit_hash import BitHash
+from moewright.engine.run.bit_hash import hash_bits
 from moewright.engine.run.build_state import build_model, build_runtime
 from moewright.engine.run.micro_batch_passes import MicroBatchPasses, PassSteps, zero_sums
 from moewright.engine.run.step import BackwardResult, forward_backward
@@ -87,13 +87,12 @@ class PassRecorder:
     On the rank whose micro-batch it is, the tape records; on the one that repeats it, it plays.
     """
 
-    def __init__(self, tape: Tape, bit_hash: BitHash, micro_batch: int) -> None:
+    def __init__(self, tape: Tape, micro_batch: int) -> None:
         self.micro_batch = micro_batch
         self.rows: list[_PassRow] = []
         self.inputs: list[torch.Tensor] = []
         self.valid_targets = 0.0
         self._tape = tape
-        self._hash = bit_hash
         self._steps: PassSteps | None = None
         self._entries: dict[int, torch.Tensor] = {}
         self._row_name = ""
@@ -159,7 +158,7 @@ class PassRecorder:
     def note(self, name: str, tensor: torch.Tensor) -> None:
         """Note the hash of something that leaves the row under way."""
         self._names.append(f"{name} in the {self._row_name}")
-        self._hashes.append(self._hash(tensor).cpu())
+        self._hashes.append(hash_bits(tensor).cpu())
 
     def list_hashes(self) -> list[tuple[str, int]]:
         """Return what was noted, in its order."""
@@ -199,14 +198,11 @@ class _BorrowedState:
 class NeighbourPass:
     """One micro-batch of a step of every rank, recorded, for another rank to run again."""
 
-    def __init__(
-        self, state: TrainState, bit_hash: BitHash, *, step: int, micro_batch: int
-    ) -> None:
+    def __init__(self, state: TrainState, *, step: int, micro_batch: int) -> None:
         self._state = state
-        self._hash = bit_hash
         self._step = step
         self._tape = state.runtime.mesh.tape
-        self._recorder = PassRecorder(self._tape, bit_hash, micro_batch)
+        self._recorder = PassRecorder(self._tape, micro_batch)
 
     def run(self) -> BackwardResult:
         """Run the step, and record the micro-batch."""
@@ -279,7 +275,7 @@ class NeighbourPass:
         runtime.counters.note = own.counters.note
         model = build_model(runtime)
         queue = iter(tensors)
-        recorder = PassRecorder(runtime.mesh.tape, self._hash, self._recorder.micro_batch)
+        recorder = PassRecorder(runtime.mesh.tape, self._recorder.micro_batch)
         storages = set()
         for parameter in list_parameters(model):
             weight = nn.Parameter(next(queue))

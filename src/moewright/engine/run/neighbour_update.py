@@ -14,7 +14,7 @@ import torch
 
 from moewright.engine.comm import collectives
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer, UpdatePiece
-from moewright.engine.run.bit_hash import BitHash
+from moewright.engine.run.bit_hash import hash_bits
 from moewright.engine.run.train_state import TrainState
 
 # Pieces travel together up to so many elements of each tensor.
@@ -38,9 +38,8 @@ class _PieceInfo:
 class NeighbourUpdate:
     """The update of one step, before it is done; all ranks make one at the same time."""
 
-    def __init__(self, state: TrainState, bit_hash: BitHash, *, lr: float, scale: float) -> None:
+    def __init__(self, state: TrainState, *, lr: float, scale: float) -> None:
         self._optimizer: DistributedOptimizer = state.optimizer
-        self._hash = bit_hash
         self._lr = lr
         self._scale = scale
         self._world = state.runtime.mesh.group("world")
@@ -107,7 +106,7 @@ class NeighbourUpdate:
         return self._hash_all(after.unbind())
 
     def _hash_all(self, tensors: Sequence[torch.Tensor]) -> Hashes:
-        return tuple(torch.stack([self._hash(tensor) for tensor in tensors]).tolist())
+        return tuple(torch.stack([hash_bits(tensor) for tensor in tensors]).tolist())
 
     def _empty(self) -> torch.Tensor:
         return torch.empty(0, device=self._device)
