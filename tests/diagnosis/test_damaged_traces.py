@@ -7,12 +7,14 @@ import sqlite3
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from sample_traces import COMPUTE_MS, events, kineto, nsight
 
 from moewright.api.diagnosing import read_captures
 from moewright.cli.main import main
+from moewright.codec.foreign import budget, read_apart
 from moewright.diagnosis.traces import trace_stream
 from moewright.diagnosis.traces.breakdown import break_down_step
 from moewright.diagnosis.traces.kineto import read_traces
@@ -75,10 +77,20 @@ def test_pieces_of_any_size_give_the_same_events(piece, tmp_path, monkeypatch):
     monkeypatch.setattr(trace_stream, "_PIECE_BYTES", piece)
     for form in (path.read_bytes(), gzip.compress(path.read_bytes())):
         (tmp_path / "p.json").write_bytes(form)
-        stream = TraceStream(tmp_path / "p.json")
-        assert [event for batch in stream.batches() for event in batch] == whole["traceEvents"]
+        events_read, stream = read_stream(tmp_path / "p.json")
+        assert events_read == whole["traceEvents"]
         assert stream.metadata == {**whole, "traceEvents": []}
         assert (stream.is_cut, stream.unreadable) == (False, 0)
+
+
+@read_apart
+def read_stream(path):
+    with budget(str(path), path.stat().st_size):
+        stream = TraceStream(path)
+        read = [event for batch in stream.batches() for event in batch]
+    return read, SimpleNamespace(
+        metadata=stream.metadata, is_cut=stream.is_cut, unreadable=stream.unreadable
+    )
 
 
 @pytest.mark.parametrize("piece", [300, 1 << 22])
@@ -89,8 +101,7 @@ def test_an_event_that_is_no_json_is_counted_and_the_rest_is_read(piece, tmp_pat
     lines[5] = lines[5].replace('"ts":', '"ts" 5 oops')
     text = '{"traceEvents": [' + ",\n".join(lines) + '], "traceName": "x"}'
     (tmp_path / "t.json").write_text(text)
-    stream = TraceStream(tmp_path / "t.json")
-    read = [event for batch in stream.batches() for event in batch]
+    read, stream = read_stream(tmp_path / "t.json")
     assert (len(read), stream.unreadable) == (len(lines) - 1, 1)
     assert stream.metadata["traceName"] == "x"
     assert any(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -60,8 +61,12 @@ def convert_import(
             rule = "is needed: a checkpoint of Megatron-LM does not say its model"
             raise BadInput(Reason(field="--config", rule=rule, nearest="--config HF_DIR"))
         megatron_plan = plan_megatron_import(megatron, model, out, resumed)
-        with _progress_bar(f"import {megatron}", megatron_plan.nbytes) as advance:
-            checkpoint = run_megatron_import(megatron_plan, advance)
+        with show_bytes() as progress:
+            task = progress.add_task(f"import {megatron}", total=megatron_plan.nbytes)
+            report = partial(progress.update, task)
+            checkpoint = run_megatron_import(
+                megatron_plan, report_progress=lambda done: report(completed=done)
+            )
         print(f"wrote {checkpoint}")
         return 0
     for option, path in (("--config", config), ("--job", job)):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from moewright.codec.files import write_pieces
+from moewright.codec.foreign import budget, read_apart
 from moewright.diagnosis.traces.breakdown import find_window
 from moewright.diagnosis.traces.capture import Capture
 from moewright.diagnosis.traces.intervals import Intervals
@@ -32,6 +33,7 @@ _FAST = 1  # level of compression: a trace is large, and is looked at once
 _ROWS = 10_000  # of columns made Python numbers at once
 
 
+@read_apart
 def write_findings_tracks(
     path: Path,
     captures: Sequence[Capture],
@@ -52,7 +54,8 @@ def write_findings_tracks(
         events = _file_events(by_file[file], findings, layout)
         texts = _trace_of(events) if is_export(file) else TraceStream(file).copy_with(events)
         pieces = (text.encode(errors="replace") for text in texts)
-        write_pieces(target, _pack(pieces) if target.name.endswith(".gz") else pieces)
+        with budget(str(file), file_bytes=file.stat().st_size):
+            write_pieces(target, _pack(pieces) if target.name.endswith(".gz") else pieces)
 
 
 def _choose_targets(path: Path, files: Sequence[Path]) -> dict[Path, Path]:

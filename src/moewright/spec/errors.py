@@ -60,3 +60,7 @@ class BadInput(Exception):
         if len(reasons) > 1:
             message += f" (and {len(reasons) - 1} more)"
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[BadInput], tuple[Reason, ...]]:
+        """Return how it is copied to another process: by its reasons."""
+        return BadInput, self.reasons

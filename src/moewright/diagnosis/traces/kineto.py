@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from moewright.codec.foreign import budget, read_apart
 from moewright.diagnosis.traces.capture import (
     Capture,
     CommChannel,
@@ -107,6 +108,7 @@ def _is_trace_name(path: Path) -> bool:
     return path.is_file() and path.name.endswith(_TRACE_SUFFIXES)
 
 
+@read_apart
 def _read_file(path: Path, index: int) -> tuple[tuple[Capture, ...], bool]:
     """Read a capture for each device that ran kernels, and whether the file breaks off.
 
@@ -115,6 +117,11 @@ def _read_file(path: Path, index: int) -> tuple[tuple[Capture, ...], bool]:
     Raises:
         BadInput: the file is no trace, or a device was used and only the host was recorded.
     """
+    with budget(str(path), file_bytes=path.stat().st_size):
+        return _read_captures(path, index)
+
+
+def _read_captures(path: Path, index: int) -> tuple[tuple[Capture, ...], bool]:
     stream = TraceStream(path)
     collector = _TraceCollector()
     for batch in stream.batches():

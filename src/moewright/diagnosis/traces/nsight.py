@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from moewright.codec.foreign import budget, read_apart
 from moewright.diagnosis.traces.capture import (
     Capture,
     CommChannel,
@@ -145,19 +146,25 @@ def is_export(path: Path) -> bool:
         return stream.read(len(_SQLITE)) == _SQLITE
 
 
+@read_apart
 def read_nsight(path: Path) -> tuple[Capture, ...]:
     """Read one Capture for each process and device that ran kernels.
 
     Raises:
         BadInput: there are none, or the file is no such export.
     """
-    budget = _Budget(path.stat().st_size)
+    nbytes = path.stat().st_size
+    work = _Budget(nbytes)
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
-            database.set_progress_handler(budget.spend, _OPERATIONS_A_TURN)
+        address = f"{path.absolute().as_uri()}?mode=ro"
+        with (
+            budget(str(path), file_bytes=nbytes),
+            closing(sqlite3.connect(address, uri=True)) as database,
+        ):
+            database.set_progress_handler(work.spend, _OPERATIONS_A_TURN)
             return _build_captures(_Export(database), path)
     except sqlite3.Error as error:
-        cause = "a view takes more work than its bytes" if budget.is_spent else error
+        cause = "a view takes more work than its bytes" if work.is_spent else error
         rule = f"is not an export of Nsight Systems: {cause}"
         raise BadInput(Reason(field=str(path), rule=rule)) from None
 

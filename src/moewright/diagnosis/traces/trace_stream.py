@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moewright.codec.files import read_pieces
+from moewright.codec.foreign import require_budget
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import GIB, MIB, format_bytes, plural
 
@@ -154,6 +155,7 @@ class TraceStream:
 
     def _members(self) -> Iterator[bytes]:
         """Yield the bytes of the file; of a gzip file, those of all its members."""
+        require_budget(str(self.path))
         pieces = read_pieces(self.path, piece_bytes=_PIECE_BYTES)
         first = next(pieces, b"")
         if first[:2] != _GZIP_MAGIC:

@@ -24,6 +24,7 @@ import tokenizers
 
 from moewright.codec import write_json, write_text
 from moewright.codec.folder_lock import discard_new_folder, lock_folder
+from moewright.codec.foreign import read_apart
 from moewright.engine.data.build_corpus import (
     BuildOutcome,
     BuildReport,
@@ -65,6 +66,7 @@ _BUILD_VERSION = 1
 _BATCH_CHATS = 256
 
 
+@read_apart
 def build_chats(
     source: Path,
     out: Path,

@@ -22,6 +22,7 @@ import tokenizers
 
 from moewright.codec import read_json, write_json
 from moewright.codec.folder_lock import lock_folder
+from moewright.codec.foreign import read_apart
 from moewright.engine.data.census import (
     DocumentCensus,
     check_heldout_fraction,
@@ -128,6 +129,7 @@ class _BuildProgress:
     heldout: CorpusSplit = field(default_factory=CorpusSplit)
 
 
+@read_apart
 def build_corpus(
     source: Path | None,
     out: Path,

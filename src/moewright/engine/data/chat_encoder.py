@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moewright.codec import read_text
+from moewright.codec.foreign import budget, read_apart
 from moewright.engine.data.chat_template import (
     TEMPLATE_FILE,
     ChatTemplate,
@@ -80,6 +81,7 @@ class ChatEncoder:
         if self.sources:
             self._template = ChatTemplate(self.sources, self.special_tokens, end_marks, origin)
 
+    @read_apart
     def encode(self, chats: Sequence[tuple[str, Chat]]) -> list[list[ChatSample]]:
         """Return the samples of each chat, which is given with where it lies.
 
@@ -91,7 +93,8 @@ class ChatEncoder:
         encoded = [text.text.encode("utf-8", "replace") for samples in rendered for text in samples]
         texts = [text.decode() for text in encoded]
         self.text_bytes += sum(map(len, encoded))
-        encodings = iter(self.tokenizer.inner.encode_batch(texts, add_special_tokens=False))
+        with budget(f"{self.folder}: its tokenizer", sum(map(len, texts))):
+            encodings = iter(self.tokenizer.inner.encode_batch(texts, add_special_tokens=False))
         return [
             [_build_sample(next(encodings), text.spans, where) for text in samples]
             for (where, _), samples in zip(chats, rendered, strict=True)

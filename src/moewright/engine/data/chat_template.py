@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moewright.codec import read_json_data, read_text
+from moewright.codec.foreign import budget, read_apart
 from moewright.engine.data.chats import ASSISTANT, Chat, Message
 from moewright.engine.data.tokenizer import TOKENIZER_CONFIG_FILE
 from moewright.spec.errors import BadInput, Reason
@@ -89,15 +90,32 @@ class ChatTemplate:
         environment.filters["tojson"] = _format_json
         environment.globals["raise_exception"] = _raise_from_template
         environment.globals["strftime_now"] = _format_now
+        self._environment = environment
+        self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._end_marks = tuple(end_marks)
         self._origin = origin
-        try:
-            self._programs = {name: environment.from_string(text) for name, text in sources.items()}
-        except jinja2.TemplateError as error:
-            rule = f"is no chat template: {error}"
-            raise BadInput(Reason(field=origin, rule=rule)) from error
+        self._programs: dict[str, jinja2.Template] = {}
+        self._check()
 
+    @read_apart
+    def _check(self) -> None:
+        for name in self._sources:
+            self._find_program(name)
+
+    def _find_program(self, name: str) -> jinja2.Template:
+        """Return a program, which is compiled where it is first asked for."""
+        if name not in self._programs:
+            text = self._sources[name]
+            try:
+                with budget(self._origin, len(text)):
+                    self._programs[name] = self._environment.from_string(text)
+            except jinja2.TemplateError as error:
+                rule = f"is no chat template: {error}"
+                raise BadInput(Reason(field=self._origin, rule=rule)) from error
+        return self._programs[name]
+
+    @read_apart
     def render(
         self, messages: Sequence[Message], tools: Any, where: str, *, prompts: bool
     ) -> RenderedChat:
@@ -108,20 +126,25 @@ class ChatTemplate:
         Raises:
             BadInput: naming the chat, where the template refuses it.
         """
-        name = _TOOL_USE if tools and _TOOL_USE in self._programs else _DEFAULT
+        name = _TOOL_USE if tools and _TOOL_USE in self._sources else _DEFAULT
+        program = self._find_program(name)
         try:
-            marked = self._programs[name].render(
-                messages=list(messages),
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompts,
-                **self._special_tokens,
-            )
+            with budget(f"{where}: the chat template of {self._origin}"):
+                marked = program.render(
+                    messages=list(messages),
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=prompts,
+                    **self._special_tokens,
+                )
+        except BadInput:
+            raise
         except Exception as error:  # whatever somebody else's program raises
             rule = f"the chat template of {self._origin} refuses it: {error}"
             raise BadInput(Reason(field=where, rule=rule)) from error
         return _take_out_marks(marked, where)
 
+    @read_apart
     def render_chat(self, chat: Chat, where: str) -> list[RenderedChat]:
         """Render a chat as the texts that train all of its assistant turns from `first` on.
 

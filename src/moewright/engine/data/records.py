@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moewright.codec.foreign import budget
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 
@@ -17,6 +18,13 @@ _COMPRESSED = (".jsonl.zst", ".jsonl.xz", ".jsonl.bz2")
 # Characters of one line of JSON; a longer one is taken for a file of another kind.
 MAX_LINE_CHARS = 1 << 28
 _BATCH_ROWS = 1024
+# Lines that are unpacked and parsed within one budget, up to so many bytes.
+_BATCH_LINES = 256
+_BATCH_BYTES = 1 << 23
+# Text packs to a tenth or less: what unpacks to so many times its bytes, and to more than these,
+# was made to fill a disk.
+_MAX_EXPANSION = 500
+_MIN_UNPACKED_BYTES = 1 << 28
 
 
 def is_record_file(path: Path) -> bool:
@@ -58,22 +66,72 @@ def read_rows(path: Path, field: str = "") -> Iterator[tuple[str, Any]]:
         raise BadInput(Reason(field=str(path), rule=rule)) from error
 
 
+class _Expansion:
+    """What is unpacked of a file, which is refused where it becomes too many times its bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._most_bytes = max(_MIN_UNPACKED_BYTES, _MAX_EXPANSION * path.stat().st_size)
+        self._nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were unpacked."""
+        self._nbytes += nbytes
+        if self._nbytes > self._most_bytes:
+            rule = f"unpacks to more than {_MAX_EXPANSION} times its bytes"
+            nearest = "its text in several files"
+            raise BadInput(Reason(field=str(self._path), rule=rule, nearest=nearest))
+
+
+def _count_chars(value: Any) -> int:
+    """Return about how many characters a record has."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_count_chars, value.values()))
+    if isinstance(value, list):
+        return sum(map(_count_chars, value))
+    return 8
+
+
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     open_file = gzip.open if path.name.lower().endswith(".gz") else open
     with open_file(path, "rb") as file:
         number = 0
-        while line := file.readline(MAX_LINE_CHARS + 1):
-            number += 1
-            where = f"{path}:{number}"
-            if len(line) > MAX_LINE_CHARS:
-                rule = f"is longer than {MAX_LINE_CHARS:,} bytes"
+        is_done = False
+        position = 0
+        expansion = _Expansion(path)
+        while not is_done:
+            with budget(f"{path}, after line {number}", _BATCH_BYTES):
+                rows, number, is_done = _read_batch(path, file, number)
+            expansion.add(file.tell() - position)
+            position = file.tell()
+            yield from rows
+
+
+def _read_batch(path: Path, file: Any, number: int) -> tuple[list[tuple[str, Any]], int, bool]:
+    """Return the records of the lines after `number`, the last line's number, and if it is all."""
+    rows: list[tuple[str, Any]] = []
+    nbytes = 0
+    for _ in range(_BATCH_LINES):
+        line = file.readline(MAX_LINE_CHARS + 1)
+        if not line:
+            return rows, number, True
+        number += 1
+        nbytes += len(line)
+        where = f"{path}:{number}"
+        if len(line) > MAX_LINE_CHARS:
+            rule = f"is longer than {MAX_LINE_CHARS:,} bytes"
+            raise BadInput(Reason(field=where, rule=rule))
+        if line.strip():
+            record = _parse_line(line, where)
+            if not isinstance(record, dict):
+                rule = "is no JSON object; each line must be one"
                 raise BadInput(Reason(field=where, rule=rule))
-            if line.strip():
-                record = _parse_line(line, where)
-                if not isinstance(record, dict):
-                    rule = "is no JSON object; each line must be one"
-                    raise BadInput(Reason(field=where, rule=rule))
-                yield where, record
+            rows.append((where, record))
+        if nbytes > _BATCH_BYTES:
+            break
+    return rows, number, False
 
 
 def _parse_line(line: bytes, where: str) -> Any:
@@ -109,17 +167,28 @@ def _read_columns(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     except ImportError:
         rule = "needs pyarrow to be read: pip install 'moewright[data]'"
         raise BadInput(Reason(field=str(path), rule=rule)) from None
+    nbytes = _BATCH_BYTES
     try:
-        if path.name.lower().endswith(".parquet"):
-            file = parquet.ParquetFile(path)
-            _check_column(path, field, file.schema_arrow)
-            batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=[field] if field else None)
-        else:
-            batches = _read_arrow_batches(path, field, pyarrow, ipc)
+        with budget(str(path), nbytes):
+            if path.name.lower().endswith(".parquet"):
+                file = parquet.ParquetFile(path)
+                _check_column(path, field, file.schema_arrow)
+                columns = [field] if field else None
+                batches = file.iter_batches(
+                    batch_size=_BATCH_ROWS, columns=columns, use_threads=False
+                )
+            else:
+                batches = _read_arrow_batches(path, field, pyarrow, ipc)
         row = 0
-        for batch in batches:
-            columns = batch.select([field]) if field else batch
-            for record in columns.to_pylist():
+        expansion = _Expansion(path)
+        while True:
+            with budget(f"{path}, after row {row}", nbytes):
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                records = (batch.select([field]) if field else batch).to_pylist()
+            expansion.add(sum(map(_count_chars, records)))
+            for record in records:
                 row += 1
                 yield f"{path}: row {row}", record
     except pyarrow.ArrowException as error:

@@ -5,7 +5,7 @@ All are stored as one tokenizer.json.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moewright.codec import read_json_data, read_text, write_text
+from moewright.codec.foreign import budget, read_apart
 from moewright.spec.errors import BadInput, Reason
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -26,6 +27,7 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # beside the tokenizers of Hugg
 _END_MARKERS = ("</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "<|eos|>", "[EOS]")
 BYTES_VOCAB_SIZE = 257
 MAX_VOCAB_SIZE = 1 << 20
+_BATCH_CHARS = 1 << 22
 
 Int64s = npt.NDArray[np.int64]
 
@@ -40,28 +42,58 @@ class TokenizerKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tokenizer:
-    """A loaded tokenizer; `end_of_document` is the id that follows every document."""
+    """A loaded tokenizer; `end_of_document` is the id that follows every document.
+
+    Its patterns are somebody else's, so that it works within budgets.
+    """
 
     inner: Any  # tokenizers.Tokenizer
     vocab_size: int
     end_of_document: int
 
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[Any, ...]]:
+        """Return how it is copied to another process, with what tokenizer.json does not say."""
+        flag = bool(self.inner.encode_special_tokens)
+        return _restore, (self.inner.to_str(), flag, self.vocab_size, self.end_of_document)
+
+    @read_apart
     def encode_documents(self, texts: Sequence[str]) -> list[Int64s]:
         """Return the int64 ids of each text, the end-of-document id last.
 
         The marker's own spelling in a text is plain text.
         """
         end = self.end_of_document
-        encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array([*document.ids, end], dtype=np.int64) for document in encoded]
+        documents = []
+        for batch in _group_texts(texts):
+            with budget("a text and its tokenizer", sum(map(len, batch))):
+                encoded = self.inner.encode_batch_fast(batch, add_special_tokens=False)
+                documents += [np.array([*part.ids, end], dtype=np.int64) for part in encoded]
+        return documents
 
+    @read_apart
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; markers are left out, half characters become U+FFFD."""
-        return str(self.inner.decode(list(ids), skip_special_tokens=True))
+        with budget("a tokenizer's decoder", len(ids)):
+            return str(self.inner.decode(list(ids), skip_special_tokens=True))
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json; readable by the `tokenizers` and `transformers` libraries."""
         write_text(path, self.inner.to_str(pretty=True))
+
+
+def _group_texts(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield texts in groups that are encoded together, of so many characters but for a long one."""
+    group: list[str] = []
+    chars = 0
+    for text in texts:
+        if group and chars + len(text) > _BATCH_CHARS:
+            yield group
+            group = []
+            chars = 0
+        group.append(text)
+        chars += len(text)
+    if group:
+        yield group
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
@@ -106,6 +138,7 @@ def build_byte_tokenizer() -> Tokenizer:
     return _build_tokenizer(inner, END_OF_DOCUMENT)
 
 
+@read_apart
 def load_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json, or the one of a folder.
 
@@ -125,7 +158,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
             raise BadInput(Reason(field=str(path), rule=rule))
     text = read_text(path)
     try:
-        inner = tokenizers.Tokenizer.from_str(text)
+        with budget(str(path), file_bytes=len(text)):
+            inner = tokenizers.Tokenizer.from_str(text)
+    except BadInput:
+        raise
     except Exception as error:  # the library raises bare Exception for malformed JSON
         raise BadInput(Reason(field=str(path), rule=f"is not a tokenizer.json: {error}")) from error
     markers = (END_OF_DOCUMENT, read_eos_token(path.parent), *_END_MARKERS)
@@ -139,6 +175,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return _build_tokenizer(inner, marker)
 
 
+@read_apart
+def find_token_id(path: Path, token: str) -> int | None:
+    """Return the id of a token of a tokenizer.json; None where it has none."""
+    with budget(str(path), file_bytes=path.stat().st_size):
+        token_id: int | None = tokenizers.Tokenizer.from_file(str(path)).token_to_id(token)
+    return token_id
+
+
 def read_eos_token(folder: Path) -> str:
     """Return the eos_token of a folder's tokenizer_config.json; "" where it names none."""
     path = folder / TOKENIZER_CONFIG_FILE
@@ -149,6 +193,14 @@ def read_eos_token(folder: Path) -> str:
     if isinstance(token, dict):  # an AddedToken, written with its properties
         token = token.get("content", "")
     return token if isinstance(token, str) else ""
+
+
+def _restore(
+    text: str, encodes_special_tokens: bool, vocab_size: int, end_of_document: int
+) -> Tokenizer:
+    inner = tokenizers.Tokenizer.from_str(text)
+    inner.encode_special_tokens = encodes_special_tokens
+    return Tokenizer(inner=inner, vocab_size=vocab_size, end_of_document=end_of_document)
 
 
 def _build_tokenizer(inner: Any, marker: str) -> Tokenizer:

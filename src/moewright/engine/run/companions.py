@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from moewright.codec import PLAN_FILE, read_json, read_json_data
 from moewright.codec.files import name_model
 from moewright.engine.data.tokenizer import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
+    find_token_id,
     load_tokenizer,
     read_eos_token,
 )
@@ -97,8 +96,7 @@ def _find_eos(folder: Path) -> str:
 
 
 def _write_generation(folder: Path, eos_token: str) -> str:
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-    eos_id = tokenizer.token_to_id(eos_token)
+    eos_id = find_token_id(folder / TOKENIZER_FILE, eos_token)
     data: dict[str, Any] = {"do_sample": False}
     if eos_id is not None:
         data |= {"eos_token_id": eos_id, "pad_token_id": eos_id}

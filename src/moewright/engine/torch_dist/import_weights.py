@@ -18,6 +18,7 @@ from typing import IO, Any, NoReturn
 import torch
 
 from moewright.codec import to_data
+from moewright.codec.foreign import budget, read_apart
 from moewright.engine.checkpoint import (
     SAFETENSORS_DTYPES,
     SaveRequest,
@@ -88,6 +89,7 @@ class _CommonReader(pickle.Unpickler):
         return _Anything()
 
 
+@read_apart
 def read_common(folder: Path) -> Mapping[str, Any]:
     """Read what common.pt says in plain dictionaries, lists and numbers; {} without the file.
 
@@ -98,11 +100,13 @@ def read_common(folder: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        with zipfile.ZipFile(path) as archive:
+        with budget(str(path), file_bytes=path.stat().st_size):
+            archive = zipfile.ZipFile(path)
+        with archive:
             (member,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
             if member.file_size > _MAX_BYTES:
                 _refuse(path, "is longer than a gibibyte")
-            with archive.open(member) as stream:
+            with budget(str(path), file_bytes=path.stat().st_size), archive.open(member) as stream:
                 common = _load(stream)
     except BadInput:
         raise
@@ -181,6 +185,7 @@ class MegatronImportPlan:
         return self.request.required_bytes
 
 
+@read_apart
 def plan_megatron_import(
     folder: Path, model: ModelSpec, out: Path, resumed: ResumedJob | None = None
 ) -> MegatronImportPlan:
@@ -211,7 +216,9 @@ def plan_megatron_import(
         states = find_states(folder, (*reader.tensors, *reader.others))
         common = read_common(folder)
         step = _read_iteration(folder, common)
-        updates = max(find_counts(common.get("optimizer"), "step"), default=step)
+        path = folder / COMMON_FILE
+        with budget(str(path)):  # what is named once may stand in many places
+            updates = max(find_counts(common.get("optimizer"), "step"), default=step)
         counts = _build_counts(updates, resumed.workload)
         moments = []
         for tensor in tensors:
@@ -292,14 +299,23 @@ def _find_state_places(
     return own
 
 
-def run_megatron_import(plan: MegatronImportPlan, on_progress: Callable[[int], None]) -> Path:
-    """Write the checkpoint and return its path; all of it is committed, or nothing."""
+@read_apart
+def run_megatron_import(
+    plan: MegatronImportPlan, *, report_progress: Callable[[int], None]
+) -> Path:
+    """Write the checkpoint and return its path; all of it is committed, or nothing.
+
+    `report_progress` is called with the bytes that were read so far.
+    """
+    done = 0
 
     def build_box(tensor: TensorEntry, shard: StoredShard) -> torch.Tensor:
+        nonlocal done
         if tensor.name in plan.counts:
             return plan.counts[tensor.name]
         box = read_model_box(plan, tensor.name, tensor.shape, shard)
-        on_progress(box.nbytes)
+        done += box.nbytes
+        report_progress(done)
         return box.to(SAFETENSORS_DTYPES[tensor.dtype])
 
     return write_single_process(plan.request, build_box)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from moewright.codec.foreign import budget, read_apart
 from moewright.spec.errors import BadInput, Reason
 
 METADATA_FILE = ".metadata"
@@ -120,6 +121,7 @@ class _MetadataReader(pickle.Unpickler):
         raise pickle.UnpicklingError("refers to something outside of it")
 
 
+@read_apart
 def read_metadata(folder: Path) -> tuple[Mapping[str, ChunkedTensor], tuple[str, ...]]:
     """Return the tensors of a checkpoint by name, and the names of what is no tensor.
 
@@ -130,30 +132,38 @@ def read_metadata(folder: Path) -> tuple[Mapping[str, ChunkedTensor], tuple[str,
     path = folder / METADATA_FILE
     refuse = partial(_refuse, path)
     try:
-        if path.stat().st_size > _MAX_METADATA_BYTES:
+        nbytes = path.stat().st_size
+        if nbytes > _MAX_METADATA_BYTES:
             refuse("is longer than a gibibyte")
-        data = _MetadataReader(io.BytesIO(path.read_bytes())).load()
-        described = data.get("state_dict_metadata")
-        places = {
-            (index.get("fqn"), _sizes(index.get("offset"))): info
-            for index, info in data.get("storage_data").items()
-        }
-        flattened = data.get("mcore_data") or {}
-        tensors: dict[str, ChunkedTensor] = {}
-        others = []
-        for name, entry in described.items():
-            if type(entry).__name__ == "TensorStorageMetadata":
-                stored = _read_tensor(name, entry, places, folder, refuse)
-                whole = _sizes(flattened.get(name, {}).get("nd_reformulated_orig_global_shape"))
-                tensors[name] = _unflatten(stored, whole, refuse) if whole else stored
-            else:
-                others.append(str(name))
+        with budget(str(path), file_bytes=nbytes):
+            return _parse_metadata(path.read_bytes(), folder, refuse)
     except BadInput:
         raise
     except OSError as error:
         refuse(f"cannot be read ({error.strerror})")
     except Exception as error:  # whatever bytes of a stranger make of an unpickler
         refuse(f"is no metadata of a checkpoint ({type(error).__name__}: {str(error)[:160]})")
+
+
+def _parse_metadata(
+    content: bytes, folder: Path, refuse: Callable[[str], NoReturn]
+) -> tuple[Mapping[str, ChunkedTensor], tuple[str, ...]]:
+    data = _MetadataReader(io.BytesIO(content)).load()
+    described = data.get("state_dict_metadata")
+    places = {
+        (index.get("fqn"), _sizes(index.get("offset"))): info
+        for index, info in data.get("storage_data").items()
+    }
+    flattened = data.get("mcore_data") or {}
+    tensors: dict[str, ChunkedTensor] = {}
+    others = []
+    for name, entry in described.items():
+        if type(entry).__name__ == "TensorStorageMetadata":
+            stored = _read_tensor(name, entry, places, folder, refuse)
+            whole = _sizes(flattened.get(name, {}).get("nd_reformulated_orig_global_shape"))
+            tensors[name] = _unflatten(stored, whole, refuse) if whole else stored
+        else:
+            others.append(str(name))
     return tensors, tuple(others)
 
 
@@ -248,6 +258,7 @@ class TorchDistReader:
         self.folder = folder
         self.tensors, self.others = read_metadata(folder)
 
+    @read_apart
     def read_box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """Read a box of a tensor in fp32.
 
@@ -295,7 +306,10 @@ class TorchDistReader:
             with path.open("rb") as stream:
                 stream.seek(chunk.first_byte)
                 content = io.BytesIO(stream.read(chunk.nbytes))
-            value = torch.load(content, map_location="cpu", weights_only=True)
+            with budget(str(path), file_bytes=chunk.nbytes):
+                value = torch.load(content, map_location="cpu", weights_only=True)
+        except BadInput:
+            raise
         except Exception as error:  # whatever damaged bytes make of torch's reader
             _refuse(path, f"{stored.name}: is damaged ({type(error).__name__})")
         is_expected = isinstance(value, torch.Tensor) and value.numel() == prod(chunk.sizes)

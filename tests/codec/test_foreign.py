@@ -1,0 +1,131 @@
+"""The border for foreign input: a fork that is ended, a budget without which nothing is read."""
+
+from __future__ import annotations
+
+import ast
+import re
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import moewright
+from moewright.codec import foreign
+from moewright.codec.foreign import budget, read_apart
+from moewright.spec.errors import BadInput, Reason
+
+# Libraries that unpack or run what strangers wrote.
+_READERS = {
+    *("gzip", "bz2", "lzma", "zlib", "zipfile", "tarfile", "pickle", "sqlite3"),
+    *("pyarrow", "tokenizers", "jinja2", "sentencepiece", "dill", "marshal", "shelve"),
+}
+# They ask a library for its version alone.
+_VERSIONS_ALONE = {"engine/data/build_corpus.py", "engine/data/build_chats.py"}
+_SOURCE = Path(moewright.__file__).parent
+
+
+def _list_libraries(path: Path) -> set[str]:
+    names: set[str] = set()
+    text = path.read_text("utf-8")
+    if not any(name in text for name in (*_READERS, "torch.load")):
+        return names
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+            names.add("pickle")
+    return names & _READERS
+
+
+def test_nothing_reads_foreign_input_past_the_border() -> None:
+    """Who imports such a reader works under a budget, which there is in a fork alone."""
+    past = []
+    users = 0
+    for path in sorted(_SOURCE.rglob("*.py")):
+        name = path.relative_to(_SOURCE).as_posix()
+        if name == "codec/foreign.py" or not _list_libraries(path):
+            continue
+        users += 1
+        text = path.read_text("utf-8")
+        if name not in _VERSIONS_ALONE and "budget(" not in text:
+            past.append(f"{name}: {sorted(_list_libraries(path))}")
+        if name in _VERSIONS_ALONE:
+            uses = re.findall(r"\b(?:tokenizers|jinja2)\.(\w+)", text)
+            assert set(uses) <= {"__version__"}, name
+    assert not past
+    assert users > 8
+
+
+def test_what_a_fork_returns_and_raises_comes_back() -> None:
+    values = {"a": np.arange(3), "b": ("c", None)}
+    told = []
+
+    @read_apart
+    def work(kind: str, *, report_progress: object) -> object:
+        with budget("file.x", 10):
+            pass
+        report_progress("half", 1)  # type: ignore[operator]
+        if kind == "refusal":
+            raise BadInput(Reason(field="a", rule="b", nearest="c"), Reason(field="d", rule="e"))
+        if kind == "bug":
+            raise KeyError("x")
+        return values
+
+    back = work("value", report_progress=lambda *args: told.append(args))
+    assert isinstance(back, dict)
+    assert np.array_equal(back["a"], values["a"])
+    assert told == [("half", 1)]
+    with pytest.raises(BadInput, match="a: b; nearest legal value: c") as caught:
+        work("refusal", report_progress=lambda *args: None)
+    assert len(caught.value.reasons) == 2
+    with pytest.raises(KeyError):
+        work("bug", report_progress=lambda *args: None)
+
+
+def test_a_reader_outside_of_the_border_does_not_read() -> None:
+    with pytest.raises(RuntimeError, match="without the border"), budget("file.x"):
+        pass
+
+
+@read_apart
+def _do_harm(kind: str) -> str:
+    with budget("evil.x", 600):
+        if kind == "backtracks":
+            re.match("(a+)+b", "a" * 60)
+        elif kind == "allocates":
+            bytearray(3 << 30)
+        elif kind == "calls home":
+            socket.create_connection(("127.0.0.1", 9), timeout=1)
+        elif kind == "dies":
+            import os
+
+            os.abort()
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("backtracks", "evil.x: takes more than 1 s of processor time to be read"),
+        ("allocates", "evil.x: needs more than 1 GiB of memory to be read"),
+        ("dies", "evil.x: needs more than 1 GiB of memory to be read"),
+    ],
+)
+def test_a_hostile_input_ends_in_one_line(
+    kind: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "CPU_S", 1.0)
+    started = time.process_time()
+    with pytest.raises(BadInput, match=message):
+        _do_harm(kind)
+    assert time.process_time() - started < 2  # of this process, which waits
+
+
+def test_there_is_no_network_inside() -> None:
+    with pytest.raises(PermissionError):
+        _do_harm("calls home")
+    socket.socket().close()  # outside there is
