@@ -49,6 +49,9 @@ _PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
 _WALL_FACTOR = 12.0
 _PROGRESS_S = 0.1
 _POLL_S = 0.5
+_MEMORY_FILE = "/proc/self/statm"
+# Files of the kernel that the border itself opens.
+BORDER_FILES = frozenset({_MEMORY_FILE, os.devnull})
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # The shared page: when the piece must have ended (monotonic), 0 for no piece; the seconds of the
 # processor that it has; and what it is about.
@@ -298,5 +301,5 @@ def _refuse_death(page: mmap.mmap, status: int) -> Exception:
 
 
 def _used_data_bytes() -> int:
-    with open("/proc/self/statm", "rb", buffering=0) as file:
+    with open(_MEMORY_FILE, "rb", buffering=0) as file:
         return int(file.read().split()[5]) * _PAGE_BYTES

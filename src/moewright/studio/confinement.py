@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import moewright
+from moewright.codec.foreign import BORDER_FILES
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SYSTEM_FILES = ("/dev/null", "/dev/urandom", "/etc/ssl", "/etc/pki", "/usr/share/zoneinfo")
@@ -102,7 +103,8 @@ class _Walls:
 
 
 def _require_below(path: Any, folders: tuple[str, ...]) -> None:
-    if path is None or isinstance(path, int):  # a file that is open already, or "."
+    # A file that is open already, ".", or what the border for foreign input asks for.
+    if path is None or isinstance(path, int) or path in BORDER_FILES:
         return
     text = os.path.realpath(os.fsdecode(path))
     if not any(text == folder or text.startswith(f"{folder}{os.sep}") for folder in folders):
