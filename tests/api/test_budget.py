@@ -70,7 +70,12 @@ def test_a_ramp_that_is_none_is_refused(numbers: tuple[int, int, int], rule: str
 
 @pytest.mark.parametrize(
     ("tokens", "price", "field"),
-    [("0", None, "--tokens"), ("many", None, "--tokens"), ("1T", -1.0, "--price")],
+    [
+        ("0", None, "--tokens"),
+        ("many", None, "--tokens"),
+        ("15", None, "--tokens"),  # billions, or trillions
+        ("1T", -1.0, "--price"),
+    ],
 )
 def test_bad_budgets_are_refused(tokens: str, price: float | None, field: str) -> None:
     with pytest.raises(mw.BadInput, match=field):

@@ -122,7 +122,7 @@ def test_a_newcomer_gets_through_his_tasks(studio, open_page):
     assert "Idle" in read("#timetable h1")  # 10 how large is the bubble?
     go_to("top")
     page.wait_for_selector("html[data-results='final']")  # 11 what else is good?
-    page.locator("tr.best button").click()
+    page.locator("tr.best .pick").click()
     page.wait_for_selector("#layout-text")
     go_to("budget")
     page.locator("#tokens").fill("100B")

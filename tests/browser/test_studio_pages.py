@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 import pytest
 
 import moewright as mw
-from studio_pages import QWEN
+from studio_pages import QWEN, check_phone
 
 pytestmark = [pytest.mark.browser, pytest.mark.waits]
 
@@ -26,13 +26,15 @@ def test_a_search_shows_first_results_then_all_and_loads_the_sliders(
     page.wait_for_selector("html[data-results='final']", timeout=60000)
     best = mw.plan("OLMoE-1B-7B-0924", on="4xH100", global_batch=64, top=10).best
     row = page.locator("tr.best")
-    assert row.locator("button").inner_text() == best_layout(best)
+    assert row.locator(".layout-cell").get_attribute("data-layout") == best_layout(best)
     assert page.evaluate("document.documentElement.scrollWidth") == 1400
     assert find_barriers(page) == []
+    check_phone(page)
+    page.set_viewport_size({"width": 1400, "height": 900})
     heads = page.locator("th button")
     heads.nth(4).click()
     assert page.locator("th[aria-sort='ascending']").inner_text() == "peak"
-    row.locator("button").click()
+    row.locator(".pick").click()
     page.wait_for_selector("#layout-text")
     assert page.locator("#layout-text").inner_text() == best_layout(best)
 
@@ -88,6 +90,7 @@ def test_a_budget_names_the_fewest_devices(studio, open_page, find_barriers):
     assert "your price" in page.locator("#budget-answer").inner_text()
     assert page.locator("tbody tr").count() >= 4
     assert find_barriers(page) == []
+    check_phone(page)
 
 
 def test_what_is_taken_away_opens_alone(studio, open_page, find_barriers, tmp_path):

@@ -90,12 +90,12 @@ def test_a_quick_judgement_never_calls_a_layout_the_best(best: Plan) -> None:
 
 def test_the_nearest_run_is_named_with_its_error_or_called_far(best: Plan) -> None:
     (run,) = find_nearest_runs(best, 1)
-    text = describe_nearest_run(run, best)
+    text = describe_nearest_run(run)
     assert run.model.rpartition("/")[2] in text
     assert f"{run.error:+.1%} off" in text
     request = read_plan_request("OLMoE-1B-7B-0924", "8xMI300X", WorkloadOptions())
     far = search(request.model, request.workload, request.hardware, top=1).plans[0]
     (run,) = find_nearest_runs(far, 1)
-    assert ("No published run is near" in describe_nearest_run(run, far)) == (
+    assert ("No published run is near" in describe_nearest_run(run)) == (
         run.nearness.value == "far"
     )

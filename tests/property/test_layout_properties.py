@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from model_shapes import moe_model
+from moewright.codec import format_layout
+from moewright.codec.layout_words import describe_layout
 from moewright.rules.grid import (
     GROUPS,
     all_groups,
@@ -42,7 +44,16 @@ from moewright.rules.timetable.stages import (
     vpp_choices,
 )
 from moewright.rules.timetable.timetable_row import RowKind
-from moewright.spec.layout import CpComm, Layout, Overlap, Schedule
+from moewright.spec.layout import (
+    CpComm,
+    CudaGraphScope,
+    DispatcherKind,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
 from moewright.spec.workload import Workload
 
 HYBRID = {"shard", "copies", "edp_shard", "edp_copies"}
@@ -315,3 +326,27 @@ def test_the_nearest_value_named_mends_its_rule(layout: Layout, batch: int, seq_
                 )
             broken = {(other.field, re.sub(r"\d+", "#", other.rule)) for other in mended}
             assert (reason.field, re.sub(r"\d+", "#", reason.rule)) not in broken, (reason, value)
+
+
+wordy_layouts = st.builds(
+    Layout,
+    world_size=st.just(64),
+    tp=usual,
+    ep=usual,
+    mbs=usual,
+    zero=st.sampled_from([0, 1, 2, 3]),
+    dispatcher=st.sampled_from(list(DispatcherKind)),
+    recompute=st.sets(st.sampled_from(list(Recompute))).map(lambda some: tuple(sorted(some))),
+    offload=st.sets(st.sampled_from(list(Offload))).map(lambda some: tuple(sorted(some))),
+    overlap=st.sets(st.sampled_from(list(Overlap))).map(lambda some: tuple(sorted(some))),
+    graphs=st.sets(st.sampled_from(list(CudaGraphScope))).map(lambda some: tuple(sorted(some))),
+    capacity=st.sampled_from([0.0, 1.25]),
+)
+
+
+@unhurried
+@given(wordy_layouts, wordy_layouts)
+def test_labels_of_a_layout_say_all_that_its_text_says(one: Layout, other: Layout) -> None:
+    same_labels = describe_layout(one).labels == describe_layout(other).labels
+    assert same_labels == (format_layout(one) == format_layout(other))
+    assert "_" not in describe_layout(one).sentence

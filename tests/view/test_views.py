@@ -107,6 +107,7 @@ def test_the_front_is_what_nothing_beats_in_time_and_memory():
         return RankedPlan(
             kind=RankedKind.PLAN,
             layout="tp1",
+            words="no tensor parallelism",
             figures=ListedFigures(step_s=step_s, peak_bytes=peak_bytes, fit_probability=1.0),
         )
 

@@ -23,6 +23,7 @@ from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 from moewright.spec.workload import BatchRampSpec, Dtype
 
+_LEAST_TOKENS = 10**6  # a plain number below it is one whose unit was left out
 _DAY_S = 86400
 _HOUR_S = 3600
 _SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the devices named, where no counts are given
@@ -181,6 +182,9 @@ def check_budget_figures(tokens: str, price: float | None) -> int:
     total = parse_count(tokens, "--tokens")
     if total < 1:
         raise BadInput(Reason(field="--tokens", value=tokens, rule="must be 1 or more"))
+    if total < _LEAST_TOKENS and tokens.strip().isdecimal():
+        rule = f"is fewer tokens than any training: say {tokens}B for billions, {tokens}T for more"
+        raise BadInput(Reason(field="--tokens", value=tokens, rule=rule, nearest=f"{tokens}B"))
     if price is not None and not 0 < price < float("inf"):
         raise BadInput(Reason(field="--price", value=f"{price:g}", rule="must be above 0"))
     return total

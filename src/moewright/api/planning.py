@@ -252,7 +252,12 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
             proven=recommend_proven(result),
         )
         plans = (best, *plans[1:])
-        why = (*result.why, *explain.explain_bound(best), *explain_imbalance(best))
+        why = (
+            *result.why,
+            *explain.explain_bound(best),
+            *explain.explain_precision(best),
+            *explain_imbalance(best),
+        )
     return Plans(
         request=request,
         judgement=judge_plan(best, best, scored=result.scored) if best else None,

@@ -24,6 +24,7 @@ from moewright.api.requests import (
 )
 from moewright.api.running import list_trainers
 from moewright.codec import format_layout, parse_layout, read_json
+from moewright.codec.layout_words import describe_layout
 from moewright.diagnosis.judgement import QUICK_PART, Judgement, judge_plan
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.search.explain import explain_beside
@@ -258,6 +259,7 @@ def view_budget(query: ViewQuery, *, tokens: str, price: float | None) -> Iterat
                 BudgetPoint(
                     devices=count,
                     layout=format_layout(line.plan.layout),
+                    words=describe_layout(line.plan.layout).sentence,
                     step_s=line.plan.estimate.step_s,
                     steps=line.steps,
                     days=line.days,

@@ -147,6 +147,12 @@ def format_layout(layout: Layout) -> str:
     )
 
 
+def split_layout(layout: Layout) -> dict[str, str]:
+    """Return the values of a layout's text by their keys, in its order."""
+    items = (_parse_item(part) for part in _split_parts(format_layout(layout)))
+    return {item.key: item.value for item in items}
+
+
 def format_layout_changes(layout: Layout, base: Layout) -> str:
     """Return what a layout has that another does not, and lacks that it has, as a phrase.
 

@@ -94,7 +94,7 @@ def judge_plan(
         headline=describe_fit(plan),
         fit=describe_fit(plan),
         speed="",
-        measured=describe_nearest_run(runs[0], plan) if runs else "",
+        measured=describe_nearest_run(runs[0]) if runs else "",
         nearest_run=runs[0] if runs else None,
     )
     if best is None or plan.estimate.untimed:
@@ -154,15 +154,15 @@ def describe_fit(plan: Plan) -> str:
             return f"Does not fit: {format_bytes(-estimate.margin_bytes)} too much"
 
 
-def describe_nearest_run(run: PublishedRun, plan: Plan) -> str:
+def describe_nearest_run(run: PublishedRun) -> str:
     """Say which published run is nearest, how far its prediction was off, and what MFU it had."""
     name = f"{run.model.rpartition('/')[2]} on {run.devices:,} x {run.device}"
     if run.nearness is Nearness.FAR:
         return f"No published run is near: the nearest is {name}."
-    differs = f", which differs in: {run.differs}" if run.differs else ", the same job"
-    text = f"Nearest published run: {name}{differs}; the prediction is {run.error:+.1%} off there"
-    if run.mfu and plan.estimate.mfu:
-        text += f". MFU there {run.mfu:.1%}, here {plan.estimate.mfu:.1%}"
+    differs = f"but {run.differs}" if run.differs else "the same job"
+    text = f"Nearest published run: {name}, {differs}: prediction {run.error:+.1%} off"
+    if run.mfu:
+        text += f", MFU {run.mfu:.1%}"
     return f"{text}."
 
 

@@ -23,7 +23,7 @@ from moewright.spec.units import GIB, MIB, format_bytes, format_seconds, plural
 PIPED_WIDTH = 120
 BAR_WIDTH = 10
 # Without -v: as many peaks of pipeline ranks, and parts of the step.
-_PEAKS_SHOWN = 8
+_PEAKS_SHOWN = 4
 _PARTS_SHOWN = 5
 _NAME_WIDTH = 10  # of the name before a fact
 FLOP_UNITS = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
@@ -67,7 +67,20 @@ def print_verdict(console: Console, plan: Plan, judgement: Judgement) -> None:
     style = "yellow" if judgement.quality is Quality.SLOW else ""
     print_fact(console, "speed", Text(judgement.speed, style=style))
     print_fact(console, "measured", Text(judgement.measured))
-    print_fact(console, "routing", Text(describe_imbalance(plan.estimate)))
+    print_fact(console, "routing", Text(_describe_routing(plan.estimate)))
+
+
+def _describe_routing(estimate: Estimate) -> str:
+    """Say in a line what uneven routing costs, and from which load on memory is full."""
+    uneven = estimate.imbalance
+    limit = f"memory full at {estimate.load_limit:.2f} x" if estimate.load_limit > 1 else ""
+    if not uneven.even_step_s:
+        return limit
+    return (
+        f"imbalance costs {uneven.cost:.1%}: busiest rank {uneven.load:.2f} x even, "
+        f"{uneven.peak_load:.2f} x in peaks{f' ({limit})' if limit else ''}; 1 run of 10 over "
+        f"{format_seconds(uneven.step_p90_s)}, {format_bytes(uneven.peak_p90_bytes)}"
+    )
 
 
 def print_fact(console: Console, name: str, text: Text) -> None:
@@ -92,7 +105,7 @@ def print_estimate_parts(console: Console, plan: Plan, *, verbose: bool = False)
         peaks = "  ".join(
             f"{ledger.pp_rank}: {format_bytes(ledger.device_bytes)}" for ledger in estimate.ledgers
         )
-        console.print(Text(f"Peak by pipeline rank   {peaks}\n"))
+        console.print(Text(f"Peak by pipeline rank   {peaks}"))
     if estimate.untimed:
         console.print(Text(estimate.untimed), soft_wrap=True)
     else:
@@ -227,8 +240,6 @@ def _verdict_line(estimate: Estimate) -> Text:
         f"on pipeline rank {estimate.peak_rank}, margin {format_bytes(estimate.margin_bytes)}; "
         f"largest: {estimate.largest}"
     )
-    if estimate.load_limit > 1:
-        line.append(f"; {describe_load_limit(estimate)}")
     return line
 
 

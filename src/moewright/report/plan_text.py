@@ -23,7 +23,7 @@ from moewright.report.console import (
     make_table,
     summarise_sources,
 )
-from moewright.search.explain import DEPARTURE
+from moewright.search.explain import DEPARTURE, EXPECTED_ERROR, SECOND
 from moewright.search.imbalance import REMEDY
 from moewright.spec.plan import (
     Estimate,
@@ -47,6 +47,7 @@ _RANKING_COLUMNS = (
     "margin",
     "verdict",
 )
+_DETAILS = (DEPARTURE, REMEDY, SECOND, EXPECTED_ERROR, "Evidence")  # sentences begin with them
 _NAMES_SHOWN = 2  # of choices without evidence
 _INDENT = "    "  # of a layout under its figures
 _WIDEST_LAYOUT = 40  # characters of a layout that a column of the table holds
@@ -72,8 +73,8 @@ def print_plans(
 
     The first is marked. `own` is the best plan that keeps the keys of a job file, `gambles` are
     faster plans that may not fit, `why` says in lines why the first wins, and `rejected` counts the
-    layouts that each rule rejected. Only `verbose` lists departures from guidelines, more than one
-    gamble, every constant and every rule.
+    layouts that each rule rejected. Only `verbose` lists departures from guidelines, what sets the
+    second plan apart, evidence and expected errors, more than one gamble, every constant and rule.
     """
     if not plans:
         console.print(Text("No legal layout fits.", style="red"))
@@ -92,8 +93,8 @@ def print_plans(
     extra_lines = _extra_lines(plans, own, gambles)
     if any(later.estimate.step_s < plan.estimate.step_s for plan, later in pairwise(plans)):
         console.print(Text(_describe_order(plans[0].rule)))
-    for line in (*why, *extra_lines):
-        if verbose or not line.startswith((DEPARTURE, REMEDY)):
+    for line in (*describe_recommendations(plans[0], console.width), *why, *extra_lines):
+        if verbose or not line.startswith(_DETAILS):
             console.print(Text(line))
     if verbose:
         console.print()
@@ -120,9 +121,8 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
     """Yield lines on what the first plan rests on, what is faster, and the job's own layout."""
     first = plans[0]
     yield f"Evidence: {describe_evidence(first.estimate.evidence)}."
-    for run in find_nearest_runs(first, 1):
-        yield describe_nearest_run(run, first)
-    yield from describe_recommendations(first)
+    if first.fast is None or first.fast.published is None:
+        yield from map(describe_nearest_run, find_nearest_runs(first, 1))
     texts = []
     uneven = first.estimate.imbalance
     if uneven.even_step_s:
@@ -155,10 +155,11 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
         )
 
 
-def describe_recommendations(plan: Plan) -> Iterable[str]:
+def describe_recommendations(plan: Plan, width: int) -> Iterable[str]:
     """Yield what to expect of the first plan of a search, and of the layout that somebody ran.
 
-    Nothing is said of a plan that no search chose.
+    The text of that layout is lines of its own, to be copied, of at most `width` columns. Nothing
+    is said of a plan that no search chose.
     """
     if plan.fast is None:
         return
@@ -169,9 +170,10 @@ def describe_recommendations(plan: Plan) -> Iterable[str]:
     elif plan.proven.layout == plan.layout:
         yield f"Proven: the same; {_count_runs(plan.proven)}."
     else:
-        changes = format_layout_changes(plan.proven.layout, plan.layout)
         expected = _describe_expectation(plan.proven)
-        yield f"Proven: {changes}; {expected}; {_count_runs(plan.proven)}."
+        yield f"Proven: {expected}; {_count_runs(plan.proven)}:"
+        text = format_layout(plan.proven.layout)
+        yield from (f"{_INDENT}{line}" for line in _break_at_commas(text, width - len(_INDENT)))
 
 
 def _describe_expectation(answer: Recommendation) -> str:
@@ -183,7 +185,8 @@ def _describe_expectation(answer: Recommendation) -> str:
     run = answer.published
     if run is None:
         return text
-    text += f"; {run.ratio:.2f} x the nearest published run, {run.id}"
+    name = f"{run.model.rpartition('/')[2]} on {run.devices:,} x {run.device}"
+    text += f"; {run.ratio:.2f} x the nearest published run, {name}"
     if run.is_exceeded:
         text += f"; {run.ratio_of_best:.2f} x the fastest published of the model on this part"
     return text
@@ -300,13 +303,25 @@ def _rejection_table(rejected: Iterable[tuple[str, int]]) -> Table:
 
 
 def print_rows(console: Console, record: Record, notes: Iterable[str] = ()) -> None:
-    """Print the title of a record, its rows as a table, and notes below."""
+    """Print the title of a record, its rows as a table, and notes below.
+
+    Layouts that no column holds stand below the table, whole, behind the row's first value.
+    """
     rows = record.to_rows()
     columns = list_columns(rows)
+    texts = [str(row.get("layout", "")) for row in rows]
+    has_wide_layouts = max(map(len, texts), default=0) > _WIDEST_LAYOUT
+    if has_wide_layouts:
+        columns.remove("layout")
     table = make_table(*columns, text_columns=("layout",))
     for row in rows:
         table.add_row(*(format_cell(row.get(name, "")) for name in columns))
     console.print(Text(record.title(), style="bold"), soft_wrap=True)
     console.print(table)
+    if has_wide_layouts:
+        for row, text in zip(rows, texts, strict=True):
+            console.print(Text(f"{columns[0]} {format_cell(row[columns[0]])}:"))
+            for line in _break_at_commas(text, console.width - len(_INDENT)):
+                console.print(Text(f"{_INDENT}{line}", style="bold"))
     for note in notes:
         console.print(Text(note))

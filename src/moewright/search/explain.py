@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from moewright.codec import format_layout, format_layout_changes, parse_layout
@@ -10,14 +11,17 @@ from moewright.cost.estimate import estimate
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.search.ranking import bound_s
+from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan, RankingRule, TimeShare, Verdict, WhatIf
 from moewright.spec.units import format_bytes, format_seconds
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Dtype, Workload
 
 DEPARTURE = "Departs from the usual"  # what sentences on guidelines begin with
+SECOND = "The second takes"
+EXPECTED_ERROR = "Expected error"
 _PARTS_SHOWN = 3
 _WORTH_SAYING = 0.005  # of the step
 _TIMES_FROM = 2.0  # times as long: from there on a factor is read more easily than a percentage
@@ -40,7 +44,7 @@ def explain_first(plans: Sequence[Plan], rule: RankingRule) -> tuple[str, ...]:
     spent = ", ".join(f"{_part(share)} {share.seconds / first.step_s:.0%}" for share in shares)
     lines = [f"The first takes {format_seconds(first.step_s)} a step, mostly {spent}."]
     if len(plans) > 1:
-        lines.append(f"The second takes {_compare(plans[1].estimate, first, rule)}.")
+        lines.append(f"{SECOND} {_compare(plans[1].estimate, first, rule)}.")
     return tuple(lines)
 
 
@@ -79,10 +83,24 @@ def explain_bound(plan: Plan) -> tuple[str, ...]:
         bound += "; more memory would change nothing"
     sd = format_bytes(estimate.peak_sd_bytes)
     sure = (
-        "Expected error (one standard deviation): "
+        f"{EXPECTED_ERROR} (one standard deviation): "
         f"{estimate.step_sd:.0%} of the step time, {sd} of the peak memory."
     )
     return (f"Limited by {bound}.", *(_explain_gain(gain, plan) for gain in plan.gains), sure)
+
+
+def explain_precision(plan: Plan) -> tuple[str, ...]:
+    """Say what a format of fewer bits makes of the step beside bf16 in the same layout."""
+    precision = plan.workload.precision
+    if not precision.is_narrow or plan.estimate.untimed:
+        return ()
+    wide = replace(plan.workload, precision=Dtype.BF16)
+    try:
+        other = estimate(plan.model, wide, plan.hardware, plan.layout)
+    except BadInput:  # the layout exists in fewer bits alone
+        return ()
+    comparison = _compare(plan.estimate, other, plan.rule, "in bf16")
+    return (f"In {precision} the layout takes {comparison}.",)
 
 
 def _explain_gain(gain: WhatIf, plan: Plan) -> str:

@@ -16,6 +16,7 @@ class BudgetPoint:
 
     devices: int
     layout: str
+    words: str
     step_s: float
     steps: int
     days: float

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moewright.codec import format_layout
+from moewright.codec.layout_words import describe_layout
 from moewright.diagnosis.judgement import describe_fit
 from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate, Plan, TimePart
@@ -31,6 +32,7 @@ class ComparedPlan:
 
     layout: str
     lines: tuple[str, ...]
+    words: str = ""
     headline: str = ""
     figures: ListedFigures = field(
         default=ListedFigures(),
@@ -89,6 +91,7 @@ def _compare(first: Plan, plan: Plan, lines: tuple[str, ...]) -> ComparedPlan:
     return ComparedPlan(
         layout=format_layout(plan.layout),
         lines=lines,
+        words=describe_layout(plan.layout).sentence,
         headline=describe_fit(plan),
         figures=list_figures(estimate),
         step_changes=tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from moewright.codec import format_layout
+from moewright.codec.layout_words import describe_layout
 from moewright.diagnosis.judgement import Judgement, judge_plan
 from moewright.diagnosis.published import PublishedRun, find_nearest_runs
 from moewright.report.plan_text import describe_evidence
@@ -72,9 +73,23 @@ class StepPart:
     hidden_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGrid:
+    """How many ranks a stage, an expert group, a tensor group and a node have, for a drawing."""
+
+    stages: int
+    ranks: int  # of a stage
+    ep: int  # ranks that share a set of experts
+    tp: int
+    node: int  # devices of a node
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class JobView(Record):
-    """What a page says of the job: model, hardware, batch and layout text."""
+    """What a page says of the job: model, hardware, batch, and the layout as text and in words.
+
+    `grid` has the sizes of the layout's groups.
+    """
 
     model: str
     device: str
@@ -83,6 +98,9 @@ class JobView(Record):
     global_batch: int
     precision: str
     layout: str
+    words: str
+    labels: tuple[str, ...]
+    grid: RankGrid
 
     def title(self) -> str:
         """Return the job in one line."""
@@ -202,14 +220,25 @@ def build_refusal(
 
 def build_job_view(plan: Plan) -> JobView:
     """Return the job of a plan as pages name it."""
+    layout = plan.layout
+    words = describe_layout(layout)
     return JobView(
         model=plan.model.name or "model",
         device=plan.hardware.device.name,
-        devices=plan.layout.world_size,
+        devices=layout.world_size,
         seq_len=plan.workload.seq_len,
         global_batch=plan.workload.global_batch,
         precision=plan.workload.precision.value,
-        layout=format_layout(plan.layout),
+        layout=format_layout(layout),
+        words=words.sentence,
+        labels=words.labels,
+        grid=RankGrid(
+            stages=layout.pp,
+            ranks=layout.world_size // layout.pp,
+            ep=layout.ep * layout.etp,
+            tp=layout.tp,
+            node=plan.hardware.fabric.devices_per_node,
+        ),
     )
 
 

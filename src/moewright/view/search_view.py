@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 from moewright.codec import format_layout
+from moewright.codec.layout_words import describe_layout
 from moewright.search.search import SearchResult
 from moewright.spec.layout import Layout
-from moewright.spec.plan import Plan, WhatIf
+from moewright.spec.plan import Plan, Recommendation, WhatIf
 from moewright.spec.record import Record, Row, spread
 from moewright.view.plan_view import ListedFigures, NamedValue, list_figures
 
@@ -30,6 +31,7 @@ class RankedPlan:
 
     kind: RankedKind
     layout: str
+    words: str
     figures: ListedFigures = field(metadata=spread(*(item.name for item in fields(ListedFigures))))
     is_on_front: bool = False
     trainers: tuple[str, ...] = ()
@@ -44,11 +46,30 @@ class GainView:
     step_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerView:
+    """An answer of a search: the fastest layout, or the fastest that somebody ran on the part.
+
+    `adds` are the labels of its layout that the other answer has not, and `published` says how its
+    speed stands to measured runs.
+    """
+
+    title: str
+    layout: str
+    words: str
+    expected_step_s: float
+    runs: int
+    grade: str
+    adds: tuple[str, ...]
+    published: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SearchView(Record):
     """The answer of a search: layouts with their figures, best first, and why.
 
-    `is_final` is false for what a first search in a part of the space gave.
+    `answers` are the fastest layout and the fastest that somebody ran, once, where they are the
+    same. `is_final` is false for what a first search in a part of the space gave.
     """
 
     ranked: tuple[RankedPlan, ...]
@@ -58,6 +79,7 @@ class SearchView(Record):
     scored: int
     capacity_bytes: int
     is_final: bool
+    answers: tuple[AnswerView, ...] = ()
 
     def title(self) -> str:
         """Return the first layout."""
@@ -102,6 +124,7 @@ def build_search_view(
                 RankedPlan(
                     kind=RankedKind.CANDIDATE,
                     layout=layout,
+                    words=describe_layout(candidate.layout).sentence,
                     figures=ListedFigures(
                         step_s=candidate.step_s,
                         peak_bytes=round(candidate.peak_bytes),
@@ -120,6 +143,44 @@ def build_search_view(
         scored=result.scored,
         capacity_bytes=capacity,
         is_final=is_final,
+        answers=_build_answers(plans[0]) if plans else (),
+    )
+
+
+def _build_answers(plan: Plan) -> tuple[AnswerView, ...]:
+    """Return the answers that a search gave beside its first plan; () where it was not whole."""
+    fast, proven = plan.fast, plan.proven
+    if fast is None:
+        return ()
+    if proven is None:
+        return (_build_answer("Fastest, and nobody published a run like it", fast, fast),)
+    if proven.layout == fast.layout:
+        return (_build_answer("Fastest, and proven by published runs", fast, fast),)
+    return (
+        _build_answer("Fastest", fast, proven),
+        _build_answer("Fastest that somebody ran", proven, fast),
+    )
+
+
+def _build_answer(title: str, answer: Recommendation, other: Recommendation) -> AnswerView:
+    words = describe_layout(answer.layout)
+    other_labels = describe_layout(other.layout).labels
+    run = answer.published
+    published = ""
+    if run is not None:
+        published = (
+            f"{run.ratio:.2f} x the nearest published run: {run.devices:,} x {run.device}"
+            f"{f', but {run.differs}' if run.differs else ', the same job'}"
+        )
+    return AnswerView(
+        title=title,
+        layout=format_layout(answer.layout),
+        words=words.sentence,
+        expected_step_s=answer.expected_step_s,
+        runs=answer.runs,
+        grade=answer.grade.value,
+        adds=tuple(label for label in words.labels if label not in other_labels),
+        published=published,
     )
 
 
@@ -129,6 +190,7 @@ def _rank_plan(
     return RankedPlan(
         kind=kind,
         layout=format_layout(plan.layout),
+        words=describe_layout(plan.layout).sentence,
         figures=list_figures(plan.estimate),
         trainers=trainers.get(plan.layout, ()),
     )

@@ -49,12 +49,23 @@ mw.panel = (title, ...children) => mw.el("section", {class: "panel"}, title ? mw
 mw.wide = node => { node.classList.add("span"); return node; };
 
 mw.table = (columns, rows, caption) => {
-  const cells = row => columns.map((column, index) => mw.el("td", {class: column.n ? "n" : null}, row[index]));
+  const cells = row => columns.map((column, index) => mw.el("td", {class: column.n ? "n" : null, "data-label": column.t || null}, row[index]));
   return mw.el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": caption},
     mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, caption),
       mw.el("thead", {}, mw.el("tr", {}, columns.map(column => mw.el("th", {class: column.n ? "n" : null, scope: "col"}, column.t)))),
       mw.el("tbody", {}, rows.map(row => mw.el("tr", {}, cells(row))))));
 };
+
+/* Text that may wrap behind commas and bars, where no space is; what is copied stays the same. */
+mw.breakable = text => String(text).split(/(?<=[,|+])(?=\S)/).flatMap((part, place) => place ? [mw.el("wbr"), part] : [part]);
+mw.copyButton = (text, name) => mw.el("button", {type: "button", class: "small copy no-print", title: text, "aria-label": `copy ${name}`, onclick: event => {
+  const done = () => { event.target.textContent = "Copied"; setTimeout(() => { event.target.textContent = "Copy"; }, 1500); };
+  if (navigator.clipboard) { navigator.clipboard.writeText(text).then(done, () => prompt(name, text)); } else prompt(name, text);
+}}, "Copy");
+/* A layout in a list: in words, its text behind a button; `pick` loads it. */
+mw.layoutCell = (text, words, pick) => mw.el("div", {class: "layout-cell", "data-layout": text},
+  pick ? mw.el("button", {type: "button", class: "small pick", onclick: pick}, words || mw.breakable(text)) : mw.el("span", {}, words || mw.el("code", {}, mw.breakable(text))),
+  " ", mw.copyButton(text, "the layout's text"));
 
 mw.colour = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 mw.textStyle = () => ({color: mw.colour("ink"), fontFamily: getComputedStyle(document.body).fontFamily, fontSize: 12});

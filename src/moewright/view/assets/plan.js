@@ -29,12 +29,33 @@ mw.showJudgement = (judgement, load) => {
   document.getElementById("judgement").replaceChildren(...mw.judgementLines(judgement, load));
 };
 
+/* Ranks as squares: a row a pipeline stage, a block an expert group, a shade a tensor group, a line a node. */
+mw.gridDrawing = job => {
+  const {stages, ranks, ep, tp, node} = job.grid;
+  const rows = Math.min(stages, 8), columns = Math.min(ranks, 32), size = 13, step = 15;
+  const svg = (tag, attributes) => { const item = document.createElementNS("http://www.w3.org/2000/svg", tag); for (const [name, value] of Object.entries(attributes)) item.setAttribute(name, value); return item; };
+  const at = rank => rank * step + 7 * Math.floor(rank / ep);
+  const width = at(columns - 1) + size + 2, height = rows * 23;
+  const drawing = svg("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", class: "grid", "aria-label": `the ranks of the layout: ${job.words}`});
+  for (let stage = 0; stage < rows; stage += 1)
+    for (let rank = 0; rank < columns; rank += 1) {
+      drawing.append(svg("rect", {x: at(rank), y: stage * 23, width: size, height: size, rx: 2, fill: "var(--accent)", opacity: Math.floor(rank / tp) % 2 ? .45 : .8}));
+      const place = stage * ranks + rank, next = place + 1, joined = rank + 1 < columns && Math.floor(place / node) === Math.floor(next / node);
+      drawing.append(svg("rect", {x: at(rank), y: stage * 23 + 16, width: joined ? at(rank + 1) - at(rank) : size, height: 2, fill: "var(--quiet)"}));
+    }
+  const more = [stages > rows ? `${mw.count(stages - rows)} more stages` : "", ranks > columns ? `${mw.count(ranks - columns)} more ranks a stage` : ""].filter(Boolean).join(", ");
+  return mw.el("figure", {class: "grid"}, drawing, mw.el("figcaption", {class: "note"}, `${stages > 1 ? "A row is a pipeline stage, a" : "A"} block ${ep > 1 ? "the ranks that share the experts" : "a rank"}, a line a node${tp > 1 ? ", a shade a tensor group" : ""}${more ? `; ${more}` : ""}.`));
+};
+
 mw.verdictPanel = (plan, act) => mw.el("section", {class: `panel verdict ${mw.qualityClass[plan.judgement.quality]}`, id: "verdict", "data-quality": plan.judgement.quality, "aria-live": "polite"},
   mw.el("h1", {}, plan.headline),
   mw.el("div", {id: "judgement"}, ...mw.judgementLines(plan.judgement, act ? undefined : null)),
   mw.el("p", {}, `${plan.sentence}.`),
   mw.el("p", {class: "quiet"}, `${plan.job.model} on ${mw.count(plan.job.devices)} × ${plan.job.device}, sequence ${mw.count(plan.job.seq_len)}, global batch ${mw.count(plan.job.global_batch)}, ${plan.job.precision}`),
-  mw.el("code", {class: "layout", id: "layout-text"}, plan.job.layout),
+  mw.el("p", {class: "words"}, plan.job.words),
+  mw.el("div", {class: "row"}, plan.job.labels.map(label => mw.el("span", {class: "badge"}, mw.breakable(label)))),
+  mw.gridDrawing(plan.job),
+  mw.el("div", {class: "row layout"}, mw.el("code", {id: "layout-text"}, mw.breakable(plan.job.layout)), mw.copyButton(plan.job.layout, "the layout's text")),
   mw.figures(plan));
 
 mw.stackTotal = (stage, hidden) => stage.components.reduce((sum, part) => sum + (hidden.has(part.name) ? 0 : part.value), 0);

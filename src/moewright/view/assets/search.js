@@ -28,7 +28,7 @@ mw.searchChart = (view, pick) => {
 
 mw.searchTable = (view, pick) => {
   const state = mw.searchState;
-  const columns = [["layout", "layout"], ["step_s", "step", mw.seconds], ["tokens_per_s_per_device", "tok/s/dev", value => mw.digits(value, 4)], ["mfu", "MFU", mw.percent], ["peak_bytes", "peak", mw.bytes], ["margin_bytes", "margin", mw.bytes], ["fit_probability", "fits, probability", value => mw.percent(value, 0)], ["grade", "evidence"], ["trainers", "runs in"]];
+  const columns = [["layout", "layout"], ["step_s", "step", mw.seconds], ["tokens_per_s_per_device", "tok/s/dev", value => mw.digits(value, 4)], ["mfu", "MFU", mw.percent], ["peak_bytes", "peak", mw.bytes], ["margin_bytes", "margin", mw.bytes], ["fit_probability", "odds to fit", value => mw.percent(value, 0)], ["grade", "evidence"], ["trainers", "runs in"]];
   const full = view.ranked.filter(item => item.kind !== "candidate");
   const body = mw.el("tbody");
   const heads = columns.map(([key, title, show]) => mw.el("th", {scope: "col", class: show ? "n" : null}, mw.el("button", {type: "button", onclick: () => { state.down = state.key === key && !state.down; state.key = key; fill(); }}, title)));
@@ -37,21 +37,30 @@ mw.searchTable = (view, pick) => {
     rows.sort((a, b) => (a[state.key] > b[state.key] ? 1 : a[state.key] < b[state.key] ? -1 : 0) * (state.down ? -1 : 1));
     heads.forEach((head, index) => { if (columns[index][0] === state.key) head.setAttribute("aria-sort", state.down ? "descending" : "ascending"); else head.removeAttribute("aria-sort"); });
     body.replaceChildren(...rows.map(item => mw.el("tr", {class: item === full[0] ? "best" : ""}, columns.map(([key, , show]) => {
-      if (key === "layout") return mw.el("td", {}, pick ? mw.el("button", {type: "button", class: "small mono pick", onclick: () => pick(item.layout)}, item.layout) : mw.el("code", {}, item.layout));
-      if (key === "grade") return mw.el("td", {}, mw.el("span", {class: `badge ${item.verdict}`}, item.verdict), " ", mw.gradeWords[item.grade] || item.grade);
-      if (key === "trainers") return mw.el("td", {}, item.trainers.join(", "));
-      return mw.el("td", {class: "n"}, show(item[key]));
+      if (key === "layout") return mw.el("td", {}, mw.layoutCell(item.layout, item.words, pick && (() => pick(item.layout))));
+      if (key === "grade") return mw.el("td", {"data-label": "evidence"}, mw.el("span", {class: `badge ${item.verdict}`}, item.verdict), " ", mw.gradeWords[item.grade] || item.grade);
+      if (key === "trainers") return mw.el("td", {"data-label": "runs in"}, item.trainers.join(", "));
+      return mw.el("td", {class: "n", "data-label": columns.find(column => column[0] === key)[1]}, show(item[key]));
     }))));
   };
   const choose = (key, names, label) => mw.el("label", {}, `${label} `, mw.el("select", {style: "width:auto", onchange: event => { state[key] = event.target.value; fill(); }}, names.map(name => mw.el("option", {value: name, selected: state[key] === name}, name))));
   fill();
+  const more = mw.el("button", {type: "button", class: "phone no-print", onclick: () => { body.classList.add("whole"); more.remove(); }}, `Show all ${full.length}`);
   return mw.el("div", {}, mw.el("div", {class: "row no-print"}, choose("verdict", ["all", "fits", "uncertain"], "verdict"), choose("grade", ["all", "measured", "combined", "stacked", "formula"], "evidence")),
-    mw.el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "ranked layouts"}, mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, "Ranked layouts"), mw.el("thead", {}, mw.el("tr", {}, heads)), body)));
+    mw.el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "ranked layouts"}, mw.el("table", {class: "ranking"}, mw.el("caption", {class: "visually-hidden"}, "Ranked layouts"), mw.el("thead", {}, mw.el("tr", {}, heads)), body)), more);
 };
+
+/* The fastest layout, and the fastest that somebody ran: what each adds to the other. */
+mw.answerPanel = (answer, pick) => mw.el("section", {class: "panel", "data-answer": answer.layout},
+  mw.el("h2", {}, answer.title), mw.layoutCell(answer.layout, answer.words, pick && (() => pick(answer.layout))),
+  mw.el("p", {}, `Expect ${mw.seconds(answer.expected_step_s)} a step. `, mw.el("span", {class: "badge"}, answer.runs ? `${mw.count(answer.runs)} published runs made its choices` : mw.gradeWords[answer.grade] || answer.grade)),
+  answer.adds.length ? mw.el("p", {class: "note"}, answer.runs ? "Has " : "Adds ", mw.breakable(answer.adds.join(", ")), answer.runs ? "." : ": nobody published all of them together.") : "",
+  answer.published ? mw.el("p", {class: "note"}, `${answer.published}.`) : "");
 
 mw.render.SearchView = (view, root, act, pick) => {
   root.append(mw.el("section", {class: "panel verdict fits", id: "search-answer"}, mw.el("h1", {}, view.ranked.length ? "Best layout" : "No layout fits"),
-    mw.el("ul", {class: "plain"}, view.why.map(line => mw.el("li", {}, line))),
+    view.answers.length ? mw.el("div", {class: "cards answers"}, view.answers.map(answer => mw.answerPanel(answer, pick))) : "",
+    mw.el("ul", {class: "plain"}, view.why.map(line => mw.el("li", {}, mw.breakable(line)))),
     mw.el("p", {class: "note"}, `${mw.count(view.scored)} layouts scored. ${view.rejected.map(item => `${mw.count(item.value)} ${item.name}`).join("; ")}.`)),
   mw.panel("Time and memory", mw.el("p", {class: "note"}, "Point for a layout, click to load it into the sliders; the red line is the capacity."), mw.searchChart(view, pick)),
   mw.panel("Ranking", mw.searchTable(view, pick)));
@@ -86,12 +95,12 @@ mw.render.ComparisonView = (view, root, act, pick) => {
   const [first, ...others] = view.plans;
   const letters = "ABCD";
   root.append(mw.wide(mw.panel("Side by side", mw.table([{t: ""}, {t: "layout"}, {t: "verdict"}, {t: "step", n: true}, {t: "tok/s/dev", n: true}, {t: "MFU", n: true}, {t: "peak", n: true}, {t: "margin", n: true}],
-    view.plans.map((plan, index) => [letters[index], pick ? mw.el("button", {type: "button", class: "small mono", onclick: () => pick(plan.layout)}, plan.layout) : mw.el("code", {}, plan.layout),
+    view.plans.map((plan, index) => [letters[index], mw.layoutCell(plan.layout, plan.words, pick && (() => pick(plan.layout))),
       plan.verdict ? mw.el("span", {class: `badge ${plan.verdict}`}, plan.headline) : mw.el("span", {class: "badge bad"}, "not legal"),
       ...(plan.verdict ? [mw.seconds(plan.step_s), mw.digits(plan.tokens_per_s_per_device, 4), mw.percent(plan.mfu), mw.bytes(plan.peak_bytes), mw.bytes(plan.margin_bytes)] : ["", "", "", "", ""])]), "Layouts side by side"))));
   others.forEach((plan, index) => {
     const name = letters[index + 1];
-    const panel = mw.panel(`${name} beside A`, mw.el("code", {}, plan.layout), mw.el("ul", {class: "plain"}, plan.lines.map(line => mw.el("li", {}, line))));
+    const panel = mw.panel(`${name} beside A`, mw.el("ul", {class: "plain"}, plan.lines.map(line => mw.el("li", {}, mw.breakable(line)))));
     if (plan.verdict) {
       const steps = () => mw.changeSteps(first.step_s, plan.step_s, plan.step_changes, mw.palette.time, mw.seconds, ["A", name]);
       const gib = 2 ** 30, showGib = value => mw.bytes(value * gib);
@@ -130,7 +139,7 @@ mw.render.BudgetView = (view, root, act, pick) => {
   });
   root.append(mw.panel("Days by number of devices", mw.chart("Days of training by number of devices, with the interval of 80 %", 320, option)),
     mw.panel("Figures", mw.table([{t: "devices", n: true}, {t: "layout"}, {t: "step", n: true}, {t: "steps", n: true}, {t: "days", n: true}, {t: "80 %", n: true}, {t: "device-hours", n: true}, ...(view.first_tokens < view.tokens_per_step ? [{t: "days of the ramp", n: true}] : []), ...(view.price ? [{t: "cost (assumed)", n: true}] : [])],
-      points.map(point => [mw.count(point.devices), pick ? mw.el("button", {type: "button", class: "small mono", onclick: () => pick(point.layout, point.devices)}, point.layout) : mw.el("code", {}, point.layout), mw.seconds(point.step_s), mw.count(point.steps), mw.digits(point.days, 4), `${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])}`, mw.count(point.device_hours), ...(view.first_tokens < view.tokens_per_step ? [mw.digits(point.ramp_days)] : []), ...(view.price ? [mw.count(point.cost)] : [])]), "Budget by number of devices"),
+      points.map(point => [mw.count(point.devices), mw.layoutCell(point.layout, point.words, pick && (() => pick(point.layout, point.devices))), mw.seconds(point.step_s), mw.count(point.steps), mw.digits(point.days, 4), `${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])}`, mw.count(point.device_hours), ...(view.first_tokens < view.tokens_per_step ? [mw.digits(point.ramp_days)] : []), ...(view.price ? [mw.count(point.cost)] : [])]), "Budget by number of devices"),
       view.without_layout.length ? mw.el("p", {class: "note"}, `No layout fits surely enough: ${view.without_layout.join(", ")} devices.`) : ""));
 };
 mw.tokens = value => { for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6]]) if (value >= scale) return `${mw.digits(value / scale, 4)}${unit}`; return mw.count(value); };
