@@ -16,11 +16,13 @@ from moewright.calibration.score import score_table
 from moewright.calibration.software_facts import release_age_years, source_facts
 from moewright.calibration.table import MeasurementTable, read_table
 from moewright.codec import format_layout
+from moewright.cost.constants import Constants
 from moewright.intake import catalogue
 from moewright.rules.expert_load import expected_load
 from moewright.rules.shapes import flops
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import CapacityFill, CudaGraphScope, Layout, Offload, Overlap, Recompute
+from moewright.spec.plan import Verdict
 from moewright.spec.units import GIB
 from moewright.spec.workload import Dtype, Fusion, Routing, Workload
 
@@ -131,6 +133,52 @@ def test_a_row_that_cannot_be_scored_says_why(
     assert [row.id for row in runs.rows] == ["a-2"]
     assert runs.order == ("a-1", "a-2")
     assert reason in runs.skipped[0].reason
+
+
+def test_trainers_that_do_not_accumulate_take_the_whole_local_batch(tmp_path: Path) -> None:
+    open_size = {**DENSE, "mbs": "", "num_gpus": "64", "dp": "", "gbs": "256"}
+    open_size |= {"hardware": "H100", "time_per_iter_s": "9"}
+    sharded, megatrons, on_tpus, in_a_pipeline = table(
+        tmp_path,
+        {**open_size, "id": "b-1", "fsdp": "fsdp2"},
+        {**open_size, "id": "c-1", "fsdp": "fsdp", "source": "a paper on Megatron"},
+        {**open_size, "id": "d-1", "hardware": "TPU v5p", "cuda_graph": ""},
+        {**open_size, "id": "e-1", "fsdp": "fsdp2", "pp": "2"},
+    ).rows
+    assert sharded.layout.mbs == on_tpus.layout.mbs == 256 // 64
+    assert "mbs" in sharded.unstated
+    assert megatrons.layout.mbs == in_a_pipeline.layout.mbs == 1
+    assert "cuda_graph" not in on_tpus.unstated  # there are none to state
+
+
+def test_a_run_that_ran_and_leaves_cells_open_is_never_out_of_memory(tmp_path: Path) -> None:
+    tight = {**DENSE, "model": "Meta-Llama-3-70B", "num_gpus": "8", "dp": "8", "gbs": "8"}
+    rows = table(
+        tmp_path,
+        {**tight, "id": "b-1", "time_per_iter_s": "9"},
+        {**tight, "id": "c-1", "time_per_iter_s": "9", "precision": "bf16", "cuda_graph": ""},
+        {**tight, "id": "d-1", "oom": "true"},
+    )
+    verdicts = {row.id: row.verdict for row in score_table(rows).rows}
+    assert verdicts == {"b-1": Verdict.OOM, "c-1": Verdict.UNCERTAIN, "d-1": Verdict.OOM}
+
+
+@pytest.mark.parametrize(
+    ("source", "hardware", "released", "scale"),
+    [
+        ("a lab", "H100", "2023-11", 1.7),
+        ("a lab", "H800", "2024-05", 1.7),
+        ("a lab", "H100", "2024-08", 1.0),  # FlashAttention-3
+        ("a lab", "A100", "2024-05", 1.0),  # FlashAttention-2 is of its year
+        ("NVIDIA NeMo", "H100", "2024-05", 1.0),  # cuDNN's own
+    ],
+)
+def test_attention_kernels_are_of_their_year(
+    source: str, hardware: str, released: str, scale: float, tmp_path: Path
+) -> None:
+    cells = {"source": source, "hardware": hardware, "date_release": released}
+    (row,) = table(tmp_path, {**DENSE, **cells, "time_per_iter_s": "9"}).rows
+    assert Constants(row.hardware)["attention_kernel_time_scale"] == scale
 
 
 def test_tables_are_read_one_after_another(tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from moewright.calibration.table import read_table
 from moewright.spec.plan import Verdict
 
 DATA = Path(__file__).parent / "data"
-# MaxText's remat keeps inputs of layers, queries, keys and values on the host, which no row says.
-SAID_NOT_TO_FIT = {f"tpuv6e-{number:03}" for number in range(1, 7)}
 
 
 @cache
@@ -38,17 +36,22 @@ def test_rows_are_read_but_those_without_a_batch() -> None:
     assert len(skipped) == 5
 
 
-def test_errors_are_no_larger_than_at_first() -> None:
-    """First: MoE 32.2 and 57.3 %, dense 18.1 and 33.7 % (median, 90th percentile)."""
+def test_errors_are_no_larger_than_with_kernels_of_their_year() -> None:
+    """First: MoE 32.2 and 57.3 %, dense 18.1 and 33.7 % (median, 90th percentile).
+
+    Dense runs are at 8.8 and 19.3 % since attention and odd shards are priced by their stack.
+    """
     splits = {(split.by, split.name): split.speeds for split in scored().summary.splits}
     moe, dense = splits["moe", "all"], splits["dense", "all"]
     assert (moe.rows, dense.rows) == (13, 37)
     assert moe.median_error <= 0.33
-    assert dense.median_error <= 0.19
+    assert dense.median_error <= 0.09
+    assert dense.p90_error <= 0.2
 
 
 def test_runs_that_ran_are_not_said_not_to_fit() -> None:
+    """At first six were, whose custom remat keeps tensors on the host."""
     refused = {
         row.id for row in scored().rows if row.verdict is Verdict.OOM and not row.measured_oom
     }
-    assert refused == SAID_NOT_TO_FIT
+    assert not refused

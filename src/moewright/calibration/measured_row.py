@@ -95,7 +95,9 @@ _REQUIRED = ("model", "hardware", "num_gpus", "seq_len")
 # The micro-batches that a row may have had which does not state it, and how likely: the shares
 # among the pre-training rows that do (tests/published/data/measurements.csv).
 _MICRO_BATCHES = (("1", 0.72), ("2", 0.2), ("4", 0.08))
+_LOCAL_BATCH = "local batch"  # a micro-batch of all that a step brings to a rank
 _SPEEDS = ("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct")
+_WITHOUT_CUDA = ("TPU", "Ascend")  # names of parts that have no CUDA graphs
 _NO_LAYOUT_STRING = ("", "custom layout string")
 
 
@@ -192,7 +194,7 @@ def _parse_likely_readings(
     rows: list[tuple[float, MeasuredRow]] = []
     refusal: BadInput | None = None
     guesses = infer_cells(cells_so_far, model, is_full=is_full)
-    for share, guess in guesses if cells["mbs"] else _guess_micro_batch(guesses):
+    for share, guess in guesses if cells_so_far["mbs"] else _guess_micro_batch(guesses):
         try:
             rows.append((share, _parse_reading(cells, user_hardware, guess)))
         except BadInput as error:
@@ -262,7 +264,7 @@ def _parse_reading(
         model = replace(model, mtp_layers=0)
         notes.append("trained without MTP")
     unstated = list(_find_unstated(cells, model))
-    cells = {**fill_implied(cells, facts), **guess}
+    cells = _spell_micro_batch({**fill_implied(cells, facts), **guess}, devices)
     layout = _parse_layout(cells, model, devices)
     if layout.stages and cells["pp_layout"] in _NO_LAYOUT_STRING:
         unstated.append("pp_layout")
@@ -287,6 +289,22 @@ def _parse_reading(
         unstated=tuple(unstated),
         notes=(*notes, *job.notes),
     )
+
+
+def _spell_micro_batch(cells: Mapping[str, str], devices: int) -> dict[str, str]:
+    """Return cells whose micro-batch is a number where it is the whole batch of a rank.
+
+    A pipeline cuts that batch, into single sequences unless it is told otherwise.
+    """
+    if cells["mbs"] != _LOCAL_BATCH:
+        return dict(cells)
+    if cells["pp"] not in ("", "1"):
+        return {**cells, "mbs": "1"}
+    model_parallel = 1
+    for column in ("tp", "cp"):
+        model_parallel *= cell.parse_whole_number(column, cells[column] or "1")
+    sequences = cell.parse_whole_number("gbs", cells["gbs"]) if cells["gbs"] else 0
+    return {**cells, "mbs": str(max(1, sequences * model_parallel // devices))}
 
 
 def _require_needed_cells(cells: Mapping[str, str]) -> None:
@@ -400,7 +418,9 @@ def _find_unstated(cells: Mapping[str, str], model: ModelSpec) -> Iterator[str]:
     """
     is_moe = model.moe is not None
     is_natural = _has_natural_routing(cells)
-    deciding = ["mbs", "precision", "recompute_granularity", "cuda_graph"]
+    deciding = ["mbs", "precision", "recompute_granularity"]
+    if not cells["hardware"].startswith(_WITHOUT_CUDA):
+        deciding.append("cuda_graph")
     if is_moe and not is_natural:
         deciding.append("force_balance")
     if is_moe and cells["ep"] not in ("", "1") and not cells["cuda_graph"]:

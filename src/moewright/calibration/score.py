@@ -243,13 +243,16 @@ def _peak_log_sd(row: MeasuredRow, prediction: Estimate) -> float:
 
 
 def _may_fit(row: MeasuredRow, prediction: Estimate) -> bool:
-    """Return whether a prediction over the capacity is within what the row leaves open.
+    """Return whether a run that ran may have fitted, though its prediction is over the capacity.
 
-    That is one standard deviation, as in the verdict on a layout whose switches are all known. A
-    row out of memory is read at the least that it leaves open instead.
+    Cells that it leaves open may have saved memory, whatever their reading says. Where the load of
+    its experts alone is open, that is one standard deviation. A row out of memory is read at the
+    least that it leaves open instead.
     """
     if row.kind is RowStatement.COMPLETE or row.oom:
         return False
+    if set(row.unstated) - {"expert_load"}:
+        return True
     spread_bytes = _peak_log_sd(row, prediction) * prediction.peak_bytes
     return -prediction.margin_bytes < spread_bytes
 
@@ -270,7 +273,7 @@ def _score_row(
         notes.append("does not fit without recompute, which may have been on")
     elif verdict is Verdict.OOM and _may_fit(row, at_peak):
         verdict = Verdict.UNCERTAIN
-        notes.append("over the capacity by less than what the row leaves open")
+        notes.append("over the capacity, which what the row leaves open may change")
     if row.assumed_least:
         least = f"at the least that its source leaves open: {', '.join(row.assumed_least)}"
         if verdict is Verdict.FITS:

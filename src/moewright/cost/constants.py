@@ -58,6 +58,10 @@ _LIBRARY_CALL = (
     "a node of the group; AIConfigurator 0.11.0 DeepEP tables extrapolated to no tokens: 33, 102,"
     " 142 us on 1, 2, 4 nodes"
 )
+_MISALIGNED = (
+    "BLOOM chronicles (2022): hidden 14,400 over TP 8 beside 13,824 on 320 A100, 1.30 of the step"
+)
+_FUSED_PASSES = "norms, activations and rotations in a kernel each; more where they run eagerly"
 _OWN_KERNELS = "kernels made for the part; more where a run names older ones"
 _NO_TOKEN_LOOP = "trainers that read no token on the host; the device waits while one does"
 _OWN_SUMS = "seconds an element of token rows that atomics sum; kernels for it use none"
@@ -129,6 +133,7 @@ _ACCELERATOR = (
     _fitted("attention_time_scale", 0.879, _fit_source(0.06)),
     _fitted("attention_backward_time_scale", 0.879, _fit_source(0.06)),
     _assumed("attention_kernel_time_scale", 1.0, _OWN_KERNELS),
+    _assumed("eager_pass_time_scale", 1.0, _FUSED_PASSES),
     _fitted("elementwise_time_scale", 1.43, _fit_source(0.07)),
     _fitted("optimizer_time_scale", 1.0, TIME_FINDINGS),
     _fitted("alltoall_inside_time_scale", 0.77, _fit_source(0.08)),
@@ -136,6 +141,7 @@ _ACCELERATOR = (
     _assumed("gemm_efficiency", 0.74, "middle of published bf16 GEMM tables, 0.67-0.78 of peak"),
     _fitted("grouped_rolloff_rows", 60.0, TIME_FINDINGS),
     _measured("narrow_head_time_scale", 1.43, _NARROW_HEADS),
+    _measured("misaligned_gemm_time_scale", 1.36, _MISALIGNED),
     _fitted("scan_time_scale", 2.21, _fit_source(0.15, "scans of Nemotron hybrids")),
     _assumed("attention_efficiency", 0.62, "published attention tables, long sequences"),
     _assumed(
@@ -234,6 +240,7 @@ _CPU = (
     _assumed("attention_time_scale", 1.0, _OWN_RATES),
     _assumed("attention_backward_time_scale", 1.0, _OWN_RATES),
     _assumed("attention_kernel_time_scale", 1.0, _OWN_RATES),
+    _assumed("eager_pass_time_scale", 1.0, _OWN_RATES),
     _assumed("elementwise_time_scale", 1.0, _OWN_RATES),
     _assumed("optimizer_time_scale", 1.0, _OWN_RATES),
     _assumed("alltoall_inside_time_scale", 1.0, _OWN_RATES),
@@ -241,6 +248,7 @@ _CPU = (
     _assumed("gemm_efficiency", 0.8, "no rate in the hardware file: share of its peak"),
     _assumed("grouped_rolloff_rows", 60.0, _NO_RATE),
     _assumed("narrow_head_time_scale", 1.0, _OWN_RATES),
+    _assumed("misaligned_gemm_time_scale", 1.0, _OWN_RATES),
     _assumed("scan_time_scale", 1.0, _OWN_RATES),
     _assumed("sink_attention_time_scale", 1.0, _OWN_RATES),
     _assumed("attention_efficiency", 0.3, "no rate in the hardware file: share of its peak"),

@@ -31,6 +31,9 @@ _ROW_MODULES: Mapping[str, Module] = MappingProxyType(
         "mtp": Module.MTP,
     }
 )
+# Elements of 16 bits in a cache line of 128 bytes; narrower matrices are joined to others.
+_LINE = 64
+_WIDE = 1024
 _BACKWARD_PRODUCTS = 2.0  # a product's gradients are two products of its size
 
 
@@ -51,7 +54,14 @@ def gemm_row(
     part: TimePart,
     *recomputed_by: Recompute,
 ) -> OpRow:
-    """Return the row of a product [tokens, k] x [k, n]."""
+    """Return the row of a product [tokens, k] x [k, n].
+
+    Shards of wide matrices whose rows do not begin on a cache line cost more. Vocabularies are
+    padded to whole lines.
+    """
+    is_aligned = part is not TimePart.DENSE or all(
+        width < _WIDE or width % _LINE == 0 for width in (n, k)
+    )
     product_flops = 2.0 * tokens * n * k
     return OpRow(
         name=name,
@@ -61,6 +71,7 @@ def gemm_row(
         x=product_flops,
         dtype=sym.dtype,
         recomputed_by=(Recompute.FULL, *recomputed_by),
+        scale_constant="" if is_aligned else "misaligned_gemm_time_scale",
     )
 
 

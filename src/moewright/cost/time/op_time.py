@@ -114,6 +114,8 @@ class DeviceRates:
         c = self.constants
         if op in (Op.ATTENTION, Op.ATTENTION_BACKWARD):
             return c[f"{op}_time_scale"] * c["attention_kernel_time_scale"]
+        if op is Op.ELEMENTWISE:
+            return c["elementwise_time_scale"] * c["eager_pass_time_scale"]
         if op not in (Op.GEMM, Op.GROUPED_GEMM):
             return c[f"{op}_time_scale"]
         scale = c["gemm_8bit_time_scale" if dtype.is_narrow else "gemm_time_scale"]
