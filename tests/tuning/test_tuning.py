@@ -12,8 +12,8 @@ from moewright.codec import parse_layout
 from moewright.search.space import no_objections
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Cause, Wall
+from moewright.spec.options import TuningAxis
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.tuning_axis import TuningAxis
 from moewright.spec.units import MIB
 from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules, Ruling, TuningPhase
 from moewright.tuning.journal import JOURNAL_FILE, Journal, read_journal

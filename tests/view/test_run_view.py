@@ -13,9 +13,8 @@ from moewright.diagnosis.engine_run import (
 )
 from moewright.rules.steady_steps import median_step_s
 from moewright.spec.ledger import Component
-from moewright.view.curves import thin_points
 from moewright.view.page import render_page
-from moewright.view.run_view import RunsView, build_run_view
+from moewright.view.run_view import RunsView, build_run_view, thin_points
 from sample_run import counted_ledger, ledger, record
 
 

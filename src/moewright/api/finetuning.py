@@ -74,7 +74,7 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
     if is_first_rank():
         write_text(job_path, write_job(request, base, report, tell))
     training = TrainingRequest(
-        path=job_path, run_dir=request.out, nproc=request.nproc, overrides=request.overrides
+        path=job_path, run_dir=request.out, nproc=request.options.nproc, overrides=request.overrides
     )
     plan = prepare_training(training, tell)
     sample = _read_sample(report, base)
@@ -152,9 +152,9 @@ def _build_data(request: FineTuningRequest, base: Path, chats: Path) -> BuildRep
 
     options = ChatOptions(
         tokenizer=base,
-        template=request.template,
-        heldout_fraction=request.heldout,
-        max_tokens=request.seq_len or 0,
+        template=request.options.chat_template,
+        heldout_fraction=request.options.heldout,
+        max_tokens=request.options.seq_len or 0,
     )
     return build_chats(chats, request.out / _DATA_FOLDER, options)
 

@@ -18,6 +18,7 @@ from moewright.intake.job import DEFAULT_HARDWARE, read_job
 from moewright.rules.limits.engine_limits import unsupported_model
 from moewright.rules.packing import filled_share
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.options import FineTuningOptions
 from moewright.spec.workload import BaseQuantization, Objective
 
 if TYPE_CHECKING:
@@ -44,24 +45,14 @@ class FineTuningRequest:
     """What is to be fine-tuned on what.
 
     `base` and `chats` are None for the model and the chats that moewright brings. `on` names the
-    hardware as count x device, "" this machine. None elsewhere leaves a number to the data; a
-    `lora_rank` of 0 trains whole weights, but for the parts in `freeze`.
+    hardware as count x device, "" this machine.
     """
 
     base: Path | None
     chats: Path | None
     out: Path
+    options: FineTuningOptions
     on: str = ""
-    nproc: int | None = None
-    epochs: float | None = None
-    seq_len: int | None = None
-    global_batch: int | None = None
-    lr: float | None = None
-    lora_rank: int = 0
-    quantize_base: BaseQuantization = BaseQuantization.NONE
-    freeze: Sequence[str] = ()
-    heldout: float = 0.05
-    template: Path | None = None
     overrides: Sequence[str] = ()
 
 
@@ -88,13 +79,15 @@ def check_request(request: FineTuningRequest, base: Path) -> None:
     from moewright.engine.hf.folder import open_hf_folder
     from moewright.engine.hf.names import build_name_table
 
-    if request.epochs is not None and request.epochs <= 0:
-        epochs = f"{request.epochs:g}"
+    if request.options.epochs is not None and request.options.epochs <= 0:
+        epochs = f"{request.options.epochs:g}"
         reason = Reason(field="--epochs", value=epochs, rule="must be positive", nearest="1")
         raise BadInput(reason)
-    check_heldout_fraction(request.heldout)
+    check_heldout_fraction(request.options.heldout)
     numbers = _JobNumbers(
-        seq_len=request.seq_len or _MIN_SEQ_LEN, global_batch=request.global_batch or 1, steps=1
+        seq_len=request.options.seq_len or _MIN_SEQ_LEN,
+        global_batch=request.options.global_batch or 1,
+        steps=1,
     )
     hf.read_config(base)
     with TemporaryDirectory() as folder:
@@ -114,15 +107,15 @@ def write_job(request: FineTuningRequest, base: Path, report: BuildReport, tell:
     from moewright.engine.data.packing import open_chats, pack_chats
 
     nproc, _ = _choose_hardware(request, request.out)
-    seq_len = request.seq_len
+    seq_len = request.options.seq_len
     if seq_len is None:
         seq_len = max(_MIN_SEQ_LEN, 1 << (report.corpus.longest.tokens - 1).bit_length())
     chats = open_chats(Path(report.data.train))
     packs = pack_chats(chats, seq_len=seq_len)
     filled = filled_share(chats.lengths, packs)
-    batch = request.global_batch or _choose_batch(packs.count, nproc)
+    batch = request.options.global_batch or _choose_batch(packs.count, nproc)
     default_epochs = _FRESH_EPOCHS if request.base is None else _EPOCHS
-    epochs = default_epochs if request.epochs is None else request.epochs
+    epochs = default_epochs if request.options.epochs is None else request.options.epochs
     steps = max(1, round(epochs * packs.count / batch))
     tell(
         f"{packs.count:,} sequences of {seq_len:,} tokens, {filled:.0%} filled; {steps:,} steps "
@@ -160,23 +153,23 @@ def _format_job(
 ) -> str:
     """Return the text of a job file in `folder`."""
     nproc, hardware = _choose_hardware(request, folder)
-    lr = request.lr
+    lr = request.options.lr
     if lr is None:
-        default_lr = _LORA_LR if request.lora_rank else _LR
+        default_lr = _LORA_LR if request.options.lora_rank else _LR
         if numbers.objective is Objective.DPO:
-            default_lr = _DPO_LORA_LR if request.lora_rank else _DPO_LR
+            default_lr = _DPO_LORA_LR if request.options.lora_rank else _DPO_LR
         lr = _FRESH_LR if request.base is None else default_lr
     task: dict[str, Any] = {"task": "sft"}
-    if request.freeze:
-        task["freeze"] = list(request.freeze)
-    if request.lora_rank:
+    if request.options.freeze:
+        task["freeze"] = list(request.options.freeze)
+    if request.options.lora_rank:
         task |= {
             "task": "lora",
-            "lora_rank": request.lora_rank,
-            "lora_alpha": 2.0 * request.lora_rank,
+            "lora_rank": request.options.lora_rank,
+            "lora_alpha": 2.0 * request.options.lora_rank,
         }
-    if request.quantize_base is not BaseQuantization.NONE:
-        task["quantize_base"] = request.quantize_base.value
+    if request.options.quantize_base is not BaseQuantization.NONE:
+        task["quantize_base"] = request.options.quantize_base.value
     if numbers.objective is not Objective.NEXT_TOKEN:
         task["objective"] = numbers.objective.value
     steps = numbers.steps
@@ -207,8 +200,8 @@ def _choose_hardware(request: FineTuningRequest, folder: Path) -> tuple[int, str
     if request.on:
         text = parse_hardware_text(request.on)
         name = os.path.relpath(text.name, folder) if text.is_file else text.name
-        return request.nproc or text.count or 1, name
-    count = request.nproc or _count_devices()
+        return request.options.nproc or text.count or 1, name
+    count = request.options.nproc or _count_devices()
     return count, os.path.relpath(DEFAULT_HARDWARE, folder)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_nothing, print_now
-from moewright.cli.options import FineTuningOptions, SetOption
+from moewright.cli.options import PortionOptions, SetOption
 from moewright.cli.stop_signals import answer_stops
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.names import closest_match
-from moewright.spec.workload import FrozenPart
 
-_NO_OPTIONS = FineTuningOptions()
+_NO_OPTIONS = PortionOptions()
 
 
 def finetune(
@@ -21,7 +19,7 @@ def finetune(
     *,
     out: Path = Path("runs/finetune"),
     on: str = "",
-    options: FineTuningOptions = _NO_OPTIONS,
+    options: PortionOptions = _NO_OPTIONS,
     set_: SetOption = None,
 ) -> int:
     """Fine-tune a Hugging Face folder on chats: build the data, plan, train, and export.
@@ -45,7 +43,6 @@ def finetune(
     """
     from moewright.api.finetuning import finetune as run_finetuning
     from moewright.api.finetuning_job import FineTuningRequest
-    from moewright.api.requests import read_lora_rank
     from moewright.api.training import is_first_rank
     from moewright.intake.hub import locate_folder
 
@@ -57,28 +54,8 @@ def finetune(
         chats=chats,
         out=out,
         on=on,
-        nproc=options.nproc,
-        epochs=options.epochs,
-        seq_len=options.seq_len,
-        global_batch=options.global_batch,
-        lr=options.lr,
-        lora_rank=read_lora_rank(options.lora) or 0,
-        quantize_base=options.quantize_base,
-        freeze=_read_parts(options.freeze),
-        heldout=options.heldout,
-        template=options.chat_template,
+        options=options,
         overrides=tuple(set_ or ()),
     )
     tell = print_now if is_first_rank() else print_nothing
     return answer_stops(lambda: run_finetuning(request, tell))
-
-
-def _read_parts(text: str) -> tuple[FrozenPart, ...]:
-    """Return the parts of "router,embeddings"."""
-    names = [name for name in text.split(",") if name]
-    for name in names:
-        if name not in set(FrozenPart):
-            rule = f"must be parts, by commas, of {', '.join(FrozenPart)}"
-            nearest = closest_match(name, list(FrozenPart))
-            raise BadInput(Reason(field="--freeze", value=name, rule=rule, nearest=nearest))
-    return tuple(FrozenPart(name) for name in names)

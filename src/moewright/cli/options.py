@@ -17,14 +17,16 @@ from cyclopts import Parameter, Token
 
 from moewright.rules.upcycling import RouterWeighting, UpcyclingScaling, UpcyclingSpec
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 from moewright.spec.options import (
+    FineTuningOptions,
     Launcher,
     SearchOptions,
     TrialPlace,
     TrialTrainer,
     WorkloadOptions,
 )
-from moewright.spec.workload import BaseQuantization, Dtype, Task
+from moewright.spec.workload import BaseQuantization, Dtype, FrozenPart, Task
 
 # An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
 SetOption = Annotated[list[str] | None, Parameter(name="--set", negative="")]
@@ -74,6 +76,17 @@ def _read_rank(_: type, tokens: Sequence[Token]) -> int | None:
     return read_lora_rank(token.value)
 
 
+def _read_parts(_: type, tokens: Sequence[Token]) -> tuple[FrozenPart, ...]:
+    """Return the parts of "router,embeddings"."""
+    names = [name for token in tokens for name in token.value.split(",") if name]
+    for name in names:
+        if name not in set(FrozenPart):
+            rule = f"must be parts, by commas, of {', '.join(FrozenPart)}"
+            nearest = closest_match(name, list(FrozenPart))
+            raise BadInput(Reason(field="--freeze", value=name, rule=rule, nearest=nearest))
+    return tuple(FrozenPart(name) for name in names)
+
+
 def _read_counts(_: type, tokens: Sequence[Token]) -> tuple[int, ...]:
     """Return as many counts as there are tokens."""
     return tuple(_read_count(int, (token,)) for token in tokens)
@@ -91,6 +104,10 @@ ShellWords = Annotated[str, Parameter(allow_leading_hyphen=True)]
 OptionalLength = Annotated[int | None, Parameter(converter=_read_length)]
 OptionalCount = Annotated[int | None, Parameter(converter=_read_count)]
 LoraRank = Annotated[int | None, Parameter(name="--lora", converter=_read_rank)]
+# Parts by commas, which the help does not list a second time.
+FrozenParts = Annotated[
+    tuple[FrozenPart, ...], Parameter(negative="", show_choices=False, converter=_read_parts)
+]
 # A field of the package's record that a verb does not offer.
 NoOption = Annotated[Any, Parameter(parse=False, show=False)]
 
@@ -168,7 +185,7 @@ class PlanningOptions(BatchOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FineTuningOptions:
+class PortionOptions(FineTuningOptions):
     """Options that say how long and in which portions a model is fine-tuned.
 
     Parameters
@@ -184,7 +201,7 @@ class FineTuningOptions:
         Sequences a step; what makes some steps an epoch when not given.
     lr
         Peak learning rate; when not given 1e-5, or 2e-4 with --lora.
-    lora
+    lora_rank
         Train low-rank adapters beside frozen weights, of this rank, such as r=16.
     quantize_base
         The form of the frozen linears under the adapters: nf4 for 4 bits (QLoRA), fp8 for
@@ -199,14 +216,11 @@ class FineTuningOptions:
     """
 
     nproc: OptionalCount = None
-    epochs: float | None = None
     seq_len: OptionalLength = None
     global_batch: OptionalCount = None
-    lr: float | None = None
-    lora: str = ""
+    lora_rank: LoraRank = None
     quantize_base: BaseQuantization = BaseQuantization.NONE
-    freeze: str = ""
-    heldout: float = 0.05
+    freeze: FrozenParts = ()
     chat_template: Path | None = None
 
 

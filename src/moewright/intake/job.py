@@ -38,7 +38,7 @@ from moewright.spec.choices import FieldKind
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
-from moewright.spec.tuning_axis import TUNABLE_TRAIN_KEYS, TuningAxis
+from moewright.spec.options import TUNABLE_TRAIN_KEYS, TuningAxis
 from moewright.spec.workload import Workload
 
 DEFAULT_HARDWARE = "runs/machine.toml"

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from moewright.spec.workload import BaseQuantization, Dtype, Task
+from moewright.spec.workload import BaseQuantization, Dtype, FrozenPart, Task
 
 # What a plan is written for: a trainer, or what starts ours.
 ExportTarget = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
@@ -51,6 +51,25 @@ class SearchOptions:
     runs_on: str = ""  # a TargetTrainer that has to start the layouts; "": any layout
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FineTuningOptions:
+    """How long and in which portions a model is fine-tuned; None leaves a number to the data.
+
+    Without a `lora_rank` whole weights train, but for the parts in `freeze`.
+    """
+
+    nproc: int | None = None
+    epochs: float | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    lr: float | None = None
+    lora_rank: int | None = None
+    quantize_base: BaseQuantization = BaseQuantization.NONE
+    freeze: tuple[FrozenPart, ...] = ()
+    heldout: float = 0.05  # share of the chats
+    chat_template: Path | None = None
+
+
 class Launcher(StrEnum):
     """What starts a trial."""
 
@@ -85,3 +104,19 @@ class TrialPlace:
 
 
 HERE = TrialPlace()  # our engine, on this machine
+
+
+# Keys of [train] that change how a step runs and nothing about what it trains.
+TUNABLE_TRAIN_KEYS = ("bucket_elements", "gc_every_steps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningAxis:
+    """A key that tuning may change, with its candidate values in no particular order.
+
+    `key` is a key of the layout text or one of TUNABLE_TRAIN_KEYS; values are written as they are
+    in the layout text or the job file.
+    """
+
+    key: str
+    values: tuple[str, ...]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moewright.codec import fingerprint, read_json, write_json
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.tuning_axis import TuningAxis
+from moewright.spec.options import TuningAxis
 from moewright.spec.workload import RouterForce, Workload
 from moewright.tuning.space import TuningPoint, TuningSpace
 from moewright.tuning.trials import SCREEN_STEPS, VALIDATE_STEPS, VALIDATION_WINDOW, WARM_UP_STEPS

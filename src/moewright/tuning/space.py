@@ -25,8 +25,8 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import CudaGraphScope, Layout, Overlap, Schedule
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import TUNABLE_TRAIN_KEYS, TuningAxis
 from moewright.spec.stage_string import EVEN_SPLIT
-from moewright.spec.tuning_axis import TUNABLE_TRAIN_KEYS, TuningAxis
 from moewright.spec.workload import BatchRampSpec, OptimizerSpec, Workload
 
 MAX_POINTS = 4096  # of a space that a job spells out: each is priced

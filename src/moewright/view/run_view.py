@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import nan
 from statistics import fmean
 
@@ -28,10 +29,13 @@ from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 from moewright.spec.run import EvalRecord, RunRecord
 from moewright.spec.units import format_bytes
-from moewright.view.curves import Point, thin_points
 from moewright.view.diagnosis_view import DiagnosisView, build_diagnosis_view, close_at
 from moewright.view.plan_view import JobView, build_job_view
 
+Point = tuple[float, float]
+
+# Most points that one curve draws.
+MAX_CURVE_POINTS = 2000
 _LOAD_POINTS = 3000  # of the curves of all layers together
 
 
@@ -279,3 +283,20 @@ def _over_mean(counts: Sequence[Sequence[int]]) -> tuple[float, ...]:
     means = [fmean(column) for column in zip(*counts, strict=True)]
     overall = (fmean(means) if means else 0.0) or 1.0
     return tuple(mean / overall for mean in means)
+
+
+def thin_points(points: Sequence[Point], limit: int = MAX_CURVE_POINTS) -> tuple[Point, ...]:
+    """Return at most `limit` points of a curve.
+
+    Of each run of neighbours the lowest and the highest are kept, so that spikes stay visible.
+    """
+    if len(points) <= limit:
+        return tuple(points)
+    bins = limit // 2
+    edges = [len(points) * number // bins for number in range(bins + 1)]
+    kept: list[Point] = []
+    for start, stop in pairwise(edges):
+        run = points[start:stop]
+        extremes = {min(run, key=lambda point: point[1]), max(run, key=lambda point: point[1])}
+        kept.extend(sorted(extremes))
+    return tuple(kept)
