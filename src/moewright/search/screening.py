@@ -44,6 +44,7 @@ from moewright.search.space import (
 )
 from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 from moewright.spec.plan import RankingRule
+from moewright.spec.record import copy_with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -148,7 +149,7 @@ class Screener:
         """Yield a group with the lower bound of its candidates, for each overlap of experts."""
         times = None
         for overlap in self._expert_overlaps(group.layout):
-            cut = replace(group.layout, overlap=overlap)
+            cut = copy_with(group.layout, overlap=overlap)
             legal, is_searched = self._legality(group, cut)
             if not is_searched.any():
                 continue
@@ -338,7 +339,7 @@ class Screener:
         """Return the layout of the candidate at these indices of the scores' arrays."""
         policy = self.activation_policies[activations]
         state_policy = self.state_policies[states]
-        layout = replace(
+        layout = copy_with(
             scores.base,
             recompute=policy.recompute,
             graphs=policy.graphs,
@@ -373,7 +374,7 @@ class Screener:
             is_legal = np.array(
                 [
                     [
-                        self._policy_legality(replace(cut, zero=policy.zero), shape)
+                        self._policy_legality(copy_with(cut, zero=policy.zero), shape)
                         for policy in self.state_policies
                     ]
                     for shape in shapes
@@ -420,7 +421,7 @@ class Screener:
     def _list_timing_classes(
         self, cut: Layout, shapes: Sequence[PipelineShape]
     ) -> Iterator[TimingClass]:
-        by_degree = {pp: self.times.symbols(replace(cut, pp=pp)) for pp in {s.pp for s in shapes}}
+        by_degree = {pp: self.times.symbols(copy_with(cut, pp=pp)) for pp in {s.pp for s in shapes}}
         classes: dict[tuple[int, int, bool], list[int]] = {}
         for place, shape in enumerate(shapes):
             sym = by_degree[shape.pp]
@@ -529,7 +530,7 @@ class Screener:
     def _transfer_s(self, base: Layout, pp: int) -> float:
         key = base.tp, base.cp, base.mbs, pp
         if key not in self._transfers:
-            layout = replace(base, pp=pp)
+            layout = copy_with(base, pp=pp)
             self._transfers[key] = stage_transfer_s(
                 self.times.collectives, self.times.symbols(layout), layout
             )
@@ -565,4 +566,4 @@ def _recomputed(recompute: Collection[Recompute]) -> frozenset[Recompute]:
 def with_dp_overlap(layout: Layout) -> Layout:
     """Return the layout with overlapped gradient sums, and weight gathers where there are any."""
     added = {Overlap.GRAD} if layout.zero == 0 else {Overlap.GRAD, Overlap.PARAM}
-    return replace(layout, overlap=tuple(sorted({*layout.overlap, *added})))
+    return copy_with(layout, overlap=tuple(sorted({*layout.overlap, *added})))

@@ -40,6 +40,7 @@ from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import MemoryRow, Module
+from moewright.spec.record import copy_with
 from moewright.spec.workload import MatrixUpdate
 
 _WITHOUT_EXPERTS, _WITH_EXPERTS = False, True
@@ -161,7 +162,7 @@ class ScreeningMemory:
         level = zero if cut.shard else min(zero, 1)
         key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp, level
         if key not in self._elements:
-            layouts = [replace(cut, pp=pp, zero=zero) for pp in batch.degrees]
+            layouts = [copy_with(cut, pp=pp, zero=zero) for pp in batch.degrees]
             self._elements[key] = self._count_elements(layouts, batch)
         return self._elements[key]
 
@@ -170,7 +171,7 @@ class ScreeningMemory:
         key = cut.tp, cut.cp, cut.ep > 1, batch.degrees
         if key not in self._communicators:
             self._communicators[key] = np.array(
-                [count_communicators(replace(cut, pp=pp)) for pp in batch.degrees]
+                [count_communicators(copy_with(cut, pp=pp)) for pp in batch.degrees]
             )
         return np.asarray(self._communicators[key][batch.degree])
 
@@ -245,7 +246,7 @@ class ScreeningMemory:
                 [policy.is_searched_on(shape, self._space) for shape in batch.pipelines.shapes]
             )
             self._searched[key] = np.flatnonzero(is_searched[batch.pipeline_of_rank])
-        layout = replace(sym.layout, zero=policy.zero, offload=policy.offload)
+        layout = copy_with(sym.layout, zero=policy.zero, offload=policy.offload)
         return SearchedRanks(
             constants=self._constants,
             sym=replace(sym, job=replace(sym.job, layout=layout)),
@@ -390,7 +391,7 @@ class SearchedRanks(RankBatch):
         """Return the bytes of each rank, worked out once for each number of stages."""
         job = self.sym.job
         by_degree = [
-            nbytes(replace(self.sym, job=replace(job, layout=replace(job.layout, pp=pp))))
+            nbytes(replace(self.sym, job=replace(job, layout=copy_with(job.layout, pp=pp))))
             for pp in self.batch.degrees
         ]
         degrees = self.batch.degree[self.batch.pipeline_of_rank[self.rows]]

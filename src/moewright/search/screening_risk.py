@@ -7,7 +7,7 @@ parts of a layout that vary apart (degrees, pipeline, activation policy, state p
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from moewright.cost.stage_parts import Array
 from moewright.cost.uncertainty import step_bound, step_deviation
 from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy, with_pipeline
 from moewright.spec.layout import Layout, Schedule
+from moewright.spec.record import copy_with
 
 Place = tuple[slice | None, ...]  # where the rows of a block stand among three axes
 
@@ -91,7 +92,7 @@ class ScreeningRisk:
             self._names(policy.apply_to(alone)) for policy in activations
         )
         self._states = self._encode(
-            self._names(replace(alone, zero=policy.zero, offload=policy.offload))
+            self._names(copy_with(alone, zero=policy.zero, offload=policy.offload))
             for policy in states
         )
         self._classes: dict[PipelineShapes, tuple[ChoiceRows, Array]] = {}
@@ -106,7 +107,7 @@ class ScreeningRisk:
                 class_of_pipeline=np.zeros(len(pipelines.shapes), dtype=int),
             )
         names = self._names(
-            replace(
+            copy_with(
                 base,
                 pp=1,
                 vpp=1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from moewright.search.screening_memory import ScreeningMemory
 from moewright.search.screening_time import ScreeningTimes
 from moewright.search.space import StatePolicy
 from moewright.spec.layout import Layout, Overlap
+from moewright.spec.record import copy_with
 
 _DENSE, _EXPERT = (shards.GRADIENT_GROUPS.index(group) for group in ("dp_cp", "edp"))
 
@@ -52,7 +52,7 @@ class ScreeningTails:
         self, base: Layout, policy: StatePolicy, batch: PipelineBatch, ranks: Array
     ) -> list[StepTail]:
         """Return what each of these ranks does once a step."""
-        base = replace(
+        base = copy_with(
             base, zero=policy.zero, offload=tuple(sorted({*base.offload, *policy.offload}))
         )
         # Only zero=2 and 3 reduce more often with more micro-batches.
@@ -82,7 +82,7 @@ class ScreeningTails:
             key = shared_key, rank_pp, *numbers
             if key not in self._tails:
                 if rank_pp not in symbols:
-                    symbols[rank_pp] = self._times.symbols(replace(base, pp=rank_pp))
+                    symbols[rank_pp] = self._times.symbols(copy_with(base, pp=rank_pp))
                 self._tails[key] = self._one_tail(symbols[rank_pp], numbers)
             of_ranks.append(self._tails[key])
         return of_ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,7 @@ from moewright.cost.time.step_time import Pricer, model_ops, price_model_ops
 from moewright.rules.routing import counts_copies
 from moewright.search.space import SearchSpace, cp_comm_choices, dispatcher_choices
 from moewright.spec.layout import CpComm, DispatcherKind, Layout, Overlap
+from moewright.spec.record import copy_with
 
 # A lower bound is taken this much lower than its formula, so that rounding never lifts it above
 # the price that it bounds.
@@ -155,14 +156,14 @@ class ScreeningTimes:
         key = cut.tp, cut.cp, cut.mbs, timing.like
         if key not in self._context:
             layouts = [
-                replace(chosen, cp_comm=cp_comm) for cp_comm in cp_comm_choices(self.space, cut)
+                copy_with(chosen, cp_comm=cp_comm) for cp_comm in cp_comm_choices(self.space, cut)
             ]
             self._context[key] = _fastest(layouts, times, timing).cp_comm
-        chosen = replace(chosen, cp_comm=self._context[key])
+        chosen = copy_with(chosen, cp_comm=self._context[key])
         dispatchers = dispatcher_choices(self.space, cut)
         if len(dispatchers) > 1 and times.exchanges_less:
-            return replace(chosen, dispatcher=dispatchers[-1])
-        layouts = [replace(chosen, dispatcher=dispatcher) for dispatcher in dispatchers]
+            return copy_with(chosen, dispatcher=dispatchers[-1])
+        layouts = [copy_with(chosen, dispatcher=dispatcher) for dispatcher in dispatchers]
         return _fastest(layouts, times, timing)
 
     def _with_tensor_overlap(self, cut: Layout) -> Layout:
@@ -175,7 +176,7 @@ class ScreeningTimes:
         hides = self.collectives.constants["tp_overlap_hidden"] > 0
         if not hides or not self.space.permits(overlap=(Overlap.TP,)):
             return cut
-        return replace(cut, overlap=tuple(sorted({*cut.overlap, Overlap.TP})))
+        return copy_with(cut, overlap=tuple(sorted({*cut.overlap, Overlap.TP})))
 
 
 def _fastest(layouts: Sequence[Layout], times: GroupTimes, timing: TimingClass) -> Layout:
@@ -274,7 +275,7 @@ class GroupTimes:
         plain, dedup = (
             price_collectives(
                 times.collectives,
-                times.symbols(replace(self._cut, dispatcher=dispatcher)),
+                times.symbols(copy_with(self._cut, dispatcher=dispatcher)),
                 moe,
             )
             for dispatcher in (first, last)
@@ -313,7 +314,7 @@ class GroupTimes:
     def _pricer(self, layout: Layout, timing: TimingClass) -> Pricer:
         key = layout.dispatcher, timing.like
         if key not in self._known:
-            staged = replace(layout, pp=timing.pp)
+            staged = copy_with(layout, pp=timing.pp)
             sym = self._times.symbols(staged)
             alike = self._of_dispatcher.get(layout.dispatcher)
             if alike is None or not sym.is_fused:
@@ -327,4 +328,4 @@ class GroupTimes:
         """Return the layout on the stages of `timing`, where they decide how much is recomputed."""
         if not layout.recompute_block:
             return layout
-        return replace(layout, pp=timing.pp, vpp=timing.vpp)
+        return copy_with(layout, pp=timing.pp, vpp=timing.vpp)

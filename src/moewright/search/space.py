@@ -39,6 +39,7 @@ from moewright.spec.layout import (
     Schedule,
 )
 from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.record import copy_with
 from moewright.spec.stage_string import StageString, parse_stages
 from moewright.spec.workload import Workload
 
@@ -179,7 +180,7 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
             )
             if kept:
                 pipelines = by_shapes.setdefault(kept, PipelineShapes(shapes=kept))
-                yield DegreeGroup(layout=replace(cut, mbs=mbs), pipelines=pipelines)
+                yield DegreeGroup(layout=copy_with(cut, mbs=mbs), pipelines=pipelines)
 
 
 def _degrees(space: SearchSpace) -> Iterator[Layout]:
@@ -189,7 +190,7 @@ def _degrees(space: SearchSpace) -> Iterator[Layout]:
         for cp in _axis(space, "cp", _context_degrees(space, tp)):
             for etp in _axis(space, "etp", _expert_tensor_degrees(space)):
                 for ep in _axis(space, "ep", _expert_degrees(space)):
-                    yield replace(space.base, tp=tp, sp=sp, cp=cp, etp=etp, ep=ep)
+                    yield copy_with(space.base, tp=tp, sp=sp, cp=cp, etp=etp, ep=ep)
 
 
 def activation_policies(space: SearchSpace) -> tuple[ActivationPolicy, ...]:
@@ -341,7 +342,7 @@ def with_pipeline(layout: Layout, shape: PipelineShape, space: SearchSpace) -> L
     schedule = Schedule.INTERLEAVED if shape.vpp > 1 else Schedule.ONE_F_ONE_B
     if "schedule" in space.fixed:
         schedule = space.base.schedule
-    return replace(layout, pp=shape.pp, vpp=shape.vpp, stages=shape.stages, schedule=schedule)
+    return copy_with(layout, pp=shape.pp, vpp=shape.vpp, stages=shape.stages, schedule=schedule)
 
 
 def _axis(space: SearchSpace, field: str, values: Iterable[int]) -> tuple[int, ...]:

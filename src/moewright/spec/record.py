@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from math import isfinite
+from operator import attrgetter
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from moewright.spec.quoting import Html
 
@@ -61,6 +63,35 @@ they are written among the values of the record that holds it."""
 def spread(*names: str) -> Mapping[str, tuple[str, ...]]:
     """Return the metadata of a field whose record is written as these of its fields, flat."""
     return {SPREAD: names}
+
+
+_T = TypeVar("_T")
+
+
+def copy_with(record: _T, **changes: object) -> _T:
+    """Return a copy of a record with other values of some fields, as dataclasses.replace does.
+
+    It copies slots, where `replace` calls __init__ with every field: 4 us in place of 17 for a
+    Layout, of which a search makes twenty-five thousand. The record has slots alone and no
+    __post_init__, which nothing here calls.
+    """
+    record_type: Any = type(record)
+    read, write = _list_slots(record_type)
+    copy: _T = object.__new__(record_type)
+    for set_value, value in zip(write.values(), read(record), strict=True):
+        set_value(copy, value)
+    for name, value in changes.items():
+        write[name](copy, value)
+    return copy
+
+
+@cache
+def _list_slots(
+    record_type: type,
+) -> tuple[Callable[[object], tuple[object, ...]], dict[str, Callable[[object, object], None]]]:
+    """Return what reads all fields of a type at once, and what writes each, frozen or not."""
+    names = [field.name for field in fields(record_type)]
+    return attrgetter(*names), {name: getattr(record_type, name).__set__ for name in names}
 
 
 def to_plain_data(value: object) -> object:

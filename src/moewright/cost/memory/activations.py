@@ -7,7 +7,7 @@ side: one for an estimate, all that are searched for a search.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +40,7 @@ from moewright.rules.timetable import timetable_row
 from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.record import copy_with
 from moewright.spec.workload import CrossEntropyKernel, Objective
 
 INT64_BYTES = 8
@@ -59,7 +60,7 @@ class ActivationPolicy:
 
     def apply_to(self, layout: Layout) -> Layout:
         """Return the layout with this policy in place of its own."""
-        return replace(layout, recompute=self.recompute, offload=self.offload, graphs=self.graphs)
+        return copy_with(layout, recompute=self.recompute, offload=self.offload, graphs=self.graphs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

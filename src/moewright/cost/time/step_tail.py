@@ -128,7 +128,12 @@ class TailContext:
             if numel
         }
 
-    @property
+    @cached_property
+    def owned(self) -> tuple[int, int]:
+        """The dense and the expert parameters that the rank updates."""
+        return count_owned_parameters(self.sym.layout, self.parameters)
+
+    @cached_property
     def hideable(self) -> list[_StateExchange]:
         """The exchanges that other work may hide: not those of experts that have replicas."""
         return [
@@ -203,26 +208,75 @@ def gather_weights(tail: TailContext) -> TailSeconds:
 
 
 def exchange_momentum(tail: TailContext) -> TailSeconds:
-    """Return the exchange of Muon's momentum."""
-    exchange_s = _momentum_exchange_s(tail.collectives, tail.sym, tail.parameters)
+    """Return the exchange of Muon's momentum, which goes to whole matrices and comes back."""
+    sym = tail.sym
+    exchange_s = 0.0
+    if sym.workload.optimizer.matrix_update is MatrixUpdate.MUON and sym.layout.zero:
+        for group, numel in zip(("dp_cp", "edp"), tail.owned, strict=True):
+            if numel:
+                span = tail.collectives.span(sym.layout, fsdp.state_group(sym.layout, group))
+                nbytes = MOMENTUM_BYTES * numel
+                exchange_s += 2 * tail.collectives.seconds(Collective.ALL_TO_ALL, span, nbytes)
     return TailSeconds(phase=StepPhase.PARAM_GATHER, part=TimePart.DP_COMM, exposed_s=exchange_s)
 
 
 def copy_flat_weights(tail: TailContext) -> TailSeconds:
-    """Return the copies from and to the buffers of zero=3's collectives."""
-    copies_s = _flat_copies_s(tail.rates, tail.sym, tail.parameters)
+    """Return the copies in which zero=3 takes weights out of gathered buffers, and gradients in.
+
+    PyTorch's fully_shard does so beside nothing, in the stream of the micro-batches
+    (_fsdp_collectives.py: foreach_all_gather_copy_out, foreach_reduce).
+    """
+    rates, sym, layout = tail.rates, tail.sym, tail.sym.layout
+    copies_s = 0.0
+    if layout.zero == 3:
+        numel = sum(
+            count
+            for group, count in (("dp_cp", tail.parameters.dense), ("edp", tail.parameters.expert))
+            if grid.group_size(layout, fsdp.state_group(layout, group)) > 1
+        )
+        weight_bytes = 2 * _gathered_weight_bytes(rates.constants, sym) * numel
+        grad_bytes = (sym.c + sym.workload.grad_dtype.nbytes) * sym.trained_share * numel
+        row = elementwise_row("flat_copies", sym, 2 * weight_bytes + grad_bytes)
+        copies_s = rates.constants["zero3_copies"] * sym.m * rates.seconds(row)
     return TailSeconds(phase=StepPhase.PARAM_GATHER, part=TimePart.DP_COMM, exposed_s=copies_s)
 
 
 def add_shards(tail: TailContext) -> TailSeconds:
-    """Return the sums of reduced shards and the gradients of the step."""
-    sums_s = _shard_sums_s(tail.rates, tail.sym, tail.parameters)
+    """Return the sums in which zero=2 and 3 add reduced shards to the gradients of a step.
+
+    Products write the gradients of a micro-batch into a buffer; once it is reduced, the rank's
+    shard is added (Megatron-FSDP, param_and_grad_buffer.py: local_grad += reduced_grad; PyTorch's
+    foreach_reduce likewise). One read and the write of experts' sums are priced beside their
+    products.
+    """
+    sym = tail.sym
+    sums_s = 0.0
+    if sym.layout.zero >= 2 and sym.is_fused:
+        dense, expert = tail.owned
+        grad_bytes = sym.workload.grad_dtype.nbytes * sym.trained_share
+        row = elementwise_row("shard_sums", sym, grad_bytes * (3 * dense + expert))
+        sums_s = sym.m * tail.rates.seconds(row)
     return TailSeconds(phase=StepPhase.PARAM_GATHER, part=TimePart.DP_COMM, exposed_s=sums_s)
 
 
 def update_weights(tail: TailContext) -> TailSeconds:
-    """Return the optimizer, and the wait for the rank whose host comes last."""
-    update_s = _optimizer_s(tail.rates, tail.sym, tail.parameters)
+    """Return the optimizer, on the device and on the host, and the step's end.
+
+    Between two steps all ranks wait for the one whose host comes last.
+    """
+    rates, sym, layout = tail.rates, tail.sym, tail.sym.layout
+    c, trained = rates.constants, sym.trained_share
+    owned_dense, owned_expert = tail.owned
+    owned = trained * (owned_dense + owned_expert)
+    numel = trained * (tail.parameters.dense + tail.parameters.expert)
+    ops = optimizer_ops(sym, numel=numel, owned_numel=owned)
+    on_device_s = sum(rates.seconds(row) for row in ops)
+    host_share = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
+    on_host_s = owned * c["host_optimizer_s_per_parameter"]
+    end_s = c["step_tail_s"] + c["step_jitter_s"] * largest_of(layout.world_size)
+    for row in muon_ops(sym, owned_dense=owned_dense, owned_expert=owned_expert):
+        end_s += rates.seconds(row)
+    update_s = end_s + (1 - host_share) * on_device_s + host_share * on_host_s
     return TailSeconds(phase=StepPhase.OPTIMIZER, part=TimePart.OPTIMIZER, exposed_s=update_s)
 
 
@@ -243,60 +297,6 @@ def step_tail(
     """Return what a rank with so many parameters does once a step."""
     tail = TailContext(rates=rates, collectives=collectives, sym=sym, parameters=parameters)
     return StepTail(terms=tuple(term(tail) for term in TAIL_TERMS))
-
-
-def _flat_copies_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -> float:
-    """Return the seconds in which zero=3 copies weights out of gathered buffers, and gradients in.
-
-    PyTorch's fully_shard does so beside nothing, in the stream of the micro-batches
-    (_fsdp_collectives.py: foreach_all_gather_copy_out, foreach_reduce).
-    """
-    layout = sym.layout
-    if layout.zero != 3:
-        return 0.0
-    numel = sum(
-        count
-        for group, count in (("dp_cp", parameters.dense), ("edp", parameters.expert))
-        if grid.group_size(layout, fsdp.state_group(layout, group)) > 1
-    )
-    weight_bytes = 2 * _gathered_weight_bytes(rates.constants, sym) * numel
-    grad_bytes = (sym.c + sym.workload.grad_dtype.nbytes) * sym.trained_share * numel
-    row = elementwise_row("flat_copies", sym, 2 * weight_bytes + grad_bytes)
-    return rates.constants["zero3_copies"] * sym.m * rates.seconds(row)
-
-
-def _shard_sums_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -> float:
-    """Return the seconds in which zero=2 and 3 add reduced shards to the gradients of a step.
-
-    Products write the gradients of a micro-batch into a buffer; once it is reduced, the rank's
-    shard is added (Megatron-FSDP, param_and_grad_buffer.py: local_grad += reduced_grad; PyTorch's
-    foreach_reduce likewise). One read and the write of experts' sums are priced beside their
-    products.
-    """
-    layout = sym.layout
-    if layout.zero < 2 or not sym.is_fused:
-        return 0.0
-    dense, expert = count_owned_parameters(layout, parameters)
-    grad_bytes = sym.workload.grad_dtype.nbytes * sym.trained_share
-    row = elementwise_row("shard_sums", sym, grad_bytes * (3 * dense + expert))
-    return sym.m * rates.seconds(row)
-
-
-def _momentum_exchange_s(
-    collectives: CollectiveModel, sym: Symbols, parameters: RankParameters
-) -> float:
-    """Return the seconds in which Muon's momentum goes to whole matrices and comes back."""
-    is_muon = sym.workload.optimizer.matrix_update is MatrixUpdate.MUON
-    if not is_muon or not sym.layout.zero:
-        return 0.0
-    total_s = 0.0
-    owned = count_owned_parameters(sym.layout, parameters)
-    for group, numel in zip(("dp_cp", "edp"), owned, strict=True):
-        if numel:
-            span = collectives.span(sym.layout, fsdp.state_group(sym.layout, group))
-            nbytes = MOMENTUM_BYTES * numel
-            total_s += 2 * collectives.seconds(Collective.ALL_TO_ALL, span, nbytes)
-    return total_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,23 +351,3 @@ def _gathered_weight_bytes(constants: Constants, sym: Symbols) -> int:
     """
     stores_8bit = sym.dtype is Dtype.FP8 and not constants["fp8_weight_copies_bytes"]
     return 1 if stores_8bit else sym.c
-
-
-def _optimizer_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -> float:
-    """Return the seconds of the optimizer, on the device and on the host, and of the step's end.
-
-    Between two steps all ranks wait for the one whose host comes last.
-    """
-    c, layout = rates.constants, sym.layout
-    trained = sym.trained_share
-    owned_dense, owned_expert = count_owned_parameters(layout, parameters)
-    owned = trained * (owned_dense + owned_expert)
-    numel = trained * (parameters.dense + parameters.expert)
-    ops = optimizer_ops(sym, numel=numel, owned_numel=owned)
-    on_device_s = sum(rates.seconds(row) for row in ops)
-    host_share = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
-    on_host_s = owned * c["host_optimizer_s_per_parameter"]
-    tail_s = c["step_tail_s"] + c["step_jitter_s"] * largest_of(layout.world_size)
-    for row in muon_ops(sym, owned_dense=owned_dense, owned_expert=owned_expert):
-        tail_s += rates.seconds(row)
-    return tail_s + (1 - host_share) * on_device_s + host_share * on_host_s

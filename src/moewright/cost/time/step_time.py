@@ -60,6 +60,7 @@ from moewright.rules.job import routed_rows
 from moewright.rules.timetable.simulate import StageSeconds
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.plan import TimePart
+from moewright.spec.record import copy_with
 
 _LOSS_SUMS = 3  # the top of the logits, the sum of their exponentials, and the target's
 
@@ -382,7 +383,7 @@ class Pricer:
         key = kind, Overlap.TP in layout.overlap, layout.dispatcher, layout.cp_comm
         if key not in self._exchanges:
             sym = replace(self.sym, job=replace(self.sym.job, layout=layout))
-            alone = replace(layout, overlap=())
+            alone = copy_with(layout, overlap=())
             self._exchanges[key] = (
                 price_collectives(self._collectives, sym, kind),
                 layer_host_s(self._collectives.constants, alone, (), sym, kind),
