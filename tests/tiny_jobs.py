@@ -83,7 +83,7 @@ def build_workload(data: DataSpec, *, steps: int = 4, **changes: object) -> Work
         global_batch=8,
         steps=steps,
         precision=Dtype.FP32,
-        eval_batches=2,
+        eval_batches=1,
         ledger_step=1,
         optimizer=OptimizerSpec(lr=1e-2, warmup_steps=2, clip_norm=0.0, eps=1e-6),
         loss=LossSpec(aux_coeff=0.02, z_coeff=0.001),

@@ -16,6 +16,7 @@ from moewright.spec.errors import BadInput
 pytest.importorskip("transformers")
 
 
+@pytest.mark.thorough
 @pytest.mark.turns
 def test_two_trainers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Untrained, both give every word the same chance: a loss of ln(8192) = 9.01 and some more."""

@@ -45,7 +45,7 @@ def build_plan(
     fine_tuning: FineTuningSpec,
     model: ModelSpec = tiny_jobs.MODEL,
 ) -> Plan:
-    workload = tiny_jobs.build_workload(data, steps=STEPS, fine_tuning=fine_tuning)
+    workload = tiny_jobs.build_workload(data, steps=STEPS, global_batch=4, fine_tuning=fine_tuning)
     workload = replace(
         workload,
         optimizer=replace(workload.optimizer, bucket_elements=4000, eps=1e-4),
