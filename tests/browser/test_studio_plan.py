@@ -47,15 +47,19 @@ def test_numbers_equal_those_of_estimate_digit_for_digit(studio, open_page, tmp_
     }
 
 
-def test_a_slider_moves_the_layout_and_the_address(studio, open_page):
+def test_a_choice_changes_the_layout_and_the_address(studio, open_page):
     page = open_page(address(studio, LAYOUT))
     wait_for(page, "tp2,pp8,vpp2,ep8,mbs1,recompute=layernorm+moe_act")
-    slider = page.locator("#c-ep")
-    slider.focus()
+    chosen = page.locator("#c-ep [aria-checked='true']")
+    chosen.focus()
     page.keyboard.press("ArrowRight")
     wait_for(page, "tp2,pp8,vpp2,ep16,mbs1,recompute=layernorm+moe_act")
     assert "ep16" in page.url
-    assert slider.get_attribute("aria-valuetext") == "Expert parallel 16"
+    assert chosen.inner_text() == "16"
+    page.locator("#c-ep button", has_text=re.compile("^32$")).click()
+    wait_for(page, "tp2,pp8,vpp2,ep32,mbs1,recompute=layernorm+moe_act")
+    page.keyboard.press("ArrowLeft")
+    wait_for(page, "tp2,pp8,vpp2,ep16,mbs1,recompute=layernorm+moe_act")
     page.reload()
     wait_for(page, "tp2,pp8,vpp2,ep16,mbs1,recompute=layernorm+moe_act")
 
@@ -69,6 +73,19 @@ def test_an_illegal_step_says_why_and_a_click_mends_it(studio, open_page):
     rule.locator("button").click()
     page.wait_for_selector("#layout-text")
     assert re.search(r"vpp[46]", page.locator("#layout-text").inner_text())
+
+
+def test_an_illegal_choice_keeps_the_page_and_shows_its_rule_beside_it(studio, open_page):
+    page = open_page(address(studio, LAYOUT))
+    page.wait_for_selector("#layout-text")
+    page.locator("#c-vpp button", has_text=re.compile("^5$")).click()
+    rule = page.locator("[data-key='vpp'] .rule")
+    rule.locator("button").wait_for()
+    assert "This cannot be done" in page.locator("#verdict").inner_text()
+    assert page.locator("#content .cards.stale .chart").count() == 2  # the figures are still there
+    rule.locator("button").click()
+    page.wait_for_selector("#layout-text")
+    assert page.locator(".stale").count() == 0
 
 
 def test_only_the_newest_answer_is_painted(studio, open_page):
@@ -104,7 +121,7 @@ def test_a_pasted_script_gives_the_sliders_its_layout(studio, open_page):
     page.locator("#script").fill(script)
     page.get_by_text("Take the script's layout").click()
     wait_for(page, "tp2,pp1,ep8,mbs1,recompute=layernorm+moe_act")
-    assert page.locator("#c-tp").input_value() == "1"
+    assert page.locator("#c-tp [aria-checked='true']").inner_text() == "2"
     assert "512" in page.locator("#verdict").inner_text()
 
 

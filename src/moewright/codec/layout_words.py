@@ -82,7 +82,7 @@ def describe_layout(layout: Layout) -> LayoutWords:
     named = ["uneven stages" if label.startswith(_STAGES) else label for label in choices]
     degrees = ", ".join((*_describe_degrees(layout), _describe_micro_batch(layout)))
     return LayoutWords(
-        sentence="; ".join((degrees, *named)),
+        sentence="; ".join((degrees[0].upper() + degrees[1:], *named)),
         labels=(*_label_degrees(layout), *choices),
     )
 

@@ -14,7 +14,7 @@ def format_bytes(value_bytes: float) -> str:
     size = abs(value_bytes)
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= 1000 * scale:
-            return f"{value_bytes / scale:.0f} {unit}"
+            return f"{value_bytes / scale:,.0f} {unit}"
         if size >= scale:
             return f"{value_bytes / scale:.3g} {unit}"
     return f"{value_bytes:.0f} B"
@@ -24,7 +24,7 @@ def format_seconds(value_s: float) -> str:
     """Return seconds as s, ms or us with three significant figures."""
     size = abs(value_s)
     if size >= 1000:
-        return f"{value_s:.0f} s"
+        return f"{value_s:,.0f} s"
     if size >= 1 or size == 0:
         return f"{value_s:.3g} s"
     if size >= 1e-3:

@@ -18,11 +18,11 @@ mw.escape = text => String(text).replace(/[&<>"']/g, letter => `&#${letter.charC
 mw.digits = (value, count = 3) => {
   if (!Number.isFinite(value)) return "–";
   const text = Number(value.toPrecision(count));
-  return Math.abs(text) >= 1e4 ? Math.round(value).toLocaleString("en-US") : String(text);
+  return Math.abs(text) >= 1e3 ? Math.round(value).toLocaleString("en-US") : String(text);
 };
 mw.seconds = value => {
   const size = Math.abs(value);
-  if (size >= 1000) return `${value.toFixed(0)} s`;
+  if (size >= 1000) return `${mw.count(value)} s`;
   if (size >= 1 || size === 0) return `${mw.digits(value)} s`;
   if (size >= 1e-3) return `${mw.digits(value * 1e3)} ms`;
   return `${mw.digits(value * 1e6)} µs`;
@@ -33,7 +33,7 @@ mw.bytes = value => {
     if (size >= scale) return `${mw.digits(value / scale)} ${unit}`;
   return `${Math.round(value)} B`;
 };
-mw.percent = (value, decimals = 1) => `${(100 * value).toFixed(decimals)} %`;
+mw.percent = (value, decimals = 1) => `${(100 * value).toFixed(decimals)}%`;
 mw.count = value => Math.round(value).toLocaleString("en-US");
 mw.words = name => name.replaceAll("_", " ");
 mw.signed = (value, show) => `${value < 0 ? "−" : "+"}${show(Math.abs(value))}`;
@@ -43,6 +43,9 @@ mw.tile = (label, text, note, name, value) => mw.el("div", {class: "tile"},
   mw.el("span", {}, label),
   mw.el("b", {"data-name": name, "data-value": value === undefined ? null : String(value), title: value === undefined ? null : String(value)}, text),
   mw.el("small", {}, note || ""));
+
+/* What stands where an answer will be. */
+mw.skeleton = (...heights) => heights.map(height => mw.el("div", {class: "panel skeleton", style: `height:${height}px`, "aria-hidden": "true"}));
 
 mw.panel = (title, ...children) => mw.el("section", {class: "panel"}, title ? mw.el("div", {class: "head"}, mw.el("h2", {}, title)) : "", ...children);
 

@@ -62,7 +62,7 @@ mw.render.SearchView = (view, root, act, pick) => {
     view.answers.length ? mw.el("div", {class: "cards answers"}, view.answers.map(answer => mw.answerPanel(answer, pick))) : "",
     mw.el("ul", {class: "plain"}, view.why.map(line => mw.el("li", {}, mw.breakable(line)))),
     mw.el("p", {class: "note"}, `${mw.count(view.scored)} layouts scored. ${view.rejected.map(item => `${mw.count(item.value)} ${item.name}`).join("; ")}.`)),
-  mw.panel("Time and memory", mw.el("p", {class: "note"}, "Point for a layout, click to load it into the sliders; the red line is the capacity."), mw.searchChart(view, pick)),
+  mw.panel("Time and memory", mw.el("p", {class: "note"}, "Point for a layout, click to load it; the red line is the capacity."), mw.searchChart(view, pick)),
   mw.panel("Ranking", mw.searchTable(view, pick)));
 };
 

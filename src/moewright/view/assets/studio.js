@@ -88,7 +88,7 @@ studio.buildForm = () => {
   const on = mw.el("select", {id: "in-device", "aria-label": "device", onchange: () => studio.setHardware()}, devices.map(row => mw.el("option", {value: row.device}, `${row.device} · ${mw.digits(row.memory_GiB)} GiB`)));
   return mw.el("div", {},
     mw.el("div", {class: "fields"},
-      field("model", "Model: a name, a Hugging Face id, or a config.json", input("model", {list: "models"}), true),
+      field("model", "Model: a name, an id of the hub, a config.json", input("model", {list: "models"}), true),
       mw.el("datalist", {id: "models"}, models.map(row => mw.el("option", {value: row.model}))),
       mw.el("div", {}, mw.el("label", {for: "in-devices"}, "Devices"), mw.el("input", {type: "number", id: "in-devices", min: "1", max: "1048576", onchange: () => studio.setHardware()})),
       mw.el("div", {}, mw.el("label", {for: "in-device"}, "of"), on),
@@ -171,15 +171,20 @@ studio.buildControl = control => {
   const output = mw.el("output", {for: `c-${control.key}`});
   const name = mw.el("div", {class: "name"}, mw.el("label", {for: `c-${control.key}`, id: `l-${control.key}`}, control.label), output);
   node.append(name);
-  if (control.kind === "slider") {
-    node.append(mw.el("input", {type: "range", id: `c-${control.key}`, min: "0", max: String(control.steps.length - 1), step: "1", oninput: event => studio.choose(node, Number(event.target.value))}),
-      mw.el("div", {class: "ticks", "aria-hidden": "true"}, control.steps.map(step => mw.el("span", {}, step.value))));
-  } else if (control.kind === "choice") {
-    node.append(mw.el("select", {id: `c-${control.key}`, onchange: event => studio.choose(node, event.target.selectedIndex)}, control.steps.map(step => mw.el("option", {value: step.value}, step.value))));
-  } else {
-    name.firstChild.removeAttribute("for");
-    node.append(mw.el("div", {class: "chips", role: "group", "aria-labelledby": `l-${control.key}`}, control.steps.map((step, index) => mw.el("button", {type: "button", class: "chip", onclick: () => studio.choose(node, index)}, mw.words(step.value)))));
-  }
+  name.firstChild.removeAttribute("for");
+  const isSet = control.kind === "set";
+  const chips = mw.el("div", {class: "chips", role: isSet ? "group" : "radiogroup", id: `c-${control.key}`, "aria-labelledby": `l-${control.key}`},
+    control.steps.map((step, index) => mw.el("button", {type: "button", class: "chip", role: isSet ? null : "radio", onclick: () => studio.choose(node, index)}, mw.words(step.value))));
+  /* Arrows step through the values, legal or not, as they do through radio buttons. */
+  if (!isSet) chips.addEventListener("keydown", event => {
+    const way = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1}[event.key];
+    const index = node.control.steps.findIndex(step => step.value === node.control.value) + (way || 0);
+    if (!way || !node.control.steps[index]) return;
+    event.preventDefault();
+    chips.children[index].focus();
+    studio.choose(node, index);
+  });
+  node.append(chips);
   node.append(mw.el("div", {class: "rule", role: "status"}));
   return node;
 };
@@ -187,24 +192,15 @@ studio.buildControl = control => {
 studio.updateControl = (node, control) => {
   node.control = control;
   const index = control.steps.findIndex(step => step.value === control.value);
-  const box = node.querySelector("input, select");
-  if (control.kind === "slider") {
-    if (studio.dragging !== node) box.value = String(index);
-    box.setAttribute("aria-valuetext", `${control.label} ${control.value}${control.rule ? ", not legal" : ""}`);
-    node.querySelector("output").textContent = `${control.key} ${control.value}`;
-    [...node.querySelectorAll(".ticks span")].forEach((tick, at) => { tick.className = control.steps[at].rule ? "illegal" : ""; tick.title = control.steps[at].rule; });
-  } else if (control.kind === "choice") {
-    box.selectedIndex = index;
-    control.steps.forEach((step, at) => { box.options[at].textContent = step.rule ? `${step.value} (not legal here)` : step.value; });
-  } else {
-    const chosen = control.value.split("+");
-    [...node.querySelectorAll(".chip")].forEach((chip, at) => {
-      const step = control.steps[at];
-      chip.setAttribute("aria-pressed", String(chosen.includes(step.value)));
-      chip.classList.toggle("illegal", Boolean(step.rule) && !chosen.includes(step.value));
-      chip.title = step.rule;
-    });
-  }
+  const chosen = control.kind === "set" ? control.value.split("+") : [control.value];
+  node.querySelector("output").textContent = control.kind === "set" ? "" : control.value;
+  [...node.querySelectorAll(".chip")].forEach((chip, at) => {
+    const step = control.steps[at], isChosen = chosen.includes(step.value);
+    chip.setAttribute(control.kind === "set" ? "aria-pressed" : "aria-checked", String(isChosen));
+    if (control.kind !== "set") chip.tabIndex = isChosen || (index < 0 && !at) ? 0 : -1;
+    chip.classList.toggle("illegal", Boolean(step.rule) && !isChosen);
+    chip.title = step.rule;
+  });
   const rule = node.querySelector(".rule");
   if (!control.rule) { rule.replaceChildren(); return; }
   rule.replaceChildren(mw.el("span", {}, control.rule), control.nearest ? mw.el("button", {type: "button", class: "small nearest", onclick: () => studio.go({layout: control.nearest.layout})}, `Use ${control.key} ${control.nearest.value}`) : "");
@@ -212,13 +208,8 @@ studio.updateControl = (node, control) => {
 
 studio.choose = (node, index) => {
   const step = node.control.steps[index];
-  const output = node.querySelector("output");
-  if (node.control.kind === "slider") output.textContent = `${node.control.key} ${step.value}`;
-  studio.dragging = node;
   studio.go({layout: step.layout}, undefined, true);
 };
-addEventListener("pointerup", () => { studio.dragging = null; });
-addEventListener("keyup", () => { studio.dragging = null; });
 
 /* ---- asking and painting ---- */
 /* One question is under way at a time; while it runs, only the newest next one is kept. */
@@ -240,11 +231,22 @@ studio.ask = async () => {
     studio.answered = studio.wanted;
   } finally { studio.asking = false; }
 };
+/* What is illegal is said above the last layout that was not, whose figures stay. */
+studio.paintPlan = record => {
+  const content = studio.content(), figures = content.querySelector(".cards");
+  if (record.kind === "PlanView" || !figures || !record.controls || !record.controls.length) { studio.paint(record); return; }
+  const root = mw.el("div");
+  mw.render.RefusalView(record, root, studio.mend);
+  root.append(mw.el("p", {class: "note"}, "The figures below are those of the last legal layout."));
+  content.querySelectorAll(":scope > :not(.cards)").forEach(node => node.remove());
+  content.prepend(...root.childNodes);
+  figures.classList.add("stale");
+};
 studio.take = (record, params) => {
   studio.record = record;
   studio.fillControls(record.controls);
   document.documentElement.dataset.painted = params.toString();
-  if (studio.page() === "plan") { studio.paint(record); studio.judge(); }
+  if (studio.page() === "plan") { studio.paintPlan(record); studio.judge(); }
   document.title = record.job ? `${record.job.layout} · moewright` : "moewright studio";
   requestAnimationFrame(() => { document.documentElement.dataset.frame = String(studio.answered); });
 };
@@ -290,7 +292,7 @@ studio.show = () => {
   if (page !== "plan" && studio.pages[page]) studio.pages[page]();
   if (needsForm) {
     if (studio.query.get("layout") || studio.first) studio.ask();
-    else { if (page === "plan") studio.fill(mw.panel("Looking for the best layout", mw.el("p", {class: "quiet"}, "A first answer comes in a second or two."))); studio.findBest(); }
+    else { if (page === "plan") studio.fill(mw.panel("Looking for the best layout", mw.el("p", {class: "quiet"}, "A first answer comes in a second or two.")), ...mw.skeleton(190, 420)); studio.findBest(); }
     studio.first = true;
   }
 };

@@ -9,7 +9,7 @@ studio.pages.top = () => {
   const stop = mw.el("button", {type: "button", id: "cancel-search", onclick: () => cancel.abort()}, "Cancel");
   const bar = mw.el("progress", {"aria-label": "search"});
   const head = mw.panel("", mw.el("div", {class: "row"}, state, stop), bar);
-  studio.fill(head);
+  studio.fill(head, ...mw.skeleton(180, 380, 500));
   const params = studio.job();
   params.delete("layout");
   const finish = text => { state.textContent = text; stop.remove(); bar.remove(); };
@@ -39,7 +39,7 @@ studio.pages.timetable = async () => {
 studio.pages.compare = async () => {
   const others = studio.query.getAll("with");
   const fields = [0, 1, 2].map(index => mw.el("div", {}, mw.el("label", {for: `with-${index}`}, `${"BCD"[index]}: another layout`), mw.el("input", {type: "text", class: "mono", id: `with-${index}`, value: others[index] || "", placeholder: index ? "" : "tp1,ep8,mbs1"})));
-  const form = mw.panel("A is the layout of the sliders; B to D stand beside it", mw.el("div", {class: "fields"}, ...fields,
+  const form = mw.panel("A is the layout that is chosen; B to D stand beside it", mw.el("div", {class: "fields"}, ...fields,
     mw.el("div", {class: "row", style: "align-self:end"}, mw.el("button", {type: "button", class: "primary", id: "compare", onclick: () => studio.go({with: fields.map(field => field.querySelector("input").value.trim())})}, "Compare"),
       mw.el("button", {type: "button", onclick: () => studio.go({with: [...others, studio.query.get("layout")].slice(-3)})}, "Add A to them"))));
   if (!others.length) { studio.fill(form); return; }
