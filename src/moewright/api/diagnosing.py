@@ -260,7 +260,9 @@ def read_captures(path: Path) -> tuple[Capture, ...]:
         BadInput: there are none, or what is there cannot be read.
     """
     if path.is_file():
-        return read_nsight(path) if is_export(path) else read_traces(path)
+        if is_export(path):
+            return read_nsight(path)
+        return read_traces(path)
     exports = sorted(file for file in path.rglob("*.sqlite") if file.is_file())
     captures = [capture for export in exports for capture in read_nsight(export)]
     if not captures:
@@ -352,7 +354,9 @@ def _find_mfu(log: MegatronLog, on: str | Hardware) -> float:
     if not on or not log.tflops_per_device:
         return 0.0
     peak = peak_flops(read_hardware(on, ""), Dtype.BF16)
-    return log.tflops_per_device * TERA / peak if peak else 0.0
+    if peak:
+        return log.tflops_per_device * TERA / peak
+    return 0.0
 
 
 def _read_logged_job(

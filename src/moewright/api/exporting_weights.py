@@ -88,7 +88,9 @@ def _plan_adapters(
 
     checkpoint = adapters.checkpoint
     plan_path = checkpoint.absolute().parent.parent / PLAN_FILE
-    base = read_json(Plan, plan_path).workload.weights if plan_path.is_file() else ""
+    base = ""
+    if plan_path.is_file():
+        base = read_json(Plan, plan_path).workload.weights
     if form is ExportForm.PEFT:
         return PlannedExport(
             checkpoint=checkpoint,

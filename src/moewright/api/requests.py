@@ -174,7 +174,9 @@ def _set_length(workload: Workload, options: WorkloadOptions) -> Workload:
             )
     if options.tokens is not None:
         return replace(workload, steps=-(-options.tokens // workload.tokens_per_step))
-    return workload if options.steps is None else replace(workload, steps=options.steps)
+    if options.steps is None:
+        return workload
+    return replace(workload, steps=options.steps)
 
 
 def _add_ramp(workload: Workload, ramp: BatchRampSpec) -> Workload:
@@ -423,7 +425,9 @@ def to_job_keys(job: Path) -> Callable[[str], str]:
 
     def spell(field: str) -> str:
         key = _JOB_KEYS.get(field, field.replace("workload.", "train."))
-        return f"{job.name}: {key}" if key.split(".")[0] in _JOB_SECTIONS else field
+        if key.split(".")[0] in _JOB_SECTIONS:
+            return f"{job.name}: {key}"
+        return field
 
     return spell
 

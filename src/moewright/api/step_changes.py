@@ -31,7 +31,9 @@ class StepChanges(Record):
     def title(self) -> str:
         """Return the change of the step in one line."""
         step = self.changes[0]
-        share = step.change_s / step.before_s if step.before_s else 0.0
+        share = 0.0
+        if step.before_s:
+            share = step.change_s / step.before_s
         before, after = format_seconds(step.before_s), format_seconds(step.after_s)
         return f"a step takes {after}, before {before}: {share:+.1%}"
 

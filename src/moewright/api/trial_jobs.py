@@ -126,11 +126,15 @@ class LocalQueue:
         """Return the state of a process that this program started, or an earlier start of it."""
         started = self._started.get(job)
         if started is None:
-            return JobState.ACTIVE if _is_alive(job) else JobState.LOST
+            if _is_alive(job):
+                return JobState.ACTIVE
+            return JobState.LOST
         code = started.process.poll()
         if code is None:
             return JobState.ACTIVE
-        return JobState.MEMORY if code == -signal.SIGKILL else JobState.ENDED
+        if code == -signal.SIGKILL:
+            return JobState.MEMORY
+        return JobState.ENDED
 
     def cancel(self, jobs: Sequence[str]) -> None:
         for job in jobs:
@@ -201,7 +205,9 @@ class SlurmQueue:
             BadInput: sbatch is not there.
         """
         number, _ = _submit(script)
-        return tuple(f"{number}_{task}" for task in range(tasks)) if number else ()
+        if number:
+            return tuple(f"{number}_{task}" for task in range(tasks))
+        return ()
 
     def find_state(self, job: str) -> JobState:
         """Return what squeue says of a job, or where it has forgotten the job, sacct."""

@@ -122,7 +122,9 @@ def _bool(value: Any, _: type) -> bool:
 
 def _int(value: Any, _: type) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        near = str(round(value)) if isinstance(value, float) and math.isfinite(value) else ""
+        near = ""
+        if isinstance(value, float) and math.isfinite(value):
+            near = str(round(value))
         raise _Refused("must be a whole number", value, near)
     if abs(value) >= INT_LIMIT:
         raise _Refused("must be below 2**63 in size", value)

@@ -287,7 +287,9 @@ def _refuse_death(page: mmap.mmap, status: int) -> Exception:
     """Return what a fork died of that was ended: the input, where it was reading one."""
     deadline_s, seconds = _HEAD.unpack(page[: _HEAD.size])
     where = page[_HEAD.size :].split(b"\0", 1)[0].decode("utf-8", "replace")
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    number = 0
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
     if not number or not deadline_s:
         return RuntimeError(f"the process that reads foreign input has ended ({status})")
     rule = f"ends the process that reads it ({signal.Signals(number).name})"

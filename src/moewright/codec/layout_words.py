@@ -95,12 +95,16 @@ def _describe_micro_batch(layout: Layout) -> str:
 def _describe_degrees(layout: Layout) -> Iterator[str]:
     """Yield how ranks divide the model and the batch, pipeline and experts first."""
     if layout.pp > 1:
-        chunks = f" x {layout.vpp} chunks" if layout.vpp > 1 else ""
+        chunks = ""
+        if layout.vpp > 1:
+            chunks = f" x {layout.vpp} chunks"
         yield f"{layout.pp} pipeline stages{chunks}"
     else:
         yield "no pipeline"
     if layout.ep > 1:
-        cut = f", each cut in {layout.etp}" if layout.etp > 1 else ""
+        cut = ""
+        if layout.etp > 1:
+            cut = f", each cut in {layout.etp}"
         yield f"experts over {layout.ep} devices{cut}"
     elif layout.etp > 1:
         yield f"experts cut in {layout.etp}"

@@ -40,10 +40,14 @@ def parse_yaml(text: str, *, where: str) -> Any:
     loader = None
     try:
         loader = _TextLoader(text)
-        return loader.get_data() if loader.check_data() else None
+        if loader.check_data():
+            return loader.get_data()
+        return None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f" at line {mark.line + 1}" if mark is not None else ""
+        place = ""
+        if mark is not None:
+            place = f" at line {mark.line + 1}"
         rule = f"is not YAML that is read: {error.problem}{place}"
     except (yaml.YAMLError, ValueError) as error:
         rule = f"is not YAML: {' '.join(str(error).split())[:100]}"

@@ -209,7 +209,9 @@ def _load_limit(sym: Symbols, margin_bytes: int, bytes_per_load: float) -> float
         return 0.0
     load = expected_load(sym.job).peak
     limit = load + margin_bytes / bytes_per_load
-    return max(0.0, limit) if limit < sym.layout.ep else 0.0
+    if limit < sym.layout.ep:
+        return max(0.0, limit)
+    return 0.0
 
 
 _CPU_NOTE = (

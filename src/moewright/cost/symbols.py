@@ -73,7 +73,9 @@ class Symbols:
     @property
     def wide_dtype(self) -> Dtype:
         """The dtype of the router and the head, which 8-bit recipes leave in 16 bits."""
-        return Dtype.BF16 if self.is_low_precision else self.dtype
+        if self.is_low_precision:
+            return Dtype.BF16
+        return self.dtype
 
     @property
     def is_low_precision(self) -> bool:
@@ -85,7 +87,9 @@ class Symbols:
         """Bytes of an element of a weight as products read it."""
         if self.dtype is Dtype.NVFP4:
             return _NVFP4_BYTES
-        return self.dtype.nbytes if self.is_low_precision else self.c
+        if self.is_low_precision:
+            return self.dtype.nbytes
+        return self.c
 
     @property
     def is_fused(self) -> bool:

@@ -57,4 +57,6 @@ def label_job(name: str) -> str:
     """Return a model's name as schedulers take it: small letters, digits and dashes."""
     short_name = name.rpartition("/")[2].casefold()
     label = re.sub(r"[^a-z0-9]+", "-", short_name).strip("-")[:_LONGEST_NAME].strip("-")
-    return label if label[:1].isalpha() else f"job-{label}".strip("-")
+    if label[:1].isalpha():
+        return label
+    return f"job-{label}".strip("-")

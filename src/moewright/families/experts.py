@@ -218,7 +218,9 @@ class WideSharedExperts:
     def read(self, fields: FieldReader, draft: Draft) -> None:
         """Read both."""
         count = fields.integer(self.name, low=0, high=MAX_EXPERTS, default=self.default)
-        default = draft["moe.ffn_size"] if self.width_is_routed else 0
+        default = 0
+        if self.width_is_routed:
+            default = draft["moe.ffn_size"]
         low = int(self.width_is_routed)
         width = fields.integer(self.width_name, low=low, high=MAX_FFN, default=default)
         draft["moe.shared_ffn_size"] = count * width

@@ -60,7 +60,9 @@ class FieldReader:
         if _is_whole_float(value):
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            nearest = str(_clamp(round(value), low, high)) if _is_number(value) else ""
+            nearest = ""
+            if _is_number(value):
+                nearest = str(_clamp(round(value), low, high))
             raise self.refusal(name, f"must be a whole number in {low}..{high}", nearest)
         if not low <= value <= high:
             rule = f"must be in {low}..{high}"
@@ -97,7 +99,9 @@ class FieldReader:
         if value is None:
             return self._default(name, default)
         if not isinstance(value, str) or value not in choices:
-            nearest = closest_match(value, choices) if isinstance(value, str) else ""
+            nearest = ""
+            if isinstance(value, str):
+                nearest = closest_match(value, choices)
             raise self.refusal(
                 name, f"must be one of {', '.join(choices)}", nearest or (default or "")
             )
@@ -146,7 +150,9 @@ class FieldReader:
     def refusal(self, name: str, rule: str, nearest: str = "") -> BadInput:
         """Build the error that refuses the field's value."""
         joint = "." if ": " in self.where else ": "
-        value = _format(self._data[name]) if name in self._data else ""
+        value = ""
+        if name in self._data:
+            value = _format(self._data[name])
         field = f"{self.where}{joint}{_clip(name)}"
         return BadInput(Reason(field=field, value=value, rule=rule, nearest=nearest))
 
@@ -210,4 +216,6 @@ def _format(value: object) -> str:
 
 
 def _clip(text: str) -> str:
-    return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH - 3]}..."
+    if len(text) <= _SHOWN_LENGTH:
+        return text
+    return f"{text[: _SHOWN_LENGTH - 3]}..."

@@ -52,7 +52,9 @@ class Key(ABC):
             config[self.names[0]] = self._spell(value)
 
     def _resolve(self, model: ModelFields) -> Any:
-        return self.default(model) if callable(self.default) else self.default
+        if callable(self.default):
+            return self.default(model)
+        return self.default
 
     @abstractmethod
     def _take(self, fields: FieldReader, default: Any, draft: Draft) -> Any: ...
@@ -85,7 +87,9 @@ class Whole(Key):
         return value
 
     def _spell(self, value: Any) -> Any:
-        return None if self.zero_is_null and value == 0 else value
+        if self.zero_is_null and value == 0:
+            return None
+        return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

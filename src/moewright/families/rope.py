@@ -93,7 +93,9 @@ class Rope:
             width = fields.integer("rotary_dim", low=2, high=head_dim, default=head_dim)
             default = width / head_dim
         share = fields.number(SHARE, low=0, high=1, default=default)
-        return table.number(SHARE, low=0, high=1, default=share) if table is not None else share
+        if table is not None:
+            return table.number(SHARE, low=0, high=1, default=share)
+        return share
 
     def _read_table(
         self,

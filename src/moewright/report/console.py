@@ -64,7 +64,9 @@ def print_verdict(console: Console, plan: Plan, judgement: Judgement) -> None:
     console.print(Text(job_title(plan), style="bold"), soft_wrap=True)
     console.print(Text(f"layout    {format_layout(plan.layout)}"), soft_wrap=True)
     print_fact(console, "verdict", _verdict_line(plan.estimate))
-    style = "yellow" if judgement.quality is Quality.SLOW else ""
+    style = ""
+    if judgement.quality is Quality.SLOW:
+        style = "yellow"
     print_fact(console, "speed", Text(judgement.speed, style=style))
     print_fact(console, "measured", Text(judgement.measured))
     print_fact(console, "routing", Text(_describe_routing(plan.estimate)))
@@ -73,7 +75,9 @@ def print_verdict(console: Console, plan: Plan, judgement: Judgement) -> None:
 def _describe_routing(estimate: Estimate) -> str:
     """Say in a line what uneven routing costs, and from which load on memory is full."""
     uneven = estimate.imbalance
-    limit = f"memory full at {estimate.load_limit:.2f} x" if estimate.load_limit > 1 else ""
+    limit = ""
+    if estimate.load_limit > 1:
+        limit = f"memory full at {estimate.load_limit:.2f} x"
     if not uneven.even_step_s:
         return limit
     return (
@@ -167,7 +171,9 @@ def describe_load_limit(estimate: Estimate) -> str:
 
 def format_rate(value: float) -> str:
     """Return a rate with four significant figures and thousands set apart."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def format_flops(value: float) -> str:

@@ -180,7 +180,9 @@ def _timer_table(log: MegatronLog) -> Table:
     table = make_table(heading, "least", "most", "share", text_columns=(heading,))
     longest = sorted(log.timers.items(), key=lambda item: -item[1].max_s)[:_MAX_TIMERS]
     for name, timer in longest:
-        share = f"{timer.max_s / log.step_s:.1%}" if log.step_s else ""
+        share = ""
+        if log.step_s:
+            share = f"{timer.max_s / log.step_s:.1%}"
         table.add_row(name, format_seconds(timer.min_s), format_seconds(timer.max_s), share)
     return table
 

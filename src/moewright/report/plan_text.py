@@ -238,7 +238,9 @@ def _describe_choice(choice: str) -> str:
 
 
 def _format_parameters(count: float) -> str:
-    return f"{count / 1e9:,.0f}B" if count >= 1e9 else f"{count / 1e6:,.0f}M"
+    if count >= 1e9:
+        return f"{count / 1e9:,.0f}B"
+    return f"{count / 1e6:,.0f}M"
 
 
 def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Plan]) -> Table:

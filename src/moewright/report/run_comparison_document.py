@@ -56,7 +56,9 @@ def _list_speeds(comparison: RunComparison) -> Iterator[tuple[str, Line]]:
         ("measured", comparison.measured_step_s, comparison.measured, comparison.mfu),
         ("predicted", estimate.step_s, comparison.predicted, comparison.predicted_mfu),
     ):
-        rate = f", {mfu:.1%} of the bf16 peak" if mfu else ""
+        rate = ""
+        if mfu:
+            rate = f", {mfu:.1%} of the bf16 peak"
         yield name, f"{format_seconds(step_s)} a step, {format_rate(speed)} tokens/s a device{rate}"
 
 

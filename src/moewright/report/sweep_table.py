@@ -72,7 +72,9 @@ def format_row(row: SweepRow) -> tuple[str, ...]:
 def _format_figures(figures: StepFigures | None) -> tuple[str, str, str]:
     if figures is None:
         return "-", "-", "-"
-    digits = 2 if figures.tokens < 1000 or figures.time_s > 1 else 1
+    digits = 1
+    if figures.tokens < 1000 or figures.time_s > 1:
+        digits = 2
     return (
         f"{figures.time_s:.3f}".rstrip("0").rstrip(".") if figures.time_s else "-",
         f"{figures.tokens:.{digits}f}" if figures.tokens else "-",

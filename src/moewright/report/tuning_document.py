@@ -73,7 +73,9 @@ def summarize_tuning(result: TuningResult, *, basis: Basis) -> tuple[str, ...]:
     if others:
         second = min(others, key=_step_s)
         second_basis = Basis.MEASURED if second.step_s else Basis.PREDICTED
-        reason = f" ({second.reason})" if second.reason else ""
+        reason = ""
+        if second.reason:
+            reason = f" ({second.reason})"
         lines.append(
             f"runner-up: {second.point}: {second.ruling}; {format_seconds(_step_s(second))} "
             f"{second_basis}{reason}"

@@ -67,7 +67,9 @@ def axis_size(layout: Layout, axis: str) -> int:
         return cp_factors(layout)[_CP_AXES.index(axis)]
     if axis in _EP_AXES:
         node_ranks = layout.ep_node or layout.ep
-        return node_ranks if axis == "ep_near" else layout.ep // node_ranks
+        if axis == "ep_near":
+            return node_ranks
+        return layout.ep // node_ranks
     if axis in _HYBRID_AXES:
         return _hybrid_sizes(layout)[_HYBRID_AXES.index(axis)]
     if axis not in DENSE_AXES and axis not in EXPERT_AXES:
@@ -100,7 +102,9 @@ def stride(layout: Layout, axis: str) -> int:
         return stride(layout, "cp") * prod(cp_factors(layout)[: _CP_AXES.index(axis)])
     if axis in _EP_AXES:
         ep_stride = stride(layout, "ep")
-        return ep_stride if axis == "ep_near" else ep_stride * axis_size(layout, "ep_near")
+        if axis == "ep_near":
+            return ep_stride
+        return ep_stride * axis_size(layout, "ep_near")
     if axis in _HYBRID_AXES:
         index = _HYBRID_AXES.index(axis)
         first = index // 2 * 2  # index of the inner axis of the pair that this one is part of

@@ -60,7 +60,9 @@ class ScaleFormat(StrEnum):
     @property
     def nbytes(self) -> int:
         """Bytes of a scale."""
-        return 4 if self in (ScaleFormat.FP32, ScaleFormat.POWER_OF_TWO) else 1
+        if self in (ScaleFormat.FP32, ScaleFormat.POWER_OF_TWO):
+            return 4
+        return 1
 
 
 class OperandKind(StrEnum):

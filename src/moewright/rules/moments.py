@@ -43,4 +43,6 @@ def stored_nbytes(optimizer: OptimizerSpec) -> int:
 
 def shard_multiple(optimizer: OptimizerSpec) -> int:
     """Return what the elements of a rank's shard of a bucket are a multiple of."""
-    return _SHARD_ELEMENTS if any(map(is_scaled, optimizer.moment_dtypes)) else 1
+    if any(map(is_scaled, optimizer.moment_dtypes)):
+        return _SHARD_ELEMENTS
+    return 1

@@ -13,7 +13,9 @@ def message_path(fabric: Fabric, dispatcher: DispatcherKind, *, domains: int) ->
     """
     for path in fabric.library_paths:
         if path.dispatcher is dispatcher:
-            return path.inside if domains == 1 else path.between
+            if domains == 1:
+                return path.inside
+            return path.between
     return MessagePath.GPU
 
 

@@ -92,7 +92,9 @@ def cuts_blocks(param: Param, layout: Layout, form: BaseQuantization) -> bool:
     last = len(param.shape) - 1
     rows, columns = local_shape(param, layout)[-2:]
     if form is BaseQuantization.FP8:
-        is_inside = rows % FP8_BLOCK if last - 1 in cut else 0
+        is_inside = 0
+        if last - 1 in cut:
+            is_inside = rows % FP8_BLOCK
         return bool(is_inside or (columns % FP8_BLOCK if last in cut else 0))
     if last in cut:
         return bool(columns % NF4_BLOCK)

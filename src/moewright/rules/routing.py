@@ -82,7 +82,9 @@ def message_tokens(ranks: int) -> float:
 
 def largest_of(draws: int) -> float:
     """Return the expected largest of some normal draws, in units of their deviation (Blom)."""
-    return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25)) if draws > 1 else 0.0
+    if draws > 1:
+        return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
+    return 0.0
 
 
 def largest_of_centred(draws: int) -> float:
@@ -163,7 +165,9 @@ def expected_dispatch(job: Job) -> DispatchCounts:
         rows_sent = job.layout.ep * rows_for_peer(tokens, top_k, job.layout)
     copies = round(tokens * expected_places(job.model.moe.router, job.layout.ep))
     nodes = dispatch_nodes(job.layout)
-    node_copies = round(tokens * expected_places(job.model.moe.router, nodes)) if nodes else 0
+    node_copies = 0
+    if nodes:
+        node_copies = round(tokens * expected_places(job.model.moe.router, nodes))
     return DispatchCounts(
         rows_sent=rows_sent,
         copies_out=copies,
@@ -244,7 +248,9 @@ def count_in_turn(job: Job, rank: int) -> RoundRobinCounts:
     experts = job.model.moe.experts
     tokens = job.micro_batch_tokens
     parts = rank_positions(job.workload.seq_len, layout.cp, grid.coordinate(layout, rank, "cp"))
-    start = grid.coordinate(layout, rank, "tp") * tokens if layout.sp else 0
+    start = 0
+    if layout.sp:
+        start = grid.coordinate(layout, rank, "tp") * tokens
     return round_robin_counts(
         _routed_positions(parts, layout.mbs, range(start, start + tokens)),
         top_k,

@@ -246,7 +246,9 @@ class RecurrentSpec:
     @property
     def projected_width(self) -> int:
         """Width of what the projections before give: the convolution's part, gates and rates."""
-        rates = 2 if self.kind is RecurrentKind.GATED_DELTA else 1
+        rates = 1
+        if self.kind is RecurrentKind.GATED_DELTA:
+            rates = 2
         return self.conv_width + self.value_width + rates * self.heads
 
 
@@ -390,7 +392,9 @@ class ModelSpec(Record):
         """
         spec = self.attention
         if self.mixers:
-            return spec.sliding_window if self.mixer(layer) in _WINDOWED else 0
+            if self.mixer(layer) in _WINDOWED:
+                return spec.sliding_window
+            return 0
         if not spec.window_every or layer >= self.layers or layer % spec.window_every:
             return 0
         return spec.sliding_window
@@ -402,8 +406,12 @@ class ModelSpec(Record):
         """
         if layer >= self.layers:
             is_compressed = self.attention.kind is AttentionKind.COMPRESSED
-            return MixerKind.LOCAL_ATTENTION if is_compressed else MixerKind.ATTENTION
-        return self.mixers[layer] if self.mixers else MixerKind.ATTENTION
+            if is_compressed:
+                return MixerKind.LOCAL_ATTENTION
+            return MixerKind.ATTENTION
+        if self.mixers:
+            return self.mixers[layer]
+        return MixerKind.ATTENTION
 
     def has_mlp(self, layer: int) -> bool:
         """Return whether a layer has an MLP or experts; MTP depths have."""

@@ -46,7 +46,9 @@ def _closeness(name: str, candidate: str) -> tuple[float, ...]:
     first = next((word for word in words if word.isalpha()), "")
     family = _best_likeness(first, candidate_words)
     if family is _Likeness.NONE:
-        return (family, letters) if letters >= _NAME_CUTOFF else ()
+        if letters >= _NAME_CUTOFF:
+            return (family, letters)
+        return ()
     if letters < _FAMILY_CUTOFF:
         return ()
     shared = sum(_best_likeness(word, candidate_words) is not _Likeness.NONE for word in words)

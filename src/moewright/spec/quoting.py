@@ -89,7 +89,9 @@ def _plain(value: object) -> object:
     """Return an enum's value, and a path as text."""
     if isinstance(value, Enum):
         return value.value
-    return str(value) if isinstance(value, PurePath) else value
+    if isinstance(value, PurePath):
+        return str(value)
+    return value
 
 
 class Script(Target):
@@ -182,7 +184,9 @@ class Python(Script):
 
     @classmethod
     def _item(cls, value: object) -> str:
-        return str.__str__(value) if isinstance(value, cls) else cls.quote(value)
+        if isinstance(value, cls):
+            return str.__str__(value)
+        return cls.quote(value)
 
 
 def _refuse(text: str, rule: str) -> NoReturn:
@@ -247,7 +251,9 @@ def _escape_for_yaml(letter: str) -> str:
     if letter.isprintable():
         return letter
     code = ord(letter)
-    return f"\\U{code:08x}" if code > 0xFFFF else f"\\u{code:04x}"
+    if code > 0xFFFF:
+        return f"\\U{code:08x}"
+    return f"\\u{code:04x}"
 
 
 class Toml(Target):

@@ -104,7 +104,9 @@ def to_plain_data(value: object) -> object:
         return {to_plain_data(key): to_plain_data(item) for key, item in value.items()}
     if isinstance(value, tuple | list | frozenset | set):
         return [to_plain_data(item) for item in value]
-    return str(value) if isinstance(value, PurePath) else value
+    if isinstance(value, PurePath):
+        return str(value)
+    return value
 
 
 def _list_values(record: object) -> Iterator[tuple[str, object]]:
@@ -191,8 +193,12 @@ def format_cell(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+        if abs(value) >= 1e4:
+            return f"{value:,.0f}"
+        return f"{value:.4g}"
     if isinstance(value, tuple):
         value = "+".join(format_cell(item) for item in value)
     text = str(value)
-    return text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 3]}..."
+    if len(text) <= _MAX_CELL:
+        return text
+    return f"{text[: _MAX_CELL - 3]}..."

@@ -149,7 +149,9 @@ class StepRecord:
     @property
     def copy_age(self) -> int:
         """The steps that the newest copy elsewhere is behind this one; 0 where none are made."""
-        return max(0, self.step - self.copied_step) if self.copied_step >= 0 else 0
+        if self.copied_step >= 0:
+            return max(0, self.step - self.copied_step)
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

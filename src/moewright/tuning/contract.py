@@ -102,7 +102,9 @@ def build_contract(
 
 def choose_label(workload: Workload) -> Label:
     """Return the label of the figures of a workload's trials."""
-    return Label.TRAINING if workload.router.force is RouterForce.NONE else Label.BENCHMARK
+    if workload.router.force is RouterForce.NONE:
+        return Label.TRAINING
+    return Label.BENCHMARK
 
 
 def freeze_contract(contract: Contract, folder: Path) -> None:
@@ -129,4 +131,6 @@ def freeze_contract(contract: Contract, folder: Path) -> None:
 
 def _shorten(value: object) -> str:
     text = str(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[: _SHOWN - 3]}..."

@@ -112,4 +112,6 @@ def _central_probability(t: float, degrees_of_freedom: int) -> float:
     for k in range(3 if is_odd else 2, degrees_of_freedom - 1, 2):
         term *= (k - 1) / k * cos(angle) ** 2
         total += term
-    return 2 / pi * (angle + sin(angle) * total) if is_odd else sin(angle) * total
+    if is_odd:
+        return 2 / pi * (angle + sin(angle) * total)
+    return sin(angle) * total

@@ -214,7 +214,9 @@ class Tuner:
         allowed = self._rules.margin * self.predictor.log_error
         log_ratio = self._predict_log_ratio(point)
         if log_ratio >= allowed:
-            error = f", the planner is off by {exp(allowed) - 1:.0%} here" if allowed else ""
+            error = ""
+            if allowed:
+                error = f", the planner is off by {exp(allowed) - 1:.0%} here"
             return f"predicted {exp(log_ratio) - 1:+.1%}{error}"
         noise_sd = self._runner.estimate_noise().sd
         least = max(self._rules.min_gain, noise_sd)
@@ -341,7 +343,9 @@ class Tuner:
         if interval.high < 0 and interval.gain >= self._rules.min_gain / 2:
             return Ruling.KEPT
         if interval.low > log(1 - self._rules.min_gain):
-            return Ruling.SLOWER if interval.low > 0 else Ruling.NO_GAIN
+            if interval.low > 0:
+                return Ruling.SLOWER
+            return Ruling.NO_GAIN
         if interval.mean >= 0 and interval.pairs >= self._rules.futile_pairs:
             return Ruling.NO_GAIN
         return None
@@ -435,4 +439,6 @@ def _count_without_gain(without_gain: int, decision: Decision) -> int:
     """Return how many candidates in a row brought no gain; one that was not run does not count."""
     if decision.ruling is Ruling.PRUNED:
         return without_gain
-    return 0 if decision.ruling is Ruling.KEPT else without_gain + 1
+    if decision.ruling is Ruling.KEPT:
+        return 0
+    return without_gain + 1

@@ -96,7 +96,9 @@ class TrialRunner:
         """Return the geometric mean of a point's runs; 0 where none has a figure."""
         outcomes = self._outcomes.get(point, [])
         seconds = [outcome.step_s for outcome in outcomes if outcome.step_s]
-        return exp(fmean(map(log, seconds))) if seconds else 0.0
+        if seconds:
+            return exp(fmean(map(log, seconds)))
+        return 0.0
 
     def announce_repeats(self, point: TuningPoint, count: int) -> None:
         """Say that so many further short runs of a point will be asked for."""

@@ -147,7 +147,9 @@ def _kept_logit_bytes(constants: Constants, sym: Symbols) -> int:
     if not sym.is_fused or Recompute.LOSS in sym.layout.recompute:
         return 0
     is_in_place = sym.workload.trainer.cross_entropy is CrossEntropyKernel.IN_PLACE
-    return sym.c if is_in_place else min(FP32_BYTES, round(constants["logit_bytes"]))
+    if is_in_place:
+        return sym.c
+    return min(FP32_BYTES, round(constants["logit_bytes"]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,7 +64,9 @@ def dispatcher_bytes(sym: Symbols) -> int:
         return 0
     nodes = ceil(layout.ep / _DEEPEP_PEERS)
     inside = min(layout.ep, _DEEPEP_PEERS) * _DEEPEP_TOKENS_INSIDE
-    between = 2 * nodes * _DEEPEP_TOKENS_BETWEEN if nodes > 1 else 0
+    between = 0
+    if nodes > 1:
+        between = 2 * nodes * _DEEPEP_TOKENS_BETWEEN
     return _DEEPEP_CHANNELS * (inside + between) * (token + _DEEPEP_BESIDE_BYTES)
 
 
@@ -92,7 +94,9 @@ def gathered_bytes(workload: Workload, layer_numel: Array, *, zero: int) -> Arra
     largest = np.sort(layer_numel, axis=1)[:, -_GATHERED_LAYERS:].sum(axis=1)
     if zero < 2:
         return np.zeros_like(largest)
-    element_bytes = recompute.activation_nbytes(workload) if zero == 3 else 0
+    element_bytes = 0
+    if zero == 3:
+        element_bytes = recompute.activation_nbytes(workload)
     if not is_frozen(workload):
         element_bytes += workload.grad_dtype.nbytes
     return np.asarray(element_bytes * largest)
@@ -178,7 +182,9 @@ def resident_bytes(
     cublas_bytes = sym.workload.trainer.cublas_workspace_bytes or constants["cublas_bytes"]
     workspaces = _HANDLES * cublas_bytes + streams * constants["gemm_workspace_bytes"]
     gather = gather_buffer_bytes(sym, has_experts, has_head=has_head)
-    head = head_placeholder_bytes(constants, sym) if has_head else 0
+    head = 0
+    if has_head:
+        head = head_placeholder_bytes(constants, sym)
     own = placeholder_bytes(sym, has_experts) + unpacked_bytes(sym, has_experts)
     graphs = engine_graph_bytes(sym, has_experts)
     return own + head + round(workspaces) + gather + graphs
@@ -210,7 +216,9 @@ def head_placeholder_bytes(constants: Constants, sym: Symbols) -> int:
     if not sym.is_fused or is_unfused or is_older or not is_trained:
         return 0
     model = sym.model
-    joined = 2 * model.hidden_size if model.mtp_layers else 0
+    joined = 0
+    if model.mtp_layers:
+        joined = 2 * model.hidden_size
     return _BF16_BYTES * (model.vocab_size + joined) * model.hidden_size // sym.layout.tp
 
 

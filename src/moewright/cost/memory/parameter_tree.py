@@ -82,9 +82,13 @@ class ParameterTree:
     ) -> int | None:
         """Return the block of a layer's parameters that just these `ranks` hold; None if empty."""
         if 0 <= layer < model.layers:
-            return None if ranks else self._layer_block(model, layer, params)
+            if ranks:
+                return None
+            return self._layer_block(model, layer, params)
         held_params = tuple(param for param in params if tables.get(param.name, ()) == ranks)
-        return self._number(held_params) if held_params else None
+        if held_params:
+            return self._number(held_params)
+        return None
 
     def _layer_block(self, model: ModelSpec, layer: int, params: tuple[Param, ...]) -> int:
         # A rank may hold a part of embeddings, head or MTP depths: no cache by layer for these.

@@ -514,7 +514,9 @@ def delayed_gradient_bytes(sym: Symbols) -> int:
     else:
         sharded_width = spec.q_width + 2 * spec.kv_width
         replicated_width = 0
-    shared_ffn = model.moe.shared_ffn_size if model.moe else 0
+    shared_ffn = 0
+    if model.moe:
+        shared_ffn = model.moe.shared_ffn_size
     sharded_width += (2 if model.gated else 1) * shared_ffn
     # The outputs of attention and of shared experts, each as wide as the hidden state.
     outputs = (2 if shared_ffn else 1) * sym.T * model.hidden_size
@@ -538,4 +540,6 @@ def memory_verdict(margin_bytes: float, spread_bytes: float) -> Verdict:
     """
     if abs(margin_bytes) < spread_bytes:
         return Verdict.UNCERTAIN
-    return Verdict.FITS if margin_bytes >= 0 else Verdict.OOM
+    if margin_bytes >= 0:
+        return Verdict.FITS
+    return Verdict.OOM

@@ -81,7 +81,9 @@ def _build_table(layout: Layout, kind: Array, micro_batch: Array, chunk: Array) 
     key = micro_batch * layout.vpp + chunk
     is_forward = kind == _FORWARD
     is_paired = np.zeros(len(kind), dtype=bool)
-    micro_batches = int(micro_batch.max()) + 1 if len(micro_batch) else 0
+    micro_batches = 0
+    if len(micro_batch):
+        micro_batches = int(micro_batch.max()) + 1
     if can_pair(layout, micro_batches):
         # A forward cannot run beside its own backward.
         is_paired[:-1] = is_forward[:-1] & (kind[1:] == _BACKWARD) & (key[:-1] != key[1:])

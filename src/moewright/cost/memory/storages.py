@@ -77,7 +77,9 @@ def bound_allowance(
     inputs = _input_bytes(job)
     if job.workload.data.prefetch:
         steady += inputs  # of the step that is read ahead, where it is computed
-    hash_keys = _HASH_KEYS_BYTES if job.workload.check_every else 0
+    hash_keys = 0
+    if job.workload.check_every:
+        hash_keys = _HASH_KEYS_BYTES
     steady += hash_keys
     if is_repeated:
         steady += inputs + _reduced_bytes(job, flat_sets, units)
@@ -200,7 +202,9 @@ def _update_bytes(job: Job, flat_sets: Sequence[BucketSet], units: Sequence[Fsdp
         for bucket in bucket_set.buckets
     ]
     on_its_way = max((grad_nbytes * numel for numel, shard in buckets if numel > shard), default=0)
-    widened = max((4 * shard for _, shard in buckets), default=0) if grad_nbytes < 4 else 0
+    widened = 0
+    if grad_nbytes < 4:
+        widened = max((4 * shard for _, shard in buckets), default=0)
     cast = sum(c * shard for numel, shard in buckets if numel > shard)
     nbytes = _reduced_bytes(job, flat_sets, units)
     if Overlap.PARAM in job.layout.overlap:

@@ -148,7 +148,9 @@ class CollectiveModel:
         return latency.value
 
     def _bandwidth(self, span: GroupSpan) -> float:
-        return self._domain_Bps if span.is_inside_domain else self._network_Bps
+        if span.is_inside_domain:
+            return self._domain_Bps
+        return self._network_Bps
 
     def _all_to_all_s(self, span: GroupSpan, payload_bytes: float) -> float:
         c = self.constants
@@ -232,7 +234,9 @@ class CollectiveModel:
     def _lost_launches_s(self, layout: Layout, seconds: float) -> float:
         """Return what a wait of the host costs that takes `seconds` in software of today."""
         c = self.constants
-        hidden = c["ep_overlap_hidden"] if Overlap.EP in layout.overlap else 0.0
+        hidden = 0.0
+        if Overlap.EP in layout.overlap:
+            hidden = c["ep_overlap_hidden"]
         age = float(c["host_per_year"] ** c["stack_age_years"])
         return seconds * age * (1 - hidden)
 

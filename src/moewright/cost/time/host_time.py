@@ -36,7 +36,9 @@ def layer_host_s(
     moe = sym.model.moe
     if CudaGraphScope.FULL in graphs or _captures_layer(graphs, sym, kind):
         return c["host_s_full_graph"]
-    age = float(c["host_per_year"] ** c["stack_age_years"]) if kind.is_moe else 1.0
+    age = 1.0
+    if kind.is_moe:
+        age = float(c["host_per_year"] ** c["stack_age_years"])
     seconds = c["host_s_per_layer_microbatch"] * age
     seconds *= _launched_share(c, graphs, kind)
     if Overlap.GRAD in layout.overlap or Overlap.PARAM in layout.overlap:
@@ -84,7 +86,9 @@ def _launched_share(
     captured = CudaGraphScope.ATTN in graphs
     if kind.mixer is MixerKind.RECURRENT and not kind.has_mlp:
         captured = CudaGraphScope.MAMBA in graphs
-    graphed = constants["host_graphed_attention"] if captured and has_mixer else 0.0
+    graphed = 0.0
+    if captured and has_mixer:
+        graphed = constants["host_graphed_attention"]
     if CudaGraphScope.MOE_ROUTER in graphs and (kind.is_moe or (has_mixer and kind.has_mlp)):
         graphed += constants["host_graphed_router"]
     if has_mixer and kind.has_mlp:

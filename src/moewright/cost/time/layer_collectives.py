@@ -28,7 +28,9 @@ def tp_exchange_s(collectives: CollectiveModel, layout: Layout, tensor_bytes: fl
         tensor_bytes,
         efficiency=c["tp_efficiency"],
     )
-    exposed_share = 1 - c["tp_overlap_hidden"] if Overlap.TP in layout.overlap else 1.0
+    exposed_share = 1.0
+    if Overlap.TP in layout.overlap:
+        exposed_share = 1 - c["tp_overlap_hidden"]
     return c["tp_time_scale"] * exposed_share * seconds
 
 
@@ -66,7 +68,9 @@ def ep_exchange_s(collectives: CollectiveModel, sym: Symbols) -> tuple[float, fl
         return 0.0, 0.0
     top_k = model.moe.router.top_k
     balanced_rows = sym.t * top_k
-    load = sym.R / (balanced_rows * layout.etp) if balanced_rows else 1.0
+    load = 1.0
+    if balanced_rows:
+        load = sym.R / (balanced_rows * layout.etp)
     row_bytes = sym.c * model.expert_width
     one_way_s = collectives.dispatch_s(
         layout, tokens=sym.t, router=model.moe.router, row_bytes=row_bytes, load=load

@@ -271,7 +271,9 @@ def update_weights(tail: TailContext) -> TailSeconds:
     numel = trained * (tail.parameters.dense + tail.parameters.expert)
     ops = optimizer_ops(sym, numel=numel, owned_numel=owned)
     on_device_s = sum(rates.seconds(row) for row in ops)
-    host_share = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
+    host_share = 0.0
+    if Offload.OPTIMIZER in layout.offload:
+        host_share = layout.offload_fraction
     on_host_s = owned * c["host_optimizer_s_per_parameter"]
     end_s = c["step_tail_s"] + c["step_jitter_s"] * largest_of(layout.world_size)
     for row in muon_ops(sym, owned_dense=owned_dense, owned_expert=owned_expert):

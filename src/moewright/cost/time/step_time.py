@@ -471,7 +471,9 @@ def step_time(
     slowest = totals.index(max(totals))
     own = add_times([(stages[slowest], sym.m)])
     still_s, sending_s = pipeline_s(sym, times, counts)
-    waiting_s = still_s - sym.m * totals[slowest] if sym.layout.pp > 1 else 0.0
+    waiting_s = 0.0
+    if sym.layout.pp > 1:
+        waiting_s = still_s - sym.m * totals[slowest]
     last = max(tails, key=lambda tail: tail.step_s(still_s + sending_s))
     uncovered_s = max(0.0, last.hidden_s - still_s - sending_s)
     parts = dict(own.exposed)

@@ -264,7 +264,9 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
 def _repeating_choices(linear: AdaptedLinear) -> tuple[Recompute, ...]:
     """Return the choices, besides full recompute, that run a linear's forward again."""
     if linear.module is Module.ATTENTION:
-        return (Recompute.MLA_UP_PROJ,) if linear.name in MLA_UP_LINEARS else ()
+        if linear.name in MLA_UP_LINEARS:
+            return (Recompute.MLA_UP_PROJ,)
+        return ()
     if linear.module is Module.SHARED_EXPERTS:
         return Recompute.MOE, Recompute.SHARED_EXPERTS
     return (Recompute.MLP,)

@@ -430,7 +430,9 @@ def read_intact_corpus(out: Path, stamp: str) -> Corpus | None:
         fingerprints = [open_stream(prefix).fingerprint for prefix, _ in splits]
     except BadInput:
         return None
-    return corpus if fingerprints == [split.fingerprint for _, split in splits] else None
+    if fingerprints == [split.fingerprint for _, split in splits]:
+        return corpus
+    return None
 
 
 def _describe_split(dataset: IndexedDataset) -> CorpusSplit:

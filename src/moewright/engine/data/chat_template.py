@@ -250,7 +250,9 @@ def _count_common(first: str, second: str) -> int:
     """Return the number of characters with which both texts begin."""
     shorter = min(len(first), len(second))
     differing = (place for place in range(shorter) if first[place] != second[place])
-    return shorter if second.startswith(first) else next(differing, shorter)
+    if second.startswith(first):
+        return shorter
+    return next(differing, shorter)
 
 
 def _take_out_marks(marked: str, where: str) -> RenderedChat:

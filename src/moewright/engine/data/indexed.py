@@ -89,7 +89,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
     That is uint16 below 65,500 ids, else int32.
     """
-    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+    if vocab_size < 65500:
+        return np.dtype("<u2")
+    return np.dtype("<i4")
 
 
 class IndexedWriter:

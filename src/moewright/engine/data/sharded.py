@@ -55,7 +55,9 @@ class ShardedTokens:
             for part, start in zip(self._parts, self._starts.tolist(), strict=False)
             if first < start + len(part) and start < stop
         ]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+        if parts:
+            return np.concatenate(parts)
+        return np.empty(0, dtype=self.dtype)
 
 
 class ShardedWriter:

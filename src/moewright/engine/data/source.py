@@ -94,7 +94,9 @@ class DocumentReader:
             self.file_bytes += path.stat().st_size
 
     def _remaining_bytes(self) -> int | None:
-        return None if self._limit_bytes is None else self._limit_bytes - self._read_bytes
+        if self._limit_bytes is None:
+            return None
+        return self._limit_bytes - self._read_bytes
 
     def _record_texts(self, path: Path) -> Iterator[str]:
         """Yield the texts of a record file within the limit; a record stays whole."""

@@ -189,7 +189,9 @@ def read_eos_token(folder: Path) -> str:
     if not path.is_file():
         return ""
     config = read_json_data(path)
-    token = config.get("eos_token", "") if isinstance(config, dict) else ""
+    token = ""
+    if isinstance(config, dict):
+        token = config.get("eos_token", "")
     if isinstance(token, dict):  # an AddedToken, written with its properties
         token = token.get("content", "")
     return token if isinstance(token, str) else ""

@@ -193,7 +193,9 @@ class DedupDispatcher:
 
     def _forced_sizes(self, sent: ForcedCounts) -> _DedupSizes:
         near = self._groups[-1]
-        node = self._groups[0].index if len(self._groups) > 1 else 0
+        node = 0
+        if len(self._groups) > 1:
+            node = self._groups[0].index
         nodes = self._ranks // near.size
         rank = node * near.size + near.index
         sources = sent[self._etp_group.index]

@@ -109,7 +109,9 @@ def _resolve_mxfp4(path: Path, name: str, tensors: Mapping[str, StoredTensor]) -
 def _factors_name(name: str, tensors: Mapping[str, StoredTensor]) -> str:
     """Return the name of the factors of a tensor, which DeepSeek-V4 gives in place of its own."""
     other = name.removesuffix(_WEIGHT) + _FACTORS
-    return other if name.endswith(_WEIGHT) and other in tensors else name + _FACTORS_SUFFIX
+    if name.endswith(_WEIGHT) and other in tensors:
+        return other
+    return name + _FACTORS_SUFFIX
 
 
 def _resolve_fp4(path: Path, name: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:

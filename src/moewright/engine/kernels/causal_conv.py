@@ -45,7 +45,9 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     out = padded[:, : x.shape[1]] * taps[0]
     for place, tap in enumerate(taps[1:], 1):
         out.addcmul_(padded[:, place : place + x.shape[1]], tap)
-    return out if bias is None else out.add_(widen(bias).view(x.shape[2:]))
+    if bias is None:
+        return out
+    return out.add_(widen(bias).view(x.shape[2:]))
 
 
 def convolve_backward(

@@ -88,7 +88,9 @@ def _scores(
     if causal:
         hidden = scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(rows.start + 1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    return scores if attn_mask is None else scores + attn_mask[rows]
+    if attn_mask is None:
+        return scores
+    return scores + attn_mask[rows]
 
 
 def _split(x: torch.Tensor, sharing: int) -> torch.Tensor:

@@ -38,7 +38,9 @@ class Groups:
     def largest(self, wide: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of each group [G]; 0 for an empty one."""
         if self.ends is None:
-            return wide.abs().amax()[None] if wide.numel() else wide.new_zeros(1)
+            if wide.numel():
+                return wide.abs().amax()[None]
+            return wide.new_zeros(1)
         lines = wide.abs().amax(0 if self.of_columns else 1)
         numbers = group_numbers(self.ends, len(lines))
         return wide.new_zeros(len(self.ends) + 1).scatter_reduce(0, numbers, lines, "amax")[:-1]
@@ -204,7 +206,9 @@ def _largest_in_tiles(largest: torch.Tensor, block: int) -> torch.Tensor:
 
 def _pad_columns(x: torch.Tensor, block: int) -> torch.Tensor:
     missing = -x.shape[1] % block
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+    if missing:
+        return torch.nn.functional.pad(x, (0, missing))
+    return x
 
 
 def _encode_scales(largest: torch.Tensor, operand: OperandFormat) -> torch.Tensor:
@@ -231,7 +235,9 @@ def _round_up_to_e8m0(values: torch.Tensor) -> torch.Tensor:
 
 def decode_scales(scales: torch.Tensor, scale: ScaleFormat) -> torch.Tensor:
     """Return scales of blocks in fp32."""
-    return scales if scale in (ScaleFormat.FP32, ScaleFormat.POWER_OF_TWO) else scales.float()
+    if scale in (ScaleFormat.FP32, ScaleFormat.POWER_OF_TWO):
+        return scales
+    return scales.float()
 
 
 def _round(

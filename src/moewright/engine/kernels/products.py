@@ -76,17 +76,23 @@ class WideProducts:
     def forward(
         self, x_RK: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return matmul(x_RK, w.T) if ends is None else grouped_matmul(x_RK, w.mT, ends)
+        if ends is None:
+            return matmul(x_RK, w.T)
+        return grouped_matmul(x_RK, w.mT, ends)
 
     def input_grad(
         self, g_RN: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return matmul(g_RN, w) if ends is None else grouped_matmul(g_RN, w, ends)
+        if ends is None:
+            return matmul(g_RN, w)
+        return grouped_matmul(g_RN, w, ends)
 
     def weight_grad(
         self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return matmul(g_RN.T, x_RK) if ends is None else grouped_matmul(g_RN.T, x_RK, ends)
+        if ends is None:
+            return matmul(g_RN.T, x_RK)
+        return grouped_matmul(g_RN.T, x_RK, ends)
 
     def convert_input(
         self, x_RK: torch.Tensor, ends: torch.Tensor | None = None
@@ -168,7 +174,9 @@ class NarrowProducts:
             # Back again, so that the rows that pad groups need not be multiplied.
             converted = [rotate_rows(t, rotated_rows, is_inverse=True) for t in converted]
         x, g = (t[places].to(dtype) for t in converted)
-        return matmul(g.T, x) if ends is None else grouped_matmul(g.T, x, ends)
+        if ends is None:
+            return matmul(g.T, x)
+        return grouped_matmul(g.T, x, ends)
 
     def convert_input(
         self, x_RK: torch.Tensor, ends: torch.Tensor | None = None
@@ -187,7 +195,9 @@ class NarrowProducts:
             return multiply(a, convert(w, operand), dtype)
         experts, rows, _ = w.shape
         # Tiles must not hold rows of two experts.
-        missing = -rows % operand.block if operand.is_tiled else 0
+        missing = 0
+        if operand.is_tiled:
+            missing = -rows % operand.block
         flat = torch.nn.functional.pad(w, (0, 0, 0, missing)).flatten(0, 1)
         weight_ends = torch.arange(1, experts + 1, device=w.device) * (rows + missing)
         weights = convert(flat, operand, Groups(ends=weight_ends))

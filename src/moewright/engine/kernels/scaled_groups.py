@@ -95,7 +95,9 @@ def find_group_product(
     if product is None or not len(x.codes):
         return None
     unit = LINES if product is ScaledProduct.EXPERT_ROWS else MX_BLOCK
-    return None if shape[1] % LINES or shape[2] % unit else product
+    if shape[1] % LINES or shape[2] % unit:
+        return None
+    return product
 
 
 def _find_kind(
@@ -111,7 +113,9 @@ def _find_kind(
     is_alike = (a.number, a.scale, a.block) == (b.number, b.scale, b.block)
     if product is None or not is_alike or dtype is not torch.bfloat16:
         return None
-    return product if has_product(product, device) else None
+    if has_product(product, device):
+        return product
+    return None
 
 
 def _scales_of_rows(
@@ -146,7 +150,9 @@ def _row_scales(narrow: NarrowTensor) -> torch.Tensor:
 
 
 def _with_group_scales(narrow: NarrowTensor, tiles: torch.Tensor) -> list[torch.Tensor]:
-    return [tiles] if narrow.group_scales is None else [tiles, narrow.group_scales]
+    if narrow.group_scales is None:
+        return [tiles]
+    return [tiles, narrow.group_scales]
 
 
 def find_gradient_product(
@@ -155,7 +161,9 @@ def find_gradient_product(
     """Return torch's product for the weight gradients of experts, of formats along their rows."""
     product = _find_kind(g, x, x_RK.device, x_RK.dtype)
     is_ragged = g_RN.shape[1] % LINES or x_RK.shape[1] % LINES
-    return None if product is ScaledProduct.EXPERT_ROWS or is_ragged else product
+    if product is ScaledProduct.EXPERT_ROWS or is_ragged:
+        return None
+    return product
 
 
 def pad_to_tiles(ends: torch.Tensor, rows: int, operand: OperandFormat) -> GroupPadding:

@@ -156,7 +156,9 @@ def codes_of(operand: NarrowTensor) -> torch.Tensor:
     """Return the numbers, row by row; pairs of 4 bits as torch's own type."""
     codes = operand.codes.contiguous()
     is_packed = operand.operand.number is NarrowFormat.E2M1
-    return codes.view(torch.float4_e2m1fn_x2) if is_packed else codes
+    if is_packed:
+        return codes.view(torch.float4_e2m1fn_x2)
+    return codes
 
 
 def _scales_of(product: ScaledProduct, operand: NarrowTensor) -> list[torch.Tensor]:

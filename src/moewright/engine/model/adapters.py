@@ -135,9 +135,13 @@ def add_router_adapter(
 
 def _join(products: list[torch.Tensor]) -> torch.Tensor:
     """Return the products of a stack side by side."""
-    return products[0] if len(products) == 1 else torch.cat(products, 1)
+    if len(products) == 1:
+        return products[0]
+    return torch.cat(products, 1)
 
 
 def _replica_group(runtime: Runtime) -> Group | None:
     """Return the ranks with the same hidden states: none under sequence parallelism."""
-    return None if runtime.mesh.layout.sp else runtime.mesh.group("tp")
+    if runtime.mesh.layout.sp:
+        return None
+    return runtime.mesh.group("tp")

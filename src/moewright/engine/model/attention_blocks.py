@@ -86,7 +86,9 @@ BlocksBySource = tuple[tuple[AttentionBlock, ...], ...]
 
 def pack_rows(x: torch.Tensor, blocks: BlocksBySource) -> torch.Tensor:
     """Lay all rows in one where documents bound attention: [B,S,...] -> [1,B*S,...]."""
-    return x if blocks[0][0].mask.segments is None else x.flatten(0, 1)[None]
+    if blocks[0][0].mask.segments is None:
+        return x
+    return x.flatten(0, 1)[None]
 
 
 def _split_kv(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -97,7 +99,9 @@ def _split_kv(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def take_ranges(x: torch.Tensor, ranges: Ranges, dim: int = 1) -> torch.Tensor:
     """Return the tensor at some ranges of a dim."""
     parts = [x.narrow(dim, places.start, len(places)) for places in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim)
 
 
 def add_at(sums: torch.Tensor, ranges: Ranges, values: torch.Tensor) -> None:

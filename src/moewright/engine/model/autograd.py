@@ -192,7 +192,9 @@ def _layer_norm(
 
 def _wide_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in fp32 on CPUs, whose kernels reduce and keep statistics in its dtype."""
-    return tensor.float() if tensor.device.type == "cpu" else tensor
+    if tensor.device.type == "cpu":
+        return tensor.float()
+    return tensor
 
 
 def _norm_factor(
@@ -201,7 +203,9 @@ def _norm_factor(
     """Return what the normed x is multiplied by."""
     if trained is None:
         return x.new_ones(x.shape[-1])
-    return 1 + trained.float() if settings.zero_centered else trained
+    if settings.zero_centered:
+        return 1 + trained.float()
+    return trained
 
 
 def split_rows(rows: int, group: Group) -> slice:

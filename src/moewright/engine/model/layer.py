@@ -175,12 +175,16 @@ def _enter_block(
     streams: StreamMix | None, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the input [t,H] of a block, and the weights with which parallel streams go on."""
-    return (residual, None) if streams is None else streams.collapse(residual)
+    if streams is None:
+        return (residual, None)
+    return streams.collapse(residual)
 
 
 def _build_norm(runtime: Runtime, *, is_there: bool, recompute: bool) -> nn.Module:
     """Build the norm before a block; without one, the block takes the stream as it is."""
-    return HiddenNorm(runtime, recompute=recompute) if is_there else nn.Identity()
+    if is_there:
+        return HiddenNorm(runtime, recompute=recompute)
+    return nn.Identity()
 
 
 def _build_mixer(runtime: Runtime, layer_number: int) -> nn.Module:

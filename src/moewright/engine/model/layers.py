@@ -49,7 +49,9 @@ def hidden_replica_group(runtime: Runtime) -> Group | None:
     Without sequence parallelism that is the TP group; with it each rank has tokens of its own, and
     there is none.
     """
-    return None if runtime.mesh.layout.sp else runtime.mesh.group("tp")
+    if runtime.mesh.layout.sp:
+        return None
+    return runtime.mesh.group("tp")
 
 
 class Weight(nn.Module):
@@ -379,4 +381,6 @@ def _ledger_module(module: nn.Module, inherited: Module) -> Module:
     own: Module = getattr(module, "ledger_module", inherited)
     # A norm inside attention (q/k norm) is attention's, and all of an MTP depth is the depth's.
     is_inner_norm = own is Module.NORM and inherited is Module.ATTENTION
-    return inherited if is_inner_norm or inherited is Module.MTP else own
+    if is_inner_norm or inherited is Module.MTP:
+        return inherited
+    return own

@@ -123,4 +123,6 @@ def _multiply(
 ) -> torch.Tensor:
     """Return the logits of some rows of the projection."""
     logits_TP = matmul(x_TK, w_VK[rows].T)
-    return logits_TP if bias_V is None else logits_TP.add_(bias_V[rows])
+    if bias_V is None:
+        return logits_TP
+    return logits_TP.add_(bias_V[rows])

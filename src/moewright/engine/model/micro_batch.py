@@ -129,7 +129,9 @@ def _count_tokens(runtime: Runtime, is_counted_BS: torch.Tensor) -> CountedToken
     weights_BS = local_BS / totals_B[:, None]
     layout = runtime.mesh.layout
     tokens = local_BS.numel() // (layout.tp if layout.sp else 1)
-    first = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
+    first = 0
+    if layout.sp:
+        first = runtime.mesh.coordinate("tp") * tokens
     own = slice(first, first + tokens)
     return CountedTokens(
         mask=local_BS.flatten()[own],

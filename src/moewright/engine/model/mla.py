@@ -122,7 +122,9 @@ class LatentAttention(nn.Module):
 
     @property
     def _query_up(self) -> Weight:
-        return self.q_up if self._spec.q_lora_rank else self.q
+        if self._spec.q_lora_rank:
+            return self.q_up
+        return self.q
 
     def _expand_queries(self, x_tQ: torch.Tensor, context: MicroBatchContext) -> torch.Tensor:
         """Expand [t,Q] to [B,S,h,D].

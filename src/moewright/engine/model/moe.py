@@ -259,7 +259,9 @@ class MoeLayer(torch.nn.Module):
     def _choose_slots(self, choice: ExpertChoice) -> torch.Tensor:
         """Return the slot of each chosen expert [T,k], one past the last where it is dropped."""
         experts_Tk = self._drop_over_capacity(choice)
-        return experts_Tk if self._assigner is None else self._assigner.assign(experts_Tk)
+        if self._assigner is None:
+            return experts_Tk
+        return self._assigner.assign(experts_Tk)
 
     def run_experts(
         self, x_TH: torch.Tensor, choice: ExpertChoice, mapped: tuple[torch.Tensor, ...] = ()

@@ -79,4 +79,6 @@ def _yarn_magnitude(spec: RopeSpec) -> float:
 
 
 def _magnitude(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * scale * math.log(factor) + 1.0

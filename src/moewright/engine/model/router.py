@@ -273,7 +273,9 @@ class Router(Weight):
         positions = runtime.positions
         # With sequence parallelism the ranks of a TP group split one list of tokens.
         group_tokens = tokens * (layout.tp if layout.sp else 1)
-        start = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
+        start = 0
+        if layout.sp:
+            start = runtime.mesh.coordinate("tp") * tokens
         sequences = first_sequence + torch.arange(group_tokens // len(positions))
         numbers = sequences[:, None] * runtime.workload.seq_len + positions
         return numbers.flatten()[start : start + tokens]
@@ -285,7 +287,9 @@ class Router(Weight):
         parts = rank_positions(runtime.workload.seq_len, layout.cp, runtime.mesh.coordinate("cp"))
         device = runtime.device
         positions = torch.cat([torch.arange(p.start, p.stop, device=device) for p in parts])
-        start = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
+        start = 0
+        if layout.sp:
+            start = runtime.mesh.coordinate("tp") * tokens
         sequences = -(-(start + tokens) // len(positions))
         return positions.repeat(sequences)[start : start + tokens]
 
@@ -381,7 +385,9 @@ class Router(Weight):
         tokens, experts = selection.scores.shape
         top_k = selection.experts.shape[1]
         rank_length = runtime.workload.seq_len // layout.cp
-        first = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
+        first = 0
+        if layout.sp:
+            first = runtime.mesh.coordinate("tp") * tokens
         token_numbers = torch.arange(tokens, device=selection.scores.device) + first
         sequence_of_token = token_numbers // rank_length
         sequences = tokens * (layout.tp if layout.sp else 1) // rank_length

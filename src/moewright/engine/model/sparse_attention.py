@@ -167,7 +167,9 @@ class Indexer(nn.Module):
         runtime = self._runtime
         spec = self._spec
         tp = runtime.mesh.tensor_parallel
-        first = tp.group.index * len(x_tH) if tp.sequence_parallel else 0
+        first = 0
+        if tp.sequence_parallel:
+            first = tp.group.index * len(x_tH)
         own = slice(first, first + len(x_tH))
         own_context = context.select_tokens(own)
         seq_len = runtime.workload.seq_len
@@ -270,7 +272,9 @@ def _find_slopes(inputs: IndexInputs, target_tK: torch.Tensor) -> torch.Tensor:
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts)
 
 
 class ZeroGradients(torch.autograd.Function):

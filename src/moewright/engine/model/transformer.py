@@ -103,10 +103,14 @@ class _RouterResults:
         self._counts += results[1::2]
 
     def stack_aux_losses(self, empty: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._aux_losses) if self._aux_losses else empty
+        if self._aux_losses:
+            return torch.stack(self._aux_losses)
+        return empty
 
     def stack_counts(self) -> torch.Tensor:
-        return torch.stack(self._counts) if self._counts else torch.zeros(0, 0, dtype=torch.int64)
+        if self._counts:
+            return torch.stack(self._counts)
+        return torch.zeros(0, 0, dtype=torch.int64)
 
 
 class _StartGraph(torch.autograd.Function):

@@ -162,7 +162,9 @@ def _count_left_out(
 
 def _choose_dtype(name: str, dtype: Dtype | None) -> torch.dtype:
     """Return the dtype of a weight; biases that move with the load are kept in fp32."""
-    return torch.float32 if name.endswith(".expert_bias") else _DTYPES[dtype or Dtype.BF16]
+    if name.endswith(".expert_bias"):
+        return torch.float32
+    return _DTYPES[dtype or Dtype.BF16]
 
 
 def _move(

@@ -156,7 +156,9 @@ def find_megatron_checkpoint(folder: Path) -> Path | None:
         return None
     name = f"iter_{int(newest):07d}" if newest.isdecimal() else newest
     path = folder / name
-    return path if name and path.parent == folder and (path / METADATA_FILE).is_file() else None
+    if name and path.parent == folder and (path / METADATA_FILE).is_file():
+        return path
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,7 +332,9 @@ def read_model_box(
     if len(places) > 1 or "moe.experts." in name:
         experts = [_read_part(plan, place, shape[1:]) for place in places[first : first + count]]
         return torch.stack(experts)
-    rows = shape[0] if name.rpartition("/")[2] in PADDED else 0
+    rows = 0
+    if name.rpartition("/")[2] in PADDED:
+        rows = shape[0]
     whole = _read_part(plan, places[0], shape, rows)
     return whole[first : first + count].contiguous()
 

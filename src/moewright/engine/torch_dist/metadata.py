@@ -90,7 +90,9 @@ class _Inert:
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field by its name."""
         state = getattr(self, "state", {})
-        return state.get(name, default) if isinstance(state, dict) else default
+        if isinstance(state, dict):
+            return state.get(name, default)
+        return default
 
 
 _KINDS = {
@@ -173,7 +175,9 @@ def _refuse(path: Path, rule: str) -> NoReturn:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in value) if value is not None else ()
+    if value is not None:
+        return tuple(int(size) for size in value)
+    return ()
 
 
 def _read_tensor(

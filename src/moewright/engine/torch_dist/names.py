@@ -169,7 +169,9 @@ def find_places(
         places = _expand(candidate, index, tensor, names)
         if places:
             is_merged = suffix in _QKV and candidate.endswith(_QKV[suffix])
-            part = suffix.split(".")[1] if is_merged else ""
+            part = ""
+            if is_merged:
+                part = suffix.split(".")[1]
             return tuple(
                 MegatronPlace(names=place.names, index=place.index, part=part) for place in places
             )
@@ -183,7 +185,9 @@ def _expand(
     """Return the places of a tensor under a name; () where the checkpoint has none of them."""
     if _EXPERTS not in name:
         halves = _find_halves(name, names)
-        return (MegatronPlace(names=halves, index=index),) if halves else ()
+        if halves:
+            return (MegatronPlace(names=halves, index=index),)
+        return ()
     experts = range(tensor.shape[0])
     if halves := _find_halves(name, names):
         return tuple(MegatronPlace(names=halves, index=(*index, expert)) for expert in experts)
@@ -201,7 +205,9 @@ def _find_halves(name: str, names: Collection[str]) -> tuple[str, ...]:
     if name in names:
         return (name,)
     halves = (f"{name}_w", f"{name}_v")
-    return halves if all(half in names for half in halves) else ()
+    if all(half in names for half in halves):
+        return halves
+    return ()
 
 
 def _missing(own: str, name: str) -> BadInput:

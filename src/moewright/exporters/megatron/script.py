@@ -129,4 +129,6 @@ def _max_connections(layout: Layout) -> int:
 
     Sequence-parallel overlap relies on 1 up to Hopper; FSDP and expert overlap need more.
     """
-    return 32 if layout.zero >= 2 or Overlap.EP in layout.overlap else 1
+    if layout.zero >= 2 or Overlap.EP in layout.overlap:
+        return 32
+    return 1

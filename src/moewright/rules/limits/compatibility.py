@@ -333,7 +333,9 @@ def _check_rank_capacity(job: Job) -> Iterator[Reason]:
     else:
         # What routers usually do is no reason to refuse: a budget below it costs steps again.
         is_stated = not has_natural_load(job.workload)
-        load = max(1.0, expected_load(job).step) if is_stated else 1.0
+        load = 1.0
+        if is_stated:
+            load = max(1.0, expected_load(job).step)
         if layout.rank_capacity >= load:
             return
         nearest = f"{ceil(100 * load) / 100:g}"

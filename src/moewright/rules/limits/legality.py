@@ -325,7 +325,9 @@ def _check_order(layout: Layout) -> Iterator[Reason]:
 
 def _remaining_degrees(stage_ranks: int, other_degree: int) -> tuple[int, ...]:
     """Return the degrees that fit beside an axis of `other_degree` ranks on a stage."""
-    return () if stage_ranks % other_degree else divisors(stage_ranks // other_degree)
+    if stage_ranks % other_degree:
+        return ()
+    return divisors(stage_ranks // other_degree)
 
 
 def _stage_ranks(layout: Layout) -> int:
@@ -333,7 +335,9 @@ def _stage_ranks(layout: Layout) -> int:
 
     1 when pp does not divide the world, so that degrees of 1 remain.
     """
-    return 1 if layout.world_size % layout.pp else layout.world_size // layout.pp
+    if layout.world_size % layout.pp:
+        return 1
+    return layout.world_size // layout.pp
 
 
 def _pp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:

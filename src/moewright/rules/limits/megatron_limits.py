@@ -185,10 +185,14 @@ def _check_features(model: ModelSpec) -> Iterator[Reason]:
     is_rotated_norm = attention.qk_norm in (QkNorm.PER_HEAD_ROTATED, QkNorm.UNWEIGHTED)
     scales_input = model.moe is not None and model.moe.router.scales_input
     is_latent = attention.kind is AttentionKind.MLA
-    top_k = attention.indexer.top_k if attention.indexer and is_latent else 0
+    top_k = 0
+    if attention.indexer and is_latent:
+        top_k = attention.indexer.top_k
     is_squared = model.activation is Activation.RELU_SQUARED
     is_compressed = attention.kind is AttentionKind.COMPRESSED
-    hash_layers = model.moe.router.hash_layers if model.moe else 0
+    hash_layers = 0
+    if model.moe:
+        hash_layers = model.moe.router.hash_layers
     streams = model.residual_streams
     limit = model.activation_limit
     features: tuple[Feature, ...] = (

@@ -83,7 +83,9 @@ def chunk_to_fetch(rows: Sequence[TimetableRow], index: int) -> TimetableRow | N
         return None
     row, after = rows[index], rows[index + 1]
     is_own = (row.micro_batch, row.chunk) == (after.micro_batch, after.chunk)
-    return after if after.kind is RowKind.B and not is_own else None
+    if after.kind is RowKind.B and not is_own:
+        return after
+    return None
 
 
 def offloading_layers(model: ModelSpec, layout: Layout, chunks: Sequence[Chunk]) -> frozenset[int]:

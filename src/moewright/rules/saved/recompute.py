@@ -171,7 +171,9 @@ def _book_to_mtp(row: SavedTensor) -> SavedTensor:
     """Book a tensor of a depth's layer, whose input is inside of the depth's checkpoint."""
     if row.name in _LAYER_INPUTS:
         row = replace(row, freed_by=(Recompute.FULL, *row.freed_by))
-    return row if row.module is Module.ROUTER else replace(row, module=Module.MTP)
+    if row.module is Module.ROUTER:
+        return row
+    return replace(row, module=Module.MTP)
 
 
 def layer_recompute(layout: Layout, place: int) -> tuple[Recompute, ...]:
@@ -230,7 +232,9 @@ def loss_chunk_columns(model: ModelSpec, layout: Layout) -> int:
 
 def activation_nbytes(workload: Workload) -> int:
     """Return the bytes of an element of a saved activation; 8-bit recipes save bf16 activations."""
-    return 2 if workload.precision.is_narrow else workload.precision.nbytes
+    if workload.precision.is_narrow:
+        return 2
+    return workload.precision.nbytes
 
 
 def _mixer(
@@ -308,7 +312,9 @@ def _second_norm(
     Without a mixer before, the norm takes the layer's input, which is saved already.
     """
     c, t, h = symbols.c, symbols.t, symbols.h
-    mask_bytes = 2 * t * h if symbols.trainer.hidden_dropout else 0
+    mask_bytes = 0
+    if symbols.trainer.hidden_dropout:
+        mask_bytes = 2 * t * h
     yield saved_tensor(Module.NORM, "dropout_masks", mask_bytes, kept_as=KeptFormat.BOOL)
     if has_mixer and model.norm_placement.is_before:
         yield saved_tensor(Module.NORM, "residual", model.residual_streams * c * t * h)
@@ -323,7 +329,9 @@ def _second_norm(
 
 def _freed_with_norm(model: ModelSpec) -> tuple[Recompute, ...]:
     """Return what frees the input of an MLP or a router; without a norm it is the stream itself."""
-    return (Recompute.LAYERNORM,) if model.norm_placement.is_before else ()
+    if model.norm_placement.is_before:
+        return (Recompute.LAYERNORM,)
+    return ()
 
 
 def _norm_after(model: ModelSpec, symbols: _TableSymbols, block: str) -> Iterator[SavedTensor]:

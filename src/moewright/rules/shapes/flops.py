@@ -99,7 +99,9 @@ def model_flops_per_token(
     Where documents bound attention, they leave `attended_share` of the pairs of a sequence. Frozen
     weights have no gradients: their products take four sixths.
     """
-    moe_depths = model.mtp_layers if model.moe_layers[-1] else 0
+    moe_depths = 0
+    if model.moe_layers[-1]:
+        moe_depths = model.mtp_layers
     top_k = model.moe.router.top_k if model.moe else 0
     whole_model = RankShare(
         layers=tuple(range(model.layers)),
@@ -351,7 +353,9 @@ def _attention_core_flops(
     if not share.attended:
         return core
     in_documents = share.attended * pair_flops // a2a_ranks
-    return min(core, in_documents) if has_window else in_documents
+    if has_window:
+        return min(core, in_documents)
+    return in_documents
 
 
 def total_model_flops(rows: Sequence[FlopRow]) -> int:

@@ -106,7 +106,9 @@ def state_group(layout: Layout, group: str) -> str:
 
     It is the same whether fully_shard or flat buffers hold them.
     """
-    return fsdp_groups(layout, group).shard_group if layout.shard else group
+    if layout.shard:
+        return fsdp_groups(layout, group).shard_group
+    return group
 
 
 def momentum_group(layout: Layout, group: str) -> str | None:
@@ -117,12 +119,16 @@ def momentum_group(layout: Layout, group: str) -> str | None:
     if layout.zero == 0:
         return None
     is_sharded = is_fsdp_sharded(layout, group)
-    return fsdp_groups(layout, group).shard_group if is_sharded else state_group(layout, group)
+    if is_sharded:
+        return fsdp_groups(layout, group).shard_group
+    return state_group(layout, group)
 
 
 def flat_buffer_layout(layout: Layout) -> Layout:
     """Return the layout of flat buffers: what fully_shard leaves stays at zero=1."""
-    return replace(layout, zero=1, shard=0) if layout.zero >= 2 else layout
+    if layout.zero >= 2:
+        return replace(layout, zero=1, shard=0)
+    return layout
 
 
 def offloaded_names(layout: Layout, units: Sequence[FsdpUnit]) -> frozenset[str]:

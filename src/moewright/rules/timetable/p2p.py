@@ -58,7 +58,9 @@ def output_stage(layout: Layout, kind: RowKind, stage: int) -> int | None:
 
 
 def _within_pipeline(layout: Layout, stage: int) -> int | None:
-    return stage if 0 <= stage < layout.pp * layout.vpp else None
+    if 0 <= stage < layout.pp * layout.vpp:
+        return stage
+    return None
 
 
 def pipeline_actions(
@@ -93,7 +95,9 @@ def pipeline_actions(
 
 
 def _stage_rank(layout: Layout, stage: int | None) -> int | None:
-    return None if stage is None else stage_position(layout, stage)[0]
+    if stage is None:
+        return None
+    return stage_position(layout, stage)[0]
 
 
 def _row_indices(layout: Layout, rows: Sequence[TimetableRow], pp_rank: int) -> dict[RowKey, int]:

@@ -103,7 +103,9 @@ def _row_seconds(
 def _needed_rows(row: TimetableRow, stage: int, last_stage: int) -> tuple[RowKey, ...]:
     """Return the rows that must have ended before a row starts."""
     if row.kind is RowKind.F:
-        return ((RowKind.F, row.micro_batch, stage - 1),) if stage else ()
+        if stage:
+            return ((RowKind.F, row.micro_batch, stage - 1),)
+        return ()
     if row.kind is RowKind.W:
         return ((RowKind.B, row.micro_batch, stage),)
     forward = (RowKind.F, row.micro_batch, stage)

@@ -129,7 +129,9 @@ def _fill_evenly(load: Sequence[int], layers: int) -> list[int]:
 
 
 def _repeat(letter: str, count: int) -> str:
-    return letter * count if count < 2 else f"{letter}*{count}"
+    if count < 2:
+        return letter * count
+    return f"{letter}*{count}"
 
 
 def check_stages(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:

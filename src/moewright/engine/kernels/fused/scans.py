@@ -175,7 +175,9 @@ class TorchScans:
 
 
 def _lengths(segments: Segments | None) -> list[int]:
-    return [] if segments is None else list(segments.lengths)
+    if segments is None:
+        return []
+    return list(segments.lengths)
 
 
 class FlaScans:
