@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_cases import REFUSED_MODELS, build_plan, catalogue_model, layouts, refusals, workloads
+from moewright.api.running import list_trainers
 from moewright.codec import parse_layout
 from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
 from moewright.intake import catalogue
@@ -246,3 +247,14 @@ def test_models_that_hugging_face_does_not_know_are_refused():
         render_bridge_recipe(planned("tp8,pp8", name="GPT3-175B"))
     with pytest.raises(BadInput, match="de-duplicates tokens in DeepEP"):
         render_bridge_recipe(replace(planned("ep8,pp8,dispatcher=dedup")))
+
+
+def test_bridge_says_yarn_that_no_option_of_megatron_says() -> None:
+    """Kimi-K2 turns by beta_fast 1: Megatron-LM has no option for it, its configuration a field."""
+    plan = planned("tp1,ep64", name="moonshotai/Kimi-K2")
+    trainers = list_trainers(plan)
+    assert "bridge" in trainers
+    assert "megatron" not in trainers
+    recipe = render_bridge_recipe(plan)
+    assert "model.beta_fast = 1.0" in recipe
+    assert "model.original_max_position_embeddings = 4096" in recipe

@@ -131,6 +131,16 @@ def test_dense_models_and_cpus_have_no_dispatcher_choice(hardware: Hardware) -> 
     assert all(plan.layout.dispatcher == "alltoall" for plan in ranked.plans)
 
 
+def test_rocm_gets_graphs_and_libraries_of_cuda_only_when_asked(model: ModelSpec) -> None:
+    hardware = catalogue.hardware("16xMI300X")
+    ranked = search(model, WORK, hardware, fixed="tp1,cp1,etp1,pp1,ep8", top=3)
+    for plan in (*ranked.plans, *ranked.gambles):
+        assert plan.layout.graphs == ()
+        assert plan.layout.dispatcher == "alltoall"
+    asked = search(model, WORK, hardware, fixed="tp1,cp1,etp1,pp1,ep8,graphs=attn", top=1)
+    assert asked.plans[0].layout.graphs == ("attn",)
+
+
 @pytest.mark.parametrize("part", ["TPU-v5p", "Ascend-910B"])
 def test_parts_without_cuda_get_no_cuda_graphs_and_no_libraries_of_its_kernels(
     model: ModelSpec, part: str

@@ -32,10 +32,9 @@ _STARTERS = ("slurm", "k8s", "torchrun")  # of our own engine, from a job file
 def list_trainers(plan: Plan) -> tuple[str, ...]:
     """Return which trainers start a plan: targets of `export`, and this engine as "moewright"."""
     job = plan_job(plan)
-    is_megatron = not megatron_refusals(job, plan.hardware)
     starts = {
-        "megatron": is_megatron,
-        "bridge": is_megatron and not any(bridge_refusals(plan)),
+        "megatron": not megatron_refusals(job, plan.hardware),
+        "bridge": not any(bridge_refusals(plan)),
         "torchtitan": not any(torchtitan_refusals(job, plan.hardware)),
         "moewright": not engine_refusals(plan),
     }

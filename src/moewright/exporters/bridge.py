@@ -19,7 +19,7 @@ from moewright.families.table import find_family
 from moewright.intake import catalogue
 from moewright.intake.megatron.options import MegatronOption, option_table
 from moewright.rules.job import plan_job
-from moewright.rules.limits.megatron_limits import megatron_refusals
+from moewright.rules.limits.megatron_limits import core_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Overlap
 from moewright.spec.model import AttentionKind
@@ -216,10 +216,7 @@ def render_bridge_recipe(plan: Plan) -> Python:
         BadInput: one Reason for each thing that Megatron cannot say, or for a model that Hugging
             Face does not know by this name.
     """
-    reasons = (
-        *megatron_refusals(plan_job(plan), plan.hardware),
-        *bridge_refusals(plan),
-    )
+    reasons = tuple(bridge_refusals(plan))
     if reasons:
         raise BadInput(*reasons)
     flags = all_flags(plan)
@@ -239,7 +236,11 @@ def render_bridge_recipe(plan: Plan) -> Python:
 
 
 def bridge_refusals(plan: Plan) -> Iterator[Reason]:
-    """Yield what Megatron Bridge does not start beyond what Megatron-LM does not."""
+    """Yield why Megatron Bridge does not start a plan: what Megatron Core does not train, and more.
+
+    What Megatron-LM has no option for, although its configuration has a field, Bridge can say.
+    """
+    yield from core_refusals(plan_job(plan), plan.hardware)
     model = plan.model
     if "/" not in model.name or model.name not in catalogue.model_names():
         rule = "Megatron Bridge takes models by their Hugging Face name"
@@ -388,6 +389,11 @@ def _model_fields(plan: Plan) -> Iterator[_Field]:
     attention = plan.model.attention
     if attention.kind is AttentionKind.MLA and attention.rope.scaling != "yarn":
         yield "apply_rope_fusion", _constant(False)
+    if attention.kind is AttentionKind.MLA and attention.rope.scaling == "yarn":
+        rope = attention.rope
+        yield "original_max_position_embeddings", _constant(rope.original_max_position)
+        yield "beta_fast", _constant(rope.beta_fast)
+        yield "beta_slow", _constant(rope.beta_slow)
 
 
 def _pipeline_dtype(precision: Dtype) -> Python:

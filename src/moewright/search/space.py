@@ -27,7 +27,7 @@ from moewright.rules.timetable.stages import (
     vpp_choices,
 )
 from moewright.spec.errors import Reason
-from moewright.spec.hardware import Hardware
+from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
     DEFAULT_LAYOUT,
     CpComm,
@@ -262,9 +262,10 @@ def _widest_graphs(
     """Return the widest legal CUDA graphs: they save host time and cost nothing that is priced.
 
     Graphs of a whole iteration need a fixed number of rows an expert, which changes what is
-    trained, so they are taken only when asked for.
+    trained, so they are taken only when asked for; so are all on ROCm, of which nobody published a
+    run with any.
     """
-    if not space.hardware.device.kind.runs_cuda:
+    if space.hardware.device.kind is not DeviceKind.CUDA:
         return ()
     mixers = [CudaGraphScope.ATTN]
     if space.model.recurrent is not None:
@@ -306,12 +307,13 @@ def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind,
     """Return the plain all-to-all, and the dispatcher that removes duplicates on this fabric.
 
     That is DeepEP, or HybridEP where DeepEP does not run (GB200 and GB300), which is as fast and
-    holds more memory; none where neither runs, as over PCIe or TCP. An all-gather holds the tokens
-    of the whole group, which memory does not price: it is taken only when asked for.
+    holds more memory; none where neither runs, as over PCIe or TCP, or on ROCm without a fork. An
+    all-gather holds the tokens of the whole group, which memory does not price: it is taken only
+    when asked for.
     """
     if "dispatcher" in space.fixed:
         return (space.base.dispatcher,)
-    if cut.ep == 1 or not space.hardware.device.kind.runs_cuda:
+    if cut.ep == 1 or space.hardware.device.kind is not DeviceKind.CUDA:
         return (DEFAULT_LAYOUT.dispatcher,)
     fabric = space.hardware.fabric
     domains = group_span(cut, "ep", fabric.domain_size).domains

@@ -75,15 +75,22 @@ _ONLY_DEFAULTS = tuple(
 
 def megatron_refusals(job: Job, hardware: Hardware) -> tuple[Reason, ...]:
     """Return why Megatron-LM does not train a legal layout; () where it does."""
-    return (
-        *missing_options(job),
-        *broken_rules(job),
-        *_check_libraries(job, hardware),
-    )
+    return (*core_refusals(job, hardware), *_check_yarn(job.model.attention))
+
+
+def core_refusals(job: Job, hardware: Hardware) -> tuple[Reason, ...]:
+    """Return why Megatron Core does not train a legal layout, whatever options a script has."""
+    return (*_core_limits(job), *broken_rules(job), *_check_libraries(job, hardware))
 
 
 def missing_options(job: Job) -> Iterator[Reason]:
     """Yield what no option of Megatron-LM's says."""
+    yield from _core_limits(job)
+    yield from _check_yarn(job.model.attention)
+
+
+def _core_limits(job: Job) -> Iterator[Reason]:
+    """Yield what no configuration of Megatron Core says."""
     yield from _check_biases(job.model)
     yield from _check_features(job.model)
     yield from _check_attention(job.model)
@@ -244,19 +251,25 @@ def _check_rope(attention: AttentionSpec) -> Iterator[Reason]:
         rule = "rotates whole heads in latent attention and under yarn"
         yield _refusal("model.attention.rope.rotary_share", rope.rotary_share, rule, 1)
     field = "model.attention.rope.scaling"
-    if rope.scaling == "yarn" and is_mla:
-        settings = (rope.original_max_position, rope.beta_fast, rope.beta_slow)
-        if settings != MLA_YARN_DEFAULTS:
-            rule = "fixes original positions, beta_fast and beta_slow of MLA's yarn"
-            yield _refusal(field, f"yarn {settings}", rule, f"yarn {MLA_YARN_DEFAULTS}")
-    elif rope.scaling == "llama3" and not is_mla:
+    if rope.scaling == "llama3" and not is_mla:
         if rope.original_max_position not in (0, LLAMA3_POSITIONS):
             field = "model.attention.rope.original_max_position"
             rule = "scales llama3 positions from a fixed length"
             yield _refusal(field, rope.original_max_position, rule, LLAMA3_POSITIONS)
-    elif rope.scaling != "default" and not is_yarn(attention):
+    elif rope.scaling not in ("default", "yarn"):
         rule = "export has no such scaling for this attention"
         yield _refusal(field, rope.scaling, rule, "default")
+
+
+def _check_yarn(attention: AttentionSpec) -> Iterator[Reason]:
+    """Yield what Megatron-LM has no options for, although its configuration has fields."""
+    rope = attention.rope
+    settings = (rope.original_max_position, rope.beta_fast, rope.beta_slow)
+    is_mla = attention.kind is AttentionKind.MLA
+    if rope.scaling == "yarn" and is_mla and settings != MLA_YARN_DEFAULTS:
+        rule = "fixes original positions, beta_fast and beta_slow of MLA's yarn"
+        nearest = f"yarn {MLA_YARN_DEFAULTS}"
+        yield _refusal("model.attention.rope.scaling", f"yarn {settings}", rule, nearest)
 
 
 def _check_router(router: RouterSpec) -> Iterator[Reason]:
