@@ -85,6 +85,7 @@ mutants: $(VENV)/.dev
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/fuzz.py
 	$(BIN)/python tests/faults/run.py
+	$(BIN)/python tests/faults/program.py
 
 # Trials on a real Slurm of two nodes on this machine: a job cancelled, a node lost, the tuning killed (minutes; root,
 # and Debian's slurm-wlm and munge, which are installed where they are not there).

@@ -42,6 +42,12 @@ steps equal those of the run without a fault, bit for bit. Times are medians, an
 time to go on ends with the first step after. They were taken on two cores, beside other work.
 What other libraries state is below.
 
+Then `tests/faults/program.py` draws cells of fault, layout (TP, PP, EP, CP, ZeRO-1 to 3), moment
+(start, restore, first step, a step, a save, last step, after it), launcher (own, torchrun), elastic
+or not, with copies or not, and runs them by the command line. A try in which the run noticed
+nothing, and was not ended, is not counted; after each the losses are those without a fault, bit for
+bit, and `report` and `diagnose` answer. A number of a seed is the same cell again.
+
 | fault | tried | held | time to notice, s | time to go on, s | steps repeated |
 |---|--:|--:|--:|--:|--:|
 """

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from faults import fuzz, harness
+from faults.program import FAULTS, LAYOUTS, Laboratory, Launcher, Moment, Try, draw
 from faults.run import Bench, read_matrix
 from moewright.api.reporting import build_report, write_page
 from moewright.codec import read_incidents
@@ -15,8 +16,6 @@ pytestmark = pytest.mark.spawn
 
 # What needs no rights of its own, takes a few seconds, and leaves an incident.
 QUICK = (
-    "kill_rank",
-    "kill_all_ranks",
     "kill_rank_in_save",
     "damage_payload",
     "cut_payload",
@@ -48,6 +47,33 @@ def test_a_case_of_the_matrix_holds(fault: str, tmp_path: Path) -> None:
     page = write_page(build_report(run_dir), tmp_path / "report.html").read_text()
     assert "1 incident; " in page
     assert incident.message in page
+
+
+def test_a_cell_is_drawn_again_by_its_number_and_all_are_drawn() -> None:
+    cells = [draw(0, number) for number in range(600)]
+    assert cells[17] == draw(0, 17)
+    assert {cell.fault for cell in cells} == set(FAULTS)
+    assert {cell.layout for cell in cells} == {layout for _, layout in LAYOUTS}
+    assert {(cell.moment, cell.launcher) for cell in cells} == {
+        (moment, launcher) for moment in Moment for launcher in Launcher
+    }
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("number", range(5))
+def test_the_real_program_goes_on_after_a_fault(number: int, tmp_path: Path) -> None:
+    """Try a cell of two ranks under our launcher, by the command line."""
+    drawn = draw(3, number)
+    cell = Try(
+        fault="kill_rank" if number == 0 else drawn.fault,
+        layout="ep2,mbs1",
+        world_size=2,
+        moment=Moment.STEP,
+        launcher=Launcher.OWN,
+        is_elastic=drawn.is_elastic,
+        has_copies=drawn.has_copies,
+    )
+    assert Laboratory(tmp_path).try_cell(cell, str(number)) == "", str(cell)
 
 
 @pytest.mark.parametrize("reader", fuzz.READERS, ids=lambda reader: reader.key)
