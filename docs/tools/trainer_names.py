@@ -26,6 +26,7 @@ from moewright.intake.megatron.settings import flatten
 from moewright.spec.errors import BadInput
 
 TABLES = Path(__file__).parents[2] / "src/moewright/intake/megatron/data/trainers"
+CONVERTED = Path(__file__).parents[2] / "src/moewright/exporters/data/bridge_models.csv"
 SOURCES = Path(__file__).with_suffix(".toml")
 _COLUMNS = ("name", "default", "values", "source")
 _PATCHED_OPTION = re.compile(r"^\+.*add_argument\(\s*['\"](--[\w-]+)['\"](.*)$", re.MULTILINE)
@@ -203,6 +204,50 @@ def describe_changes(old: str, new: str) -> Iterator[str]:
             yield f"  ~ {name}: {before[name] or 'none'} -> {after[name] or 'none'}"
 
 
+def list_converted(checkout: Checkout, patterns: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the architectures that Megatron Bridge registers a converter for, with their files."""
+    listed = {}
+    for name in checkout.list_files(patterns):
+        tree = ast.parse(checkout.read(name))
+        constants = {
+            target.id: _constant(line.value)
+            for line in tree.body
+            if isinstance(line, ast.Assign)
+            for target in line.targets
+            if isinstance(target, ast.Name)
+        }
+        for call in ast.walk(tree):
+            is_call = isinstance(call, ast.Call)
+            if not is_call or getattr(call.func, "attr", "") != "register_bridge":
+                continue
+            source = next((word.value for word in call.keywords if word.arg == "source"), None)
+            if isinstance(source, ast.Name):
+                listed[constants.get(source.id) or source.id] = name
+            elif source is not None and (text := _constant(source)):
+                listed[text] = name
+    yield from sorted(listed.items())
+
+
+def write_converted(folder: Path) -> Iterator[str]:
+    """Write the table of the architectures that Megatron Bridge converts; yield what changed."""
+    entry = tomllib.loads(SOURCES.read_text(encoding="utf-8"))["converters"]
+    checkout = find_checkout(folder, entry["repository"])
+    if checkout is None:
+        yield f"{entry['repository']} is not below {folder}; its table of models stays"
+        return
+    old = CONVERTED.read_text(encoding="utf-8") if CONVERTED.is_file() else "name,default"
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("name", "source"))
+    writer.writerows(list_converted(checkout, entry["files"]))
+    before = {row["name"] for row in csv.DictReader(old.splitlines())}
+    after = {row["name"] for row in csv.DictReader(text.getvalue().splitlines())}
+    yield f"{entry['repository']} at {checkout.commit} converts {len(after)} architectures"
+    yield from (f"  + {name}" for name in sorted(after - before))
+    yield from (f"  - {name}" for name in sorted(before - after))
+    CONVERTED.write_text(text.getvalue(), encoding="utf-8")
+
+
 def write_tables(folder: Path) -> Iterator[str]:
     """Write the table of each trainer that is below a folder; yield what changed, line by line."""
     commits = dict(_read_commits())
@@ -233,5 +278,5 @@ def _read_commits() -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 if __name__ == "__main__":
-    for printed in write_tables(Path(sys.argv[1])):
+    for printed in (*write_tables(Path(sys.argv[1])), *write_converted(Path(sys.argv[1]))):
         print(printed)

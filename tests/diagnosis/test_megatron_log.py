@@ -126,7 +126,7 @@ def test_the_command_explains_120_where_others_report_277(tmp_path, capsys):
     path.write_text(log(ms=40000.0, tflops=121.3))
     job = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
     layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
-    assert main(["diagnose", str(path), *job, "--layout", layout]) == 0
+    assert main(["diagnose", str(path), *job, "--layout", layout, "-v"]) == 0
     out = capsys.readouterr().out
     assert "121.3 TFLOP/s a device measured" in out
     assert "pipeline bubble" in out
@@ -250,7 +250,7 @@ def test_what_was_timed_replaces_what_was_predicted(tmp_path, capsys):
     path.write_text(text_with_timers())
     job = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
     layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
-    assert main(["diagnose", str(path), *job, "--layout", layout]) == 0
+    assert main(["diagnose", str(path), *job, "--layout", layout, "-v"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "+" in line]
     bubble, late = (
         next(line for line in lines if name in line) for name in ("pipeline bubble", "exposed DP")
@@ -280,7 +280,8 @@ def test_a_launch_script_tells_the_job_of_its_log(tmp_path, capsys):
     assert main(["export", str(plan), "--to", "megatron"]) == 0
     script.write_text(capsys.readouterr().out)
     path.write_text(log(ms=24000.0, tflops=202.1))
-    assert main(["diagnose", str(path), "--script", str(script), "--on", "256xH800"]) == 0
+    told = ["--script", str(script), "--on", "256xH800"]
+    assert main(["diagnose", str(path), *told, "-v"]) == 0
     out = capsys.readouterr().out
     assert "from ideal to measured" in out
     assert "WALL: " in out
@@ -330,7 +331,7 @@ def test_the_arguments_that_a_log_prints_tell_its_job(tmp_path, capsys):
         HEAD, f"---- arguments ----\n{dump}\n---- end of arguments ----\n"
     )
     path.write_text(text)
-    assert main(["diagnose", str(path), "--on", "8xH100"]) == 0
+    assert main(["diagnose", str(path), "--on", "8xH100", "-v"]) == 0
     out = capsys.readouterr().out
     assert "from ideal to measured" in out
     assert "predicted: " in out

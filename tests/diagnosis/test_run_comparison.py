@@ -39,7 +39,7 @@ def test_a_slow_log_stands_beside_the_published_runs_of_its_job(tmp_path, capsys
     assert "Pai-Megatron-Patch commit 2b201af" in page.read_text()
 
 
-def test_timers_say_where_the_gap_lies_and_its_fixes_come_first(tmp_path, capsys):
+def test_timers_say_where_the_gap_lies_and_the_first_change_closes_it(tmp_path, capsys):
     path = tmp_path / "run.log"
     text = text_with_timers(sync=9000.0).replace("(150.00, 9000.00)", "(9000.00, 9000.00)")
     path.write_text(text.replace("2048", "512"))
@@ -51,8 +51,10 @@ def test_timers_say_where_the_gap_lies_and_its_fixes_come_first(tmp_path, capsys
     assert first["name"] == StepClass.DP
     assert first["is_measured"]
     assert 9.0 <= first["measured_s"] <= 9.1
-    assert data["closers"][0]["gap"] == StepClass.DP
     assert StepClass.DP in data["headline"]
+    evidence = data["advice"]["changes"][0]["evidence"]
+    assert evidence.startswith("exposed DP communication")
+    assert "(measured)" in evidence
 
 
 def test_classes_sum_to_the_step_on_both_sides(tmp_path):

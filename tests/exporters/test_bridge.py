@@ -226,6 +226,22 @@ def test_what_bridge_does_not_start_is_refused(plan, reason):
         render_bridge_recipe(plan)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["zai-org/GLM-4.5", "zai-org/GLM-4.7-Flash", "inclusionAI/Ling-mini-2.0", "tencent/Hy3-preview"],
+)
+def test_families_that_bridge_registers_are_written(name):
+    assert built(planned("ep8", name=name)).model.hf == name
+
+
+def test_no_model_that_bridge_registers_is_refused_for_that():
+    """The families that it converts are those of its own register, not of a list beside it."""
+    registered = ("Qwen/Qwen3-Next-80B-A3B", "nvidia/Nemotron-H-56B", "zai-org/GLM-5")
+    for name in registered:
+        rules = [reason.rule for reason in bridge_refusals(planned("ep1", name=name))]
+        assert not any("converts no" in rule for rule in rules)
+
+
 def test_a_length_is_always_there_and_whole_graphs_do_not_look_at_their_values():
     cfg = built(planned("ep8,dispatcher=hybridep,graphs=full,zero1"))
     assert cfg.train.train_iters == 100

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from statistics import fmean
 
+from moewright.api.advising import advise_job
 from moewright.api.launch_scripts import read_flags, read_logged_flags
 from moewright.api.reporting import find_run_folder
 from moewright.api.requests import read_hardware
 from moewright.codec import PLAN_FILE, read_json
 from moewright.codec import read_run as read_run_folder
 from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
+from moewright.diagnosis.advice import Advice
 from moewright.diagnosis.compare_ledgers import compare_ranks
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
@@ -36,12 +39,13 @@ from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall
 from moewright.diagnosis.traces.worst_step import WorstStep, find_worst_step
 from moewright.diagnosis.utilization import describe_use
 from moewright.diagnosis.waterfall import build_log_waterfall, peak_flops
+from moewright.report.advice_section import list_advice_lines
 from moewright.report.diagnosis_text import describe_log
 from moewright.report.findings_track import write_findings_tracks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.hardware import Hardware
-from moewright.spec.plan import Plan
+from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
 from moewright.spec.units import TERA
@@ -82,6 +86,7 @@ class Diagnosis(Record):
     headline: str = ""
     mfu: float = 0.0
     worst_step: WorstStep | None = None  # of traces
+    advice: Advice | None = None  # None where the job is not known
 
     @property
     def model_flops_per_device(self) -> float:
@@ -89,6 +94,15 @@ class Diagnosis(Record):
         if self.job is None:
             return 0.0
         return self.job.estimate.model_flops_per_step / self.job.layout.world_size
+
+    @property
+    def measured_step_s(self) -> float:
+        """Return the measured seconds of a step; 0 where none was timed."""
+        if self.waterfall is not None:
+            return self.waterfall.measured_s
+        if self.log is not None:
+            return self.log.step_s
+        return fmean([rank.step_s for rank in self.breakdowns] or [0.0])
 
     def title(self) -> str:
         """Return the headline, else the first finding in one line."""
@@ -116,7 +130,8 @@ class Diagnosis(Record):
 def view_diagnosis(diagnosis: Diagnosis) -> DiagnosisView:
     """Return a diagnosis as pages show it."""
     measured = describe_log(diagnosis.log) if diagnosis.log is not None else ()
-    notes = (diagnosis.headline, *measured, *diagnosis.notes, diagnosis.hint)
+    advised = () if diagnosis.advice is None else tuple(list_advice_lines(diagnosis.advice))
+    notes = (diagnosis.headline, *advised, *measured, *diagnosis.notes, diagnosis.hint)
     trace = build_trace_view(diagnosis.breakdowns, diagnosis.worst_step)
     return build_diagnosis_view(
         diagnosis.findings,
@@ -244,12 +259,37 @@ def _diagnose_engine_run(folder: Path) -> Diagnosis:
         raise BadInput(Reason(field=str(folder), rule=rule, nearest="a run that trained"))
     job = record.plan
     critical = find_critical_rank(record)
+    findings = price_findings(findings, FixContext(job=job, trainer=Trainer.OURS))
+    waterfall = build_run_waterfall(record, critical, job)
     return Diagnosis(
         source=DiagnosisSource.RUN,
-        findings=price_findings(findings, FixContext(job=job, trainer=Trainer.OURS)),
-        waterfall=build_run_waterfall(record, critical, job),
+        findings=findings,
+        waterfall=waterfall,
         job=job,
         notes=tuple(describe_use(record, critical)),
+        advice=_advise(job, Trainer.OURS, findings, waterfall),
+    )
+
+
+def _advise(
+    job: Plan | None,
+    trainer: Trainer,
+    findings: tuple[Finding, ...],
+    waterfall: Waterfall | None,
+    options: frozenset[str] = frozenset(),
+    *,
+    must_shrink: bool = False,
+) -> Advice | None:
+    """Return what to change in a job; None where it is not known, or has no predicted time."""
+    if job is None or job.estimate.untimed:
+        return None
+    return advise_job(
+        job,
+        trainer=trainer,
+        findings=findings,
+        waterfall=waterfall,
+        options=options,
+        must_shrink=must_shrink,
     )
 
 
@@ -297,6 +337,7 @@ def _diagnose_traces(
     findings = diagnose_traces(breakdowns, skew, job, peak, options)
     if perfetto is not None:
         write_findings_tracks(perfetto, captures, findings, layout)
+    trainer = Trainer.MEGATRON if options else Trainer.UNKNOWN
     return Diagnosis(
         source=DiagnosisSource.TRACE,
         findings=findings,
@@ -307,6 +348,7 @@ def _diagnose_traces(
         breakdowns=breakdowns,
         details=tuple(detail_step(capture, layout) for capture in captures),
         worst_step=find_worst_step(captures, layout),
+        advice=_advise(job, trainer, findings, waterfall, options),
     )
 
 
@@ -336,9 +378,11 @@ def _diagnose_log(
         notes = (*notes, "no iteration has a line: a step is the sum of its timers")
     if switches := suggest_switches(log):
         hints.append(switches)
+    findings = diagnose_log(log, job, options)
+    does_not_fit = job is not None and job.estimate.verdict is Verdict.OOM and not log.iterations
     return Diagnosis(
         source=DiagnosisSource.LOG,
-        findings=diagnose_log(log, job, options),
+        findings=findings,
         waterfall=waterfall,
         job=job,
         notes=notes,
@@ -346,6 +390,14 @@ def _diagnose_log(
         log=log,
         headline=describe_gap(waterfall, job),
         mfu=_find_mfu(log, on),
+        advice=_advise(
+            job,
+            Trainer.MEGATRON,
+            findings,
+            waterfall,
+            options or log.options,
+            must_shrink=bool(log.failures) or does_not_fit,
+        ),
     )
 
 

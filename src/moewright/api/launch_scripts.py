@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moewright.api.comparison import summarize_plan
 from moewright.api.requests import read_hardware, translate_fields
+from moewright.api.written_changes import write_megatron_changes
 from moewright.codec import format_layout
 from moewright.codec.megatron_options import field_option
 from moewright.diagnosis.judgement import Judgement, judge_plan
-from moewright.exporters.megatron.script import all_flags, environment_variables
 from moewright.intake import catalogue
 from moewright.intake.hardware_text import parse_hardware_text
 from moewright.intake.megatron.bash import read_commands
@@ -203,7 +203,7 @@ def find_better_layouts(plan: Plan) -> BetterLayouts:
         plans = (*best, own)
     changes: tuple[str, ...] = ()
     if plan.hardware.device.kind.runs_cuda:
-        changes = tuple(_changed_options(plan, best[0]))
+        changes = write_megatron_changes(plan, best[0]).lines()
     else:
         changes = (f"Megatron-LM does not run on {plan.hardware.device.name}: no options to write",)
     return BetterLayouts(
@@ -213,23 +213,6 @@ def find_better_layouts(plan: Plan) -> BetterLayouts:
         judgement=judge_plan(plan, best[0], scored=result.scored),
         changes=changes,
     )
-
-
-def _changed_options(plan: Plan, best: Plan) -> Iterator[str]:
-    """Yield the options and variables to write, and those to leave out."""
-    before = {name: shlex.join(values) for name, *values in all_flags(plan)}
-    after = {name: shlex.join(values) for name, *values in all_flags(best)}
-    written = [
-        f"{name} {value}".rstrip() for name, value in after.items() if before.get(name) != value
-    ]
-    dropped = [name for name in before if name not in after]
-    variables = set(environment_variables(best.layout)) - set(environment_variables(plan.layout))
-    if written:
-        yield f"write: {' '.join(written)}"
-    if dropped:
-        yield f"leave out: {' '.join(dropped)}"
-    if variables:
-        yield f"export: {' '.join(f'{name}={value}' for name, value in sorted(variables))}"
 
 
 def _advise(plan: Plan, best: Plan) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean
 
 from moewright.api.diagnosing import Diagnosis, diagnose
 from moewright.diagnosis.run_comparison import RunComparison, compare_with_published
@@ -47,22 +46,13 @@ def compare_run(
         rule = "does not say its job, without which nothing is near it"
         nearest = "--script RUN.sh --on DEVICE, or --model, --on and --layout"
         raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest), *_reasons(diagnosis))
-    measured_s = _find_step_s(diagnosis)
+    measured_s = diagnosis.measured_step_s
     if not measured_s:
         rule = "holds no timed step to compare"
         raise BadInput(Reason(field=str(path), rule=rule, nearest="a run that trained"))
     notes = tuple(note for note in (*diagnosis.notes, diagnosis.hint) if note)
-    return compare_with_published(job, measured_s, diagnosis.waterfall, diagnosis.findings, notes)
+    return compare_with_published(job, measured_s, diagnosis.waterfall, diagnosis.advice, notes)
 
 
 def _reasons(diagnosis: Diagnosis) -> tuple[Reason, ...]:
     return tuple(Reason(field="read", rule=note) for note in diagnosis.notes)
-
-
-def _find_step_s(diagnosis: Diagnosis) -> float:
-    """Return the measured seconds of a step; 0 where none was timed."""
-    if diagnosis.waterfall is not None:
-        return diagnosis.waterfall.measured_s
-    if diagnosis.log is not None:
-        return diagnosis.log.step_s
-    return fmean([rank.step_s for rank in diagnosis.breakdowns] or [0.0])

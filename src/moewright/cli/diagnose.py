@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moewright.cli.answers import write_answer
 from moewright.cli.options import BatchOptions, DiagnosisOutputs
 from moewright.cli.stated_job import read_stated_job
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import plural
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moewright.api.diagnosing import Diagnosis
+
+_NOTES_SHOWN = 1
 _NO_OPTIONS = BatchOptions()
 _NO_OUTPUTS = DiagnosisOutputs()
 
@@ -26,8 +34,9 @@ def diagnose(
 ) -> int:
     """Name the wall that holds a run back, where the step goes, and what to change next.
 
-    Fixes stand in the order of trying; where the job is known (a run of ours, or MODEL, hardware
-    and layout given here) each says what the planner expects of it.
+    Where the job is known (a run of ours, or MODEL, hardware and layout given here), every switch
+    that is off and every near layout is priced: the three changes that gain most, what all of them
+    gain together, and what to write and leave out for them. -v has the evidence and the waterfall.
 
     Parameters
     ----------
@@ -47,20 +56,10 @@ def diagnose(
     layout
         The layout of a trace or a log, such as "tp2,ep8,pp4".
     """
-    from moewright.api.diagnosing import (
-        DiagnosisSource,
-        view_diagnosis,
-    )
     from moewright.api.diagnosing import diagnose as diagnose_path
+    from moewright.api.diagnosing import view_diagnosis
     from moewright.api.step_changes import compare_steps
-    from moewright.report.diagnosis_text import (
-        print_breakdown,
-        print_log,
-        print_waterfall,
-    )
-    from moewright.report.document_text import print_sections
-    from moewright.report.finding_sections import list_finding_sections
-    from moewright.report.step_details_text import print_changes, print_details
+    from moewright.report.step_details_text import print_changes
 
     if len(later) > 1:
         rule = "is one too many: two are compared"
@@ -87,27 +86,72 @@ def diagnose(
         html=outputs.html,
         views=lambda: [view_diagnosis(diagnosis)],
     ) as console:
-        for note in diagnosis.notes:
-            console.print(note, soft_wrap=True)
-        if diagnosis.source is DiagnosisSource.TRACE:
-            print_breakdown(console, diagnosis.breakdowns, verbose=outputs.verbose)
-            if outputs.verbose:
-                print_details(console, diagnosis.details)
-        if diagnosis.log is not None:
-            print_log(console, diagnosis.log, diagnosis.job)
-            if diagnosis.mfu:
-                text = (
-                    f"MFU {diagnosis.mfu:.1%} of the bf16 peak, by the trainer's own count of FLOPs"
-                )
-                console.print(text, soft_wrap=True)
-        if diagnosis.headline:
-            console.print(diagnosis.headline, style="bold", soft_wrap=True)
-        sections = list_finding_sections(diagnosis.findings, has_headline=bool(diagnosis.headline))
-        print_sections(console, sections, verbose=outputs.verbose)
-        if diagnosis.waterfall is not None:
-            print_waterfall(console, diagnosis.waterfall, diagnosis.model_flops_per_device)
-        if diagnosis.hint:
-            console.print(diagnosis.hint, soft_wrap=True)
+        if diagnosis.advice is None or outputs.verbose:
+            print_diagnosis(console, diagnosis, verbose=outputs.verbose)
+        else:
+            print_short_diagnosis(console, diagnosis)
         if outputs.perfetto is not None:
             console.print(f"wrote {outputs.perfetto}: open it in ui.perfetto.dev", soft_wrap=True)
     return 0
+
+
+def print_short_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+    """Print a diagnosis in ten lines: the wall, where the step goes, and what to write."""
+    from moewright.report.advice_section import build_advice_section, describe_step
+    from moewright.report.console import job_title
+    from moewright.report.document_text import print_sections
+
+    assert diagnosis.job is not None
+    assert diagnosis.advice is not None
+    console.print(job_title(diagnosis.job), soft_wrap=True)
+    label = "then" if diagnosis.headline else "WALL"
+    if diagnosis.headline:
+        console.print(diagnosis.headline, style="bold", soft_wrap=True)
+    if diagnosis.findings:
+        first = diagnosis.findings[0]
+        text = f"{label}: {first.wall} ({first.cause}): {first.title}"
+        console.print(text, style="bold", soft_wrap=True)
+    step = describe_step(diagnosis.job, diagnosis.measured_step_s, diagnosis.waterfall)
+    console.print(step, soft_wrap=True)
+    print_sections(console, [build_advice_section(diagnosis.advice)])
+    for note in diagnosis.notes[:_NOTES_SHOWN]:
+        console.print(note, soft_wrap=True)
+    hidden = len(diagnosis.notes[_NOTES_SHOWN:]) + bool(diagnosis.hint)
+    rest = f", and {plural(hidden, 'further note')}" if hidden else ""
+    console.print(f"evidence, fixes by cause and the waterfall{rest}: -v", soft_wrap=True)
+
+
+def print_diagnosis(console: Console, diagnosis: Diagnosis, *, verbose: bool) -> None:
+    """Print all of a diagnosis; without `verbose` what needs no known job."""
+    from moewright.api.diagnosing import DiagnosisSource
+    from moewright.report.advice_section import build_advice_section
+    from moewright.report.diagnosis_text import (
+        print_breakdown,
+        print_log,
+        print_waterfall,
+    )
+    from moewright.report.document_text import print_sections
+    from moewright.report.finding_sections import list_finding_sections
+    from moewright.report.step_details_text import print_details
+
+    for note in diagnosis.notes:
+        console.print(note, soft_wrap=True)
+    if diagnosis.source is DiagnosisSource.TRACE:
+        print_breakdown(console, diagnosis.breakdowns, verbose=verbose)
+        if verbose:
+            print_details(console, diagnosis.details)
+    if diagnosis.log is not None:
+        print_log(console, diagnosis.log, diagnosis.job)
+        if diagnosis.mfu:
+            text = f"MFU {diagnosis.mfu:.1%} of the bf16 peak, by the trainer's own count of FLOPs"
+            console.print(text, soft_wrap=True)
+    if diagnosis.headline:
+        console.print(diagnosis.headline, style="bold", soft_wrap=True)
+    sections = list_finding_sections(diagnosis.findings, has_headline=bool(diagnosis.headline))
+    print_sections(console, sections, verbose=verbose)
+    if diagnosis.waterfall is not None:
+        print_waterfall(console, diagnosis.waterfall, diagnosis.model_flops_per_device)
+    if diagnosis.advice is not None:
+        print_sections(console, [build_advice_section(diagnosis.advice)], verbose=verbose)
+    if diagnosis.hint:
+        console.print(diagnosis.hint, soft_wrap=True)

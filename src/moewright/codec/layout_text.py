@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -151,6 +151,19 @@ def split_layout(layout: Layout) -> dict[str, str]:
     """Return the values of a layout's text by their keys, in its order."""
     items = (_parse_item(part) for part in _split_parts(format_layout(layout)))
     return {item.key: item.value for item in items}
+
+
+def format_fields(layout: Layout, names: Container[str]) -> str:
+    """Return layout text that says the named fields of a layout, defaults too, and no other.
+
+    Numbers behind a word of a set go with the set.
+    """
+    parts = []
+    for field in _TEXT_ORDER:
+        if field.name in names:
+            text = _format_field(layout, field)
+            parts.append(f"{text}none" if text.endswith("=") else text)
+    return ",".join(parts)
 
 
 def format_layout_changes(layout: Layout, base: Layout) -> str:

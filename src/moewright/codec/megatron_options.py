@@ -34,6 +34,35 @@ OVERLAP_OPTIONS: Mapping[Overlap, str] = MappingProxyType(
     {overlap: overlap.facts.megatron for overlap in Overlap if overlap.facts.megatron}
 )
 
+# Options that say, or exclude, what others say: a command that is given one of those leaves the
+# key out.
+_PIPELINE = (
+    LAYOUT_OPTIONS["pp"],
+    LAYOUT_OPTIONS["vpp"],
+    LAYOUT_OPTIONS["stages"],
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+_RECOMPUTE = ("--recompute-granularity", "--recompute-method", LAYOUT_OPTIONS["recompute"])
+_GRAPHS = ("--cuda-graph-impl", LAYOUT_OPTIONS["graphs"])
+SAME_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--num-layers-per-virtual-pipeline-stage": _PIPELINE,
+        "--decoder-first-pipeline-num-layers": _PIPELINE,
+        "--decoder-last-pipeline-num-layers": _PIPELINE,
+        "--recompute-activations": _RECOMPUTE,
+        "--moe-layer-recompute": _RECOMPUTE,
+        "--recompute-method": _RECOMPUTE,
+        "--recompute-num-layers": _RECOMPUTE,
+        "--moe-enable-deepep": (LAYOUT_OPTIONS["dispatcher"],),
+        "--external-cuda-graph": _GRAPHS,
+        "--enable-cuda-graph": _GRAPHS,
+        "--cuda-graph-scope": _GRAPHS,
+        "--main-grads-dtype": ("--grad-reduce-in-bf16",),
+        "--data-parallel-sharding-strategy": ("--use-megatron-fsdp",),
+    }
+)
+
 
 _DISPATCHER_OPTIONS = (LAYOUT_OPTIONS["dispatcher"], "--moe-flex-dispatcher-backend")
 

@@ -19,9 +19,11 @@ from moewright.diagnosis.remedy import Remedy
 from moewright.diagnosis.traces.capture import TrainerMark
 from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_legality
+from moewright.rules.low_precision import find_narrow_form, megatron_recipe
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Finding, Fix, PredictedChange, Wall
 from moewright.spec.plan import Plan, Verdict
+from moewright.spec.workload import Dtype
 
 ALREADY_ON = "already on"
 _LEAST_GAIN = 0.005  # of the step: less is nothing
@@ -61,26 +63,34 @@ class FixContext:
 def find_fixes(finding: Finding, context: FixContext) -> tuple[Fix, ...]:
     """Return the fixes of a finding, those that are predicted to gain most in front.
 
-    A full memory keeps the order of trying, which is cheap before expensive. What is on already, or
-    cannot be, comes last.
+    A full memory keeps the order of trying, which is cheap before expensive. What changes training
+    comes after all else, and what is on already, or cannot be, comes last.
     """
     is_memory = finding.wall is Wall.MEMORY
     fixes = [
-        fix
+        (remedy.changes_training, fix)
         for remedy in REMEDIES[finding.cause]
         if (fix := _build_fix(remedy, context, is_memory=is_memory)) is not None
     ]
 
-    def sort_key(fix: Fix) -> tuple[bool, bool, float]:
+    def sort_key(item: tuple[bool, Fix]) -> tuple[bool, bool, bool, float]:
+        changes_training, fix = item
         gain = fix.price.step_share if fix.price is not None and not is_memory else 0.0
-        return (bool(fix.excluded), fix.price is None and not is_memory, gain)
+        is_unpriced = fix.price is None and not is_memory
+        return (bool(fix.excluded), changes_training, is_unpriced, gain)
 
-    return tuple(sorted(fixes, key=sort_key))
+    return tuple(fix for _, fix in sorted(fixes, key=sort_key))
 
 
 def price_findings(findings: tuple[Finding, ...], context: FixContext) -> tuple[Finding, ...]:
-    """Return the findings with their fixes, priced where the job is known."""
-    return tuple(replace(finding, fixes=find_fixes(finding, context)) for finding in findings)
+    """Return the findings with their fixes, priced where the job is known; no fix stands twice."""
+    listed: set[str] = set()
+    priced = []
+    for finding in findings:
+        fixes = tuple(fix for fix in find_fixes(finding, context) if fix.text not in listed)
+        listed.update(fix.text for fix in fixes)
+        priced.append(replace(finding, fixes=fixes))
+    return tuple(priced)
 
 
 def _build_fix(remedy: Remedy, context: FixContext, *, is_memory: bool) -> Fix | None:
@@ -91,6 +101,8 @@ def _build_fix(remedy: Remedy, context: FixContext, *, is_memory: bool) -> Fix |
         return None
     if remedy.for_parallel and context.job is None and context.trainer is Trainer.UNKNOWN:
         return None
+    if remedy.is_narrow:
+        return _name_narrow_format(remedy, context)
     fix = _name_settings(remedy, context)
     if _is_on(remedy, context):
         return replace(fix, excluded=ALREADY_ON)
@@ -122,6 +134,23 @@ def _build_fix(remedy: Remedy, context: FixContext, *, is_memory: bool) -> Fix |
     if context.trainer is Trainer.OURS:
         fix = replace(fix, setting=f'layout = "{price.layout}"')
     return replace(fix, price=price)
+
+
+def _name_narrow_format(remedy: Remedy, context: FixContext) -> Fix | None:
+    """Return the fix of 8-bit products in the device's own format; None where it has none."""
+    job = context.job
+    if job is None:
+        return Fix(text=remedy.text)
+    narrow = find_narrow_form(job.workload, job.hardware)
+    if narrow is None:
+        return None
+    form, recipe = megatron_recipe(narrow, job.hardware)
+    if context.trainer is Trainer.OURS:
+        setting = f'train.precision = "{narrow.precision}"'
+        if narrow.precision is Dtype.FP8:
+            setting += f', train.tensor_scaling = "{narrow.tensor_scaling}"'
+        return Fix(text=remedy.text, setting=setting)
+    return Fix(text=remedy.text, megatron=f"--fp8-format {form} --fp8-recipe {recipe}")
 
 
 def _name_settings(remedy: Remedy, context: FixContext) -> Fix:

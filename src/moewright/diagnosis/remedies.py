@@ -151,6 +151,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
             Remedy(
                 text="more micro-batches a step (a larger global batch) spread the one reduction",
+                changes_training=True,
                 megatron=WORKLOAD_OPTIONS["global_batch"],
                 setting="train.global_batch",
             ),
@@ -184,6 +185,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
             Remedy(
                 text="a larger global batch: more micro-batches",
+                changes_training=True,
                 megatron=WORKLOAD_OPTIONS["global_batch"],
                 setting="train.global_batch",
             ),
@@ -200,6 +202,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
             Remedy(
                 text="route each token to few nodes only (a property of the model's router)",
+                changes_training=True,
                 megatron="--moe-router-num-groups --moe-router-group-topk",
             ),
             Remedy(
@@ -269,6 +272,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                     "static shapes: pad to a capacity, or a dispatcher that keeps counts "
                     "on the device"
                 ),
+                changes_training=True,
                 megatron="--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
                 excludes="dropless routing",
                 is_switch=True,
@@ -391,10 +395,12 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                     "a larger auxiliary loss coefficient, or an expert bias, while the "
                     "loss does not suffer"
                 ),
+                changes_training=True,
                 megatron="--moe-aux-loss-coeff --moe-router-enable-expert-bias",
             ),
             Remedy(
                 text="a capacity for the hottest experts",
+                changes_training=True,
                 megatron="--moe-expert-capacity-factor --moe-pad-expert-input-to-capacity",
                 excludes="dropless routing",
             ),

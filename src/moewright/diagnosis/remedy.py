@@ -29,6 +29,8 @@ class Remedy:
     for_experts: bool = False  # of no use without experts
     for_parallel: bool = False  # of no use on a single device
     only_megatron: bool = False  # this engine has nothing to set
+    changes_training: bool = False  # batch, precision, capacity: such remedies come last
+    is_narrow: bool = False  # the flags are those of the device's own 8-bit format
     is_environment: bool = False  # `megatron` holds variables or a command, for any trainer
 
 
@@ -78,8 +80,7 @@ PINNED_THREADS = Remedy(
     is_environment=True,
 )
 LOWER_PRECISION = Remedy(
-    text="a lower compute precision where the device has a faster rate for it",
-    megatron="--fp8-format hybrid --fp8-recipe blockwise",
-    is_switch=True,
-    only_megatron=True,
+    text="the 8-bit format of the device for linear layers",
+    is_narrow=True,
+    changes_training=True,
 )

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from moewright.codec import format_layout, parse_layout
 from moewright.cost.estimate import estimate
+from moewright.diagnosis.advice import Advice
 from moewright.diagnosis.published import Nearness, PublishedRun, find_nearest_runs
 from moewright.diagnosis.traces.gaps import IdleCause
 from moewright.diagnosis.traces.log_findings import TRACE_COMMAND
@@ -26,7 +27,7 @@ from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.choices import FieldGroup
 from moewright.spec.errors import BadInput
-from moewright.spec.finding import Basis, Cause, Finding, Fix, Waterfall
+from moewright.spec.finding import Basis, Cause, Fix, Waterfall
 from moewright.spec.layout import LAYOUT_FIELDS, Layout
 from moewright.spec.plan import Plan, TimePart, Verdict
 from moewright.spec.record import Record, Row
@@ -37,8 +38,6 @@ SHOWN_RUNS = 5
 _LEAST_GAP = 0.01  # of the measured step: less is no gap
 _LEAST_GAIN = 0.005  # of the predicted step
 _ADOPTED = (FieldGroup.DEGREES, FieldGroup.PIPELINE)  # of a published run's layout
-_FIXES_A_CLASS = 2
-_FURTHER_FIXES = 3
 
 
 class StepClass(StrEnum):
@@ -153,8 +152,8 @@ class RunComparison(Record):
     """A run beside its prediction and the nearest published runs.
 
     Speeds are tokens/s a device; `mfu` and `predicted_mfu` are of the bf16 peak by our count of
-    model FLOPs, 0 without a peak. `gaps` sum to the step on both sides, the largest gap first, and
-    `closers` follow their order.
+    model FLOPs, 0 without a peak. `gaps` sum to the step on both sides, the largest gap first.
+    `closers` are what published runs and a trace add to `advice`, which says what to write.
     """
 
     job: Plan
@@ -169,6 +168,7 @@ class RunComparison(Record):
     headline: str
     standing: str = ""  # beside the near published runs; "" where none is near
     notes: tuple[str, ...] = ()
+    advice: Advice | None = None
 
     def title(self) -> str:
         """Return the headline."""
@@ -193,12 +193,13 @@ def compare_with_published(
     job: Plan,
     measured_s: float,
     waterfall: Waterfall | None,
-    findings: Sequence[Finding] = (),
+    advice: Advice | None = None,
     notes: tuple[str, ...] = (),
 ) -> RunComparison:
     """Put a run of a job beside its prediction and the nearest published runs.
 
-    `measured_s` is its step; `waterfall` says where the step goes, None where that is not known.
+    `measured_s` is its step; `waterfall` says where the step goes, None where that is not known;
+    `advice` is what to change in it.
     """
     tokens = job.workload.tokens_per_step / job.layout.world_size
     predicted = tokens / job.estimate.step_s
@@ -213,7 +214,8 @@ def compare_with_published(
         predicted_mfu=_bf16_mfu(job, job.estimate.step_s),
         nearest=tuple(_compare_run(run, predicted) for run in runs),
         gaps=gaps,
-        closers=tuple(_list_closers(job, measured_s, gaps, findings, runs)),
+        closers=tuple(_list_closers(job, measured_s, gaps, runs)),
+        advice=advice,
         headline=_describe(job, measured_s, gaps),
         standing=_describe_standing(tokens / measured_s, runs),
         notes=notes,
@@ -293,44 +295,14 @@ def _describe_standing(measured: float, runs: Sequence[PublishedRun]) -> str:
 
 
 def _list_closers(
-    job: Plan,
-    measured_s: float,
-    gaps: Sequence[StepGap],
-    findings: Sequence[Finding],
-    runs: Sequence[PublishedRun],
+    job: Plan, measured_s: float, gaps: Sequence[StepGap], runs: Sequence[PublishedRun]
 ) -> Iterator[GapCloser]:
-    """Yield what closes the gaps in their order, published layouts, then what gains beyond them."""
-    listed: set[str] = set()
+    """Yield what tells more of a gap that nothing explains, then layouts of published runs."""
     for gap in gaps:
-        if gap.gap_s < _LEAST_GAP * measured_s:
-            continue
-        if gap.name is StepClass.UNEXPLAINED:
+        if gap.name is StepClass.UNEXPLAINED and gap.gap_s >= _LEAST_GAP * measured_s:
             text = "take a trace, for what was recorded does not say where this time goes"
             yield GapCloser(gap=gap.name, fix=Fix(text=text, megatron=TRACE_COMMAND))
-            continue
-        fixes = _open_fixes(findings, _CAUSES[gap.name], listed)
-        for fix in fixes[:_FIXES_A_CLASS]:
-            listed.add(fix.text)
-            yield GapCloser(gap=gap.name, fix=fix)
     yield from _published_layouts(job, runs)
-    further = [fix for fix in _open_fixes(findings, tuple(Cause), listed) if fix.price is not None]
-    further.sort(key=lambda fix: fix.price.step_share if fix.price else 0.0)
-    for fix in further[:_FURTHER_FIXES]:
-        yield GapCloser(gap="beyond the prediction", fix=fix)
-
-
-def _open_fixes(
-    findings: Sequence[Finding], causes: tuple[Cause, ...], listed: set[str]
-) -> list[Fix]:
-    """Return the fixes of some causes that this run can take and that are not listed yet."""
-    fixes = {
-        fix.text: fix
-        for finding in findings
-        if finding.cause in causes
-        for fix in finding.fixes
-        if not fix.excluded and fix.text not in listed
-    }
-    return list(fixes.values())
 
 
 def _published_layouts(job: Plan, runs: Sequence[PublishedRun]) -> Iterator[GapCloser]:

@@ -7,8 +7,10 @@ config.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib import resources
 
 from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import PLAIN_FIELDS
@@ -246,7 +248,7 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
         rule = "Megatron Bridge takes models by their Hugging Face name"
         nearest = "Qwen/Qwen3-30B-A3B"
         yield Reason(field="model.name", value=model.name, rule=rule, nearest=nearest)
-    elif not find_family(model.family).in_megatron_bridge:
+    elif find_family(model.family).architecture not in _list_converted():
         rule = f"Megatron Bridge converts no {model.family}"
         yield Reason(field="model.name", value=model.name, rule=rule, nearest="--to megatron")
     yield from _check_library(plan)
@@ -259,6 +261,13 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
     if trainer != TrainerSpec() or is_muon or (plan.layout.shard and plan.layout.zero == 1):
         rule = "Megatron Bridge's recipe has Adam and the kernels of its own providers"
         yield Reason(field="workload.trainer", rule=rule, nearest="--to megatron")
+
+
+def _list_converted() -> frozenset[str]:
+    """Return the architectures that Megatron Bridge registers a converter for (067f987d)."""
+    file = resources.files("moewright.exporters").joinpath("data/bridge_models.csv")
+    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+    return frozenset(row["name"] for row in rows)
 
 
 def _check_library(plan: Plan) -> Iterator[Reason]:

@@ -82,7 +82,6 @@ def _grouped_experts(layers: DenseFirst) -> tuple[Part, ...]:
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    in_megatron_bridge=True,
     config=Decoder(
         attention=latent_attention(),
         experts=Experts(
@@ -101,7 +100,6 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    in_megatron_bridge=True,
     config=Decoder(attention=latent_attention(), experts=deepseek_v3_experts(), mtp=mtp_depths()),
     tiny={
         **LATENT,
@@ -112,7 +110,6 @@ DEEPSEEK_V3 = Family(
 KIMI_K2 = Family(
     model_type="kimi_k2",
     architecture="DeepseekV3ForCausalLM",
-    in_megatron_bridge=True,
     nested_in=("kimi_k25",),
     config=DEEPSEEK_V3.config,
 )

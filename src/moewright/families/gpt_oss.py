@@ -21,7 +21,6 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     has_clamped_swiglu=True,
-    in_megatron_bridge=True,
     config=Decoder(
         attention=grouped_query(
             Fixed(values={"attention.sinks": True}),

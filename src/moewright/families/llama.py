@@ -10,7 +10,6 @@ LLAMA = Family(
     model_type="llama",
     upcycled=UpcycledForms(in_all_layers="mixtral", in_some_layers="qwen2_moe"),
     architecture="LlamaForCausalLM",
-    in_megatron_bridge=True,
     config=Decoder(attention=grouped_query(kv_heads=KvHeads(is_optional=True))),
     tiny={
         "intermediate_size": 48,
@@ -30,7 +29,6 @@ MISTRAL = Family(
     model_type="mistral",
     upcycled=UpcycledForms(in_all_layers="mixtral", in_some_layers="qwen2_moe"),
     architecture="MistralForCausalLM",
-    in_megatron_bridge=True,
     config=Decoder(attention=grouped_query(window=Window(is_plain=True))),
 )
 SMOLLM3 = Family(

@@ -34,7 +34,6 @@ _EXPERTS = Experts(
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    in_megatron_bridge=True,
     config=Decoder(
         attention=grouped_query(
             Neutral(names=("clip_qkv",)),

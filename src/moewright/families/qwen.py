@@ -106,7 +106,6 @@ QWEN2 = Family(
     model_type="qwen2",
     upcycled=UpcycledForms(in_all_layers="qwen2_moe", in_some_layers="qwen2_moe"),
     architecture="Qwen2ForCausalLM",
-    in_megatron_bridge=True,
     config=Decoder(
         attention=grouped_query(window=WINDOW, biases=(QkvBias(written=Written.CHANGED),))
     ),
@@ -130,7 +129,6 @@ QWEN3 = Family(
     model_type="qwen3",
     upcycled=UpcycledForms(in_all_layers="qwen3_moe", in_some_layers="qwen3_moe"),
     architecture="Qwen3ForCausalLM",
-    in_megatron_bridge=True,
     config=Decoder(
         attention=grouped_query(
             head_dim=HeadDim(default=128), window=WINDOW, qk_norm=QkNorm.PER_HEAD
@@ -141,7 +139,6 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    in_megatron_bridge=True,
     config=Decoder(
         attention=grouped_query(window=WINDOW, qk_norm=QkNorm.PER_HEAD),
         experts=qwen_experts(shared=Written.CHANGED),

@@ -48,8 +48,7 @@ class Family:
 
     `has_clamped_swiglu`: its gates are gpt-oss's, with the two constants of that.
     `has_score_factor`: a factor of scores of 1 is one, and does not stand for the usual one.
-    `upcycled` is what a dense model becomes. `in_megatron_bridge`: Megatron Bridge converts it, as
-    its models/*/*_bridge.py register.
+    `upcycled` is what a dense model becomes.
     """
 
     model_type: str
@@ -62,7 +61,6 @@ class Family:
     has_clamped_swiglu: bool = False
     has_score_factor: bool = False
     upcycled: UpcycledForms | None = None
-    in_megatron_bridge: bool = False
 
     @property
     def rounds_yarn(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from moewright.diagnosis.published import Nearness
 from moewright.diagnosis.run_comparison import ComparedRun, GapCloser, RunComparison
+from moewright.report.advice_section import build_advice_section
 from moewright.report.console import format_rate, job_title
 from moewright.report.document import (
     Document,
@@ -23,7 +24,7 @@ from moewright.report.finding_sections import list_fix_runs
 from moewright.spec.units import format_seconds
 
 _MAX_GAPS = 6
-_MAX_CLOSERS = 6
+_MAX_CLOSERS = 2
 
 
 def build_run_comparison_document(comparison: RunComparison) -> Document:
@@ -41,12 +42,11 @@ def _list_sections(comparison: RunComparison) -> Iterator[DocumentSection]:
         yield DocumentSection(lines=(comparison.standing,))
     yield _list_runs(comparison)
     yield _list_gaps(comparison)
+    if comparison.advice is not None:
+        yield build_advice_section(comparison.advice)
     if comparison.closers:
         closers = tuple(map(_list_closer_runs, comparison.closers))
-        yield DocumentSection(
-            title="What closes it, in the order of trying",
-            items=ItemList(items=closers, is_numbered=True, short=_MAX_CLOSERS),
-        )
+        yield DocumentSection(items=ItemList(items=closers, short=_MAX_CLOSERS))
     yield DocumentSection(notes=comparison.notes)
 
 

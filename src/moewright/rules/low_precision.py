@@ -22,6 +22,7 @@ again along the tokens, as DeepSeek-V3 does; Transformer Engine keeps a second c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -30,6 +31,7 @@ from typing import Any
 
 from moewright.rules.job import Job
 from moewright.rules.saved.saved_tensor import KeptFormat, SavedTensor, SavingStack
+from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -157,6 +159,41 @@ def find_recipe(workload: Workload) -> Recipe | None:
         is_blockwise = workload.tensor_scaling is TensorScaling.BLOCKWISE
         return _BLOCKWISE if is_blockwise else _CURRENT
     return {Dtype.MXFP8: _MXFP8, Dtype.NVFP4: _NVFP4}.get(workload.precision)
+
+
+def has_mx_tensor_cores(hardware: Hardware) -> bool:
+    """Whether the device multiplies MX blocks, as Blackwell does, by its catalogue name."""
+    return re.match(r"G?B\d", hardware.device.name) is not None
+
+
+def find_narrow_form(workload: Workload, hardware: Hardware) -> Workload | None:
+    """Return a job of 16 bits with its linear layers in the 8-bit format of the device.
+
+    That is MXFP8 on Blackwell, FP8 by blocks on Hopper, and FP8 with a scale a tensor on others
+    that have a peak for it; None where there is none, or where the job is no bf16 job.
+    """
+    has_narrow_peak = any(peak.dtype in (Dtype.FP8, Dtype.MXFP8) for peak in hardware.device.peaks)
+    if workload.precision is not Dtype.BF16 or not has_narrow_peak:
+        return None
+    if has_mx_tensor_cores(hardware):
+        return replace(workload, precision=Dtype.MXFP8)
+    is_hopper = re.match(r"G?H\d", hardware.device.name) is not None
+    scaling = TensorScaling.BLOCKWISE if is_hopper else TensorScaling.CURRENT
+    return replace(workload, precision=Dtype.FP8, tensor_scaling=scaling)
+
+
+def megatron_recipe(workload: Workload, hardware: Hardware) -> tuple[str, str]:
+    """Return Megatron-LM's FP8 format and recipe.
+
+    FP8 has a scale for each tensor, MXFP8 one for each block, in the size that the device's tensor
+    cores take: 32 elements (MX) where the datasheet gives an MXFP8 peak of its own, 128 on Hopper.
+    """
+    if workload.precision is Dtype.FP8:
+        if workload.tensor_scaling is TensorScaling.BLOCKWISE:
+            return "e4m3", "blockwise"
+        is_delayed = workload.tensor_scaling is TensorScaling.DELAYED
+        return "hybrid", "delayed" if is_delayed else "tensorwise"
+    return "e4m3", "mxfp8" if has_mx_tensor_cores(hardware) else "blockwise"
 
 
 def kept_bytes(operand: OperandFormat, rows: Any, width: int, groups: int) -> Any:

@@ -5,7 +5,6 @@ The flags are those of degrees, memory savers, overlaps, batches, optimizer and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from moewright.codec.data_paths import parse_data_paths
@@ -20,6 +19,7 @@ from moewright.exporters.megatron.model import Flag, format_number
 from moewright.rules.batch_rampup import batch_sizes, step_samples, wsd_decay_steps
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
+from moewright.rules.low_precision import megatron_recipe
 from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.choices import FieldKind
 from moewright.spec.hardware import Hardware
@@ -39,7 +39,6 @@ from moewright.spec.workload import (
     MatrixUpdate,
     MuonSpec,
     SaveMode,
-    TensorScaling,
     Workload,
 )
 
@@ -62,25 +61,6 @@ def workload_flags(workload: Workload, layout: Layout, hardware: Hardware) -> It
     yield from _precision_flags(workload, hardware)
     yield from _optimizer_flags(workload, layout)
     yield from _data_flags(workload)
-
-
-def fp8_recipe(workload: Workload, hardware: Hardware) -> tuple[str, str]:
-    """Return Megatron's FP8 format and recipe.
-
-    FP8 has a scale for each tensor, MXFP8 one for each block, in the size that the device's tensor
-    cores take: 32 elements (MX) where the datasheet gives an MXFP8 peak of its own, 128 on Hopper.
-    """
-    if workload.precision is Dtype.FP8:
-        if workload.tensor_scaling is TensorScaling.BLOCKWISE:
-            return "e4m3", "blockwise"
-        is_delayed = workload.tensor_scaling is TensorScaling.DELAYED
-        return "hybrid", "delayed" if is_delayed else "tensorwise"
-    return "e4m3", "mxfp8" if has_mx_tensor_cores(hardware) else "blockwise"
-
-
-def has_mx_tensor_cores(hardware: Hardware) -> bool:
-    """Whether the device multiplies MX blocks, as Blackwell does, by its catalogue name."""
-    return re.match(r"G?B\d", hardware.device.name) is not None
 
 
 def _degree_flags(job: Job) -> Iterator[Flag]:
@@ -242,7 +222,7 @@ def _precision_flags(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
         yield "--fp4-format", "e2m1"
         yield "--fp4-recipe", "nvfp4"
     elif precision.is_narrow:
-        fp8_format, recipe = fp8_recipe(workload, hardware)
+        fp8_format, recipe = megatron_recipe(workload, hardware)
         yield "--fp8-format", fp8_format
         yield "--fp8-recipe", recipe
         if recipe == "delayed":

@@ -43,6 +43,8 @@ FLAVOURS = {
     "deepseek-ai/DeepSeek-V2-Lite": ("deepseek_v3", "16B"),
     "deepseek-ai/DeepSeek-V2": ("deepseek_v3", "236B"),
     "deepseek-ai/DeepSeek-V3": ("deepseek_v3", "671B"),
+    "openai/gpt-oss-20b": ("gpt_oss", "20b"),
+    "openai/gpt-oss-120b": ("gpt_oss", "120b"),
     "Qwen/Qwen3-0.6B": ("qwen3", "0.6B"),
     "Qwen/Qwen3-1.7B": ("qwen3", "1.7B"),
     "Qwen/Qwen3-4B": ("qwen3", "4B"),
@@ -58,6 +60,10 @@ _ONLY_DEFAULTS = tuple(
     for field in LAYOUT_FIELDS
     if field.facts.torchtitan_instead
 )
+# Models that it has together with what sees, and trains on images alone.
+_SEEING = ("qwen3_5_moe_text",)
+# Its attention of varying lengths takes no part of a sequence.
+_WHOLE_SEQUENCES = "gpt_oss"
 _MTP_FAMILY = "deepseek_v3"  # the models that predict further tokens
 
 
@@ -72,12 +78,18 @@ def torchtitan_refusals(job: Job, hardware: Hardware) -> Iterator[Reason]:
     if not device.kind.runs_cuda:
         rule = "is planned for CUDA and ROCm devices"
         yield _refusal("hardware.device.kind", device.kind, rule, DeviceKind.CUDA)
+    if model.family in _SEEING:
+        rule = "has this model with its images, which no plan holds"
+        yield _refusal("model.name", model.name, rule, "Qwen/Qwen3-30B-A3B")
+        return
     if model.name not in FLAVOURS:
         yield _refusal(
             "model.name", model.name, "has no flavour of this model", "Qwen/Qwen3-30B-A3B"
         )
         return
     family = FLAVOURS[model.name][0]
+    if family == _WHOLE_SEQUENCES and layout.cp > 1:
+        yield _refusal("layout.cp", layout.cp, "cuts no sequences of gpt_oss", 1)
     if model.moe and model.moe.latent_size:
         yield _refusal(
             "model.moe_latent_size", model.moe.latent_size, "has no experts in a latent space", 0

@@ -1,0 +1,90 @@
+"""What to change in a run whose job is known, in the words of its trainer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moewright.api.written_changes import WrittenChanges, write_megatron_changes
+from moewright.codec import format_layout
+from moewright.diagnosis.advice import Advice, AdvisedJob, advise, measured_parts
+from moewright.diagnosis.job_changes import ChangePricer, JobObjections
+from moewright.diagnosis.priced_fixes import Trainer
+from moewright.rules.job import plan_job
+from moewright.rules.limits.trainers import TargetTrainer, trainer_refusals
+from moewright.spec.errors import Reason
+from moewright.spec.finding import Basis, Finding, Waterfall
+from moewright.spec.plan import Plan
+
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*=")
+_TARGETS = {Trainer.OURS: TargetTrainer.ENGINE, Trainer.MEGATRON: TargetTrainer.MEGATRON}
+
+
+def advise_job(
+    job: Plan,
+    *,
+    trainer: Trainer,
+    findings: Sequence[Finding] = (),
+    waterfall: Waterfall | None = None,
+    options: frozenset[str] = frozenset(),
+    must_shrink: bool = False,
+) -> Advice:
+    """Return the changes of a job that a trainer takes, the most gainful first.
+
+    Args:
+        job: the job as it ran.
+        trainer: in whose settings the changes are written.
+        findings: what was measured that no layout changes.
+        waterfall: where the measured step goes; its measured parts weigh the changes.
+        options: names of the options that the run's command has.
+        must_shrink: whether the job ran out of memory.
+    """
+    pricer = ChangePricer(
+        before=job,
+        object_to=_objections(trainer),
+        measured_s=measured_parts(waterfall),
+        must_shrink=must_shrink,
+    )
+    advised = advise(pricer, findings)
+    written = _write(advised, trainer, options)
+    return replace(
+        advised.advice,
+        write=written.write,
+        leave_out=written.leave_out,
+        export=written.export,
+    )
+
+
+def _objections(trainer: Trainer) -> JobObjections:
+    """Return what a trainer has against a plan."""
+    target = _TARGETS.get(trainer)
+
+    def object_to(plan: Plan) -> tuple[Reason, ...]:
+        if target is None:
+            return ()
+        return trainer_refusals(target, plan_job(plan), plan.hardware)
+
+    return object_to
+
+
+def _write(advised: AdvisedJob, trainer: Trainer, given: frozenset[str]) -> WrittenChanges:
+    """Return the settings of all changes: those of the layout, then those that no layout has."""
+    before, after = advised.before, advised.after
+    settings = [
+        change.settings
+        for change in advised.advice.changes
+        if change.basis is Basis.MEASURED and change.settings
+    ]
+    written = WrittenChanges()
+    if trainer is Trainer.MEGATRON and before.hardware.device.kind.runs_cuda:
+        written = write_megatron_changes(before, after, given)
+    elif before.layout != after.layout:
+        written = WrittenChanges(write=f'layout = "{format_layout(after.layout)}"')
+    variables = [text for text in dict.fromkeys(settings) if _VARIABLE.match(text)]
+    options = [text for text in dict.fromkeys(settings) if not _VARIABLE.match(text)]
+    return replace(
+        written,
+        write=" ".join((written.write, *options)).strip(),
+        export=" ".join((written.export, *variables)).strip(),
+    )

@@ -1,0 +1,263 @@
+"""Slow runs with a planted fault: what takes it away is first or second in the advice.
+
+The scripts are exports of the planner's best plans with one fault each; their logs are made. What
+the advice says to write is written into the script, which is read back and must be faster.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import moewright as mw
+from diagnosis.test_megatron_log import LINE
+from moewright.api.diagnosing import Diagnosis
+from moewright.api.launch_scripts import find_better_layouts
+from moewright.codec import format_layout
+from moewright.diagnosis.advice import Advice
+from moewright.exporters.megatron.script import render_megatron_script
+from moewright.search.search import build_plan
+from moewright.spec.layout import (
+    DispatcherKind,
+    Offload,
+    Recompute,
+    Schedule,
+)
+from moewright.spec.plan import Plan
+from moewright.spec.workload import AttentionBackend, ExpertKernels, Fusion
+
+JOBS = {
+    "small": ("Qwen3-30B-A3B", "16xH100", 256, 4096),
+    "wide": ("Mixtral-8x7B", "32xH100", 256, 4096),
+    "brief": ("Qwen3-30B-A3B", "64xH100", 64, 4096),
+    "long": ("Qwen3-30B-A3B", "16xH100", 32, 32768),
+}
+
+
+@cache
+def best_plan(job: str) -> Plan:
+    model, on, batch, seq_len = JOBS[job]
+    plan = mw.estimate(model, "ep8", on=on, global_batch=batch, seq_len=seq_len)
+    return find_better_layouts(plan).plans[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """A fault: values of the layout or the kernels that the best plan has not, and its words."""
+
+    job: str
+    words: str  # a regular expression that the change which takes it away matches
+    layout: dict[str, object] | None = None
+    trainer: dict[str, object] | None = None
+    timers: str = ""
+    tail: str = ""
+    spikes: bool = False
+    growth: float = 0.0
+
+    def plan(self) -> Plan:
+        best = best_plan(self.job)
+        layout = replace(best.layout, **(self.layout or {}))
+        workload = replace(
+            best.workload, trainer=replace(best.workload.trainer, **(self.trainer or {}))
+        )
+        return build_plan(best.model, workload, best.hardware, layout)
+
+
+PLAIN_EXCHANGE = DispatcherKind.ALL_TO_ALL
+FOUR = {"pp": 4, "vpp": 1, "schedule": Schedule.ONE_F_ONE_B}
+BARE = {"graphs": (), "overlap": (), "offload": ()}
+PLAIN = {"vpp": 1, "schedule": Schedule.ONE_F_ONE_B}
+PLANTED = {
+    "experts one by one": Planted(
+        job="small",
+        words="one grouped product",
+        trainer={"expert_kernels": ExpertKernels.SEQUENTIAL},
+    ),
+    "everything recomputed": Planted(
+        job="small",
+        words="recompute full",
+        layout={"recompute": (Recompute.FULL,), "overlap": (), "graphs": (), "offload": ()},
+    ),
+    "tensor parallelism in place of expert parallelism": Planted(
+        job="wide",
+        words=r"\btp 8 ->",
+        layout={"tp": 8, "sp": True, "ep": 1, "etp": 8, **FOUR, "dispatcher": PLAIN_EXCHANGE},
+    ),
+    "experts cut as attention is": Planted(
+        job="wide", words=r"\betp 8 ->", layout={"etp": 8, "ep": 1, **FOUR}
+    ),
+    "all-gather of tokens": Planted(
+        job="small",
+        words="dispatcher allgather",
+        layout={"dispatcher": DispatcherKind.ALL_GATHER, "overlap": ()},
+    ),
+    "scores of attention in memory": Planted(
+        job="long",
+        words="attention in tiles",
+        trainer={"attention_backend": AttentionBackend.UNFUSED},
+    ),
+    "a micro-batch for a larger machine": Planted(
+        job="wide", words=r"\b(mbs|pp) ", layout={"mbs": 8, "recompute": (Recompute.FULL,), **BARE}
+    ),
+    "a pipeline without virtual stages": Planted(
+        job="wide", words=r"\b(vpp 1|pp 8) ->", layout={**PLAIN, "pp": 8, "ep": 4, "etp": 1}
+    ),
+    "too many stages": Planted(
+        job="small",
+        words=r"\bpp 16 ->",
+        layout={**PLAIN, "pp": 16, "ep": 1, "overlap": (), "dispatcher": PLAIN_EXCHANGE},
+    ),
+    "context parallelism of short sequences": Planted(
+        job="small", words=r"\bcp 4 ->", layout={"cp": 4, "overlap": ()}
+    ),
+    "a pipeline of single layers": Planted(
+        job="small", words=r"\b(pp|vpp) ", layout={**PLAIN, "pp": 8, "ep": 2, "overlap": ()}
+    ),
+    "an optimizer in host memory": Planted(
+        job="wide", words="offload .*optimizer", layout={"offload": (Offload.OPTIMIZER,)}
+    ),
+    "activations in host memory": Planted(
+        job="wide",
+        words="offload .*(core_attn|expert_fc1)",
+        layout={
+            "offload": (Offload.CORE_ATTN, Offload.EXPERT_FC1, Offload.MOE_ACT),
+            "recompute": (),
+            "graphs": (),
+        },
+    ),
+    "no sequence parallelism": Planted(
+        job="wide",
+        words=r"\b(sp|tp) ",
+        layout={"tp": 4, "sp": False, "etp": 1, "ep": 8, **FOUR, **BARE},
+    ),
+    "no exchange by a library": Planted(
+        job="small",
+        words="dispatcher alltoall",
+        layout={"dispatcher": PLAIN_EXCHANGE, "overlap": ()},
+    ),
+    "nothing overlapped": Planted(job="brief", words="overlap none", layout={"overlap": ()}),
+    "weights sharded in a pipeline": Planted(
+        job="wide", words="zero 3", layout={"zero": 3, "graphs": (), "overlap": (), "offload": ()}
+    ),
+    "no fused sums of gradients": Planted(
+        job="wide",
+        words="fused activations",
+        trainer={"unfused": (Fusion.ACTIVATION, Fusion.WEIGHT_GRAD)},
+    ),
+    "a slow loader": Planted(job="small", words="loader workers", timers="batch-generator"),
+    "late ranks": Planted(job="small", words="late rank", timers="all-grads-sync"),
+    "garbage collected on its own": Planted(job="small", words="garbage", spikes=True),
+    "steps that grow": Planted(job="small", words="accumulates over steps", growth=0.02),
+    "fragmented memory": Planted(
+        job="small",
+        words="segments",
+        tail=(
+            "[Rank 0] (after 1 iterations) memory (MB) | allocated: 30000.5 | max allocated: "
+            "60000.0 | reserved: 70000.0 | max reserved: 78000.0\n"
+            "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of "
+            "79.11 GiB"
+        ),
+    ),
+}
+
+
+def write_run(folder: Path, planted: Planted) -> Plan:
+    """Write the script and the log of a slow run, and return the plan of its script."""
+    plan = planted.plan()
+    script = folder / "run.sh"
+    script.write_text(str(render_megatron_script(plan)))
+    batch = plan.workload.global_batch
+    lines = []
+    for n in range(1, 41):
+        step_s = 1.1 * plan.estimate.step_s * (1 + planted.growth * n)
+        if planted.spikes and n % 5 == 0:
+            step_s *= 3
+        line = LINE.format(n=n, samples=batch * n, ms=1e3 * step_s, tflops=100.0)
+        lines.append(re.sub(r"global batch size: +\d+", f"global batch size: {batch}", line))
+        if planted.timers:
+            lines.append(timer_block(planted.timers, 1e3 * step_s))
+    (folder / "run.log").write_text("\n".join((*lines, planted.tail)))
+    return mw.read_flags(script, on=JOBS[planted.job][1]).plan
+
+
+def timer_block(name: str, step_ms: float) -> str:
+    """Return timers of a step of which the named one takes a third, more on some ranks than on
+    others where it is a sum of gradients.
+    """
+    slow_ms = step_ms / 3
+    fast_ms = slow_ms if name == "batch-generator" else 10.0
+    timers = {
+        "forward-backward": (0.9 * step_ms, 0.9 * step_ms),
+        "forward-compute": (0.2 * step_ms, 0.2 * step_ms),
+        "backward-compute": (0.3 * step_ms, 0.3 * step_ms),
+        "batch-generator": (5.0, 5.0),
+        "all-grads-sync": (10.0, 10.0),
+        name: (fast_ms, slow_ms),
+    }
+    lines = (
+        f"    {timer} {'.' * (48 - len(timer))}: ({low:.2f}, {high:.2f})"
+        for timer, (low, high) in timers.items()
+    )
+    return "\n".join(("(min, max) time across ranks (ms):", *lines))
+
+
+def apply_advice(script: str, advice: Advice) -> str:
+    """Return a script with what the advice says to write, to leave out and to export."""
+    written: dict[str, list[str]] = {}
+    exported = dict(word.split("=", 1) for word in shlex.split(advice.export))
+    for word in shlex.split(advice.write):
+        if word.startswith("--"):
+            written[word] = []
+        elif written:
+            written[list(written)[-1]].append(word)
+        else:
+            exported.update([word.split("=", 1)])
+    gone = {*written, *advice.leave_out.split()}
+    kept = [
+        line
+        for line in script.splitlines()
+        if not (line.strip().startswith("--") and line.split()[0] in gone)
+        and not (line.startswith("export ") and line.split()[1].split("=")[0] in exported)
+    ]
+    kept[-1] = kept[-1].removesuffix(" \\")
+    added = [shlex.join((name, *values)) for name, values in written.items()]
+    head = [f"export {name}={value}" for name, value in exported.items()]
+    return "\n".join((kept[0], *head, " \\\n  ".join(("\n".join(kept[1:]), *added)), ""))
+
+
+def rank_of(diagnosis: Diagnosis, words: str) -> int:
+    """Return the place of the change that takes a fault away, from 1; 99 where none does."""
+    assert diagnosis.advice is not None
+    places = [
+        place
+        for place, change in enumerate(diagnosis.advice.changes, 1)
+        if re.search(words, change.text)
+    ]
+    return min(places, default=99)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_first_or_second_and_what_to_write_is_faster(name, tmp_path):
+    planted = PLANTED[name]
+    on = JOBS[planted.job][1]
+    slow = write_run(tmp_path, planted)
+    diagnosis = mw.diagnose(tmp_path / "run.log", script=tmp_path / "run.sh", on=on)
+    advice = diagnosis.advice
+    assert advice is not None
+    texts = [change.text for change in advice.changes]
+    assert rank_of(diagnosis, planted.words) <= 2, texts
+    assert len(texts) == len(set(texts))
+    (tmp_path / "faster.sh").write_text(apply_advice((tmp_path / "run.sh").read_text(), advice))
+    after = mw.read_flags(tmp_path / "faster.sh", on=on).plan
+    assert format_layout(after.layout) == advice.after
+    assert after.estimate.step_s <= slow.estimate.step_s
+    if planted.layout or planted.trainer:
+        best = best_plan(planted.job)
+        assert after.estimate.step_s < slow.estimate.step_s
+        assert after.estimate.step_s <= 1.02 * best.estimate.step_s
