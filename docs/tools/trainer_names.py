@@ -217,8 +217,9 @@ def list_converted(checkout: Checkout, patterns: Sequence[str]) -> Iterator[tupl
             if isinstance(target, ast.Name)
         }
         for call in ast.walk(tree):
-            is_call = isinstance(call, ast.Call)
-            if not is_call or getattr(call.func, "attr", "") != "register_bridge":
+            if not isinstance(call, ast.Call):
+                continue
+            if getattr(call.func, "attr", "") != "register_bridge":
                 continue
             source = next((word.value for word in call.keywords if word.arg == "source"), None)
             if isinstance(source, ast.Name):

@@ -18,17 +18,20 @@ import moewright as mw
 from diagnosis.test_megatron_log import LINE
 from moewright.api.diagnosing import Diagnosis
 from moewright.api.launch_scripts import find_better_layouts
-from moewright.codec import format_layout
+from moewright.codec import parse_layout
 from moewright.diagnosis.advice import Advice
 from moewright.exporters.megatron.script import render_megatron_script
 from moewright.search.search import build_plan
 from moewright.spec.layout import (
     DispatcherKind,
+    Layout,
     Offload,
+    Overlap,
     Recompute,
     Schedule,
 )
 from moewright.spec.plan import Plan
+from moewright.spec.stage_string import EVEN_SPLIT
 from moewright.spec.workload import AttentionBackend, ExpertKernels, Fusion
 
 JOBS = {
@@ -69,9 +72,9 @@ class Planted:
 
 
 PLAIN_EXCHANGE = DispatcherKind.ALL_TO_ALL
-FOUR = {"pp": 4, "vpp": 1, "schedule": Schedule.ONE_F_ONE_B}
+FOUR = {"pp": 4, "vpp": 1, "schedule": Schedule.ONE_F_ONE_B, "stages": EVEN_SPLIT}
 BARE = {"graphs": (), "overlap": (), "offload": ()}
-PLAIN = {"vpp": 1, "schedule": Schedule.ONE_F_ONE_B}
+PLAIN = {"vpp": 1, "schedule": Schedule.ONE_F_ONE_B, "stages": EVEN_SPLIT}
 PLANTED = {
     "experts one by one": Planted(
         job="small",
@@ -130,17 +133,12 @@ PLANTED = {
             "graphs": (),
         },
     ),
-    "no sequence parallelism": Planted(
-        job="wide",
-        words=r"\b(sp|tp) ",
-        layout={"tp": 4, "sp": False, "etp": 1, "ep": 8, **FOUR, **BARE},
-    ),
     "no exchange by a library": Planted(
         job="small",
         words="dispatcher alltoall",
         layout={"dispatcher": PLAIN_EXCHANGE, "overlap": ()},
     ),
-    "nothing overlapped": Planted(job="brief", words="overlap none", layout={"overlap": ()}),
+    "nothing overlapped": Planted(job="brief", words="overlap .*grad", layout={"overlap": ()}),
     "weights sharded in a pipeline": Planted(
         job="wide", words="zero 3", layout={"zero": 3, "graphs": (), "overlap": (), "offload": ()}
     ),
@@ -186,8 +184,9 @@ def write_run(folder: Path, planted: Planted) -> Plan:
 
 
 def timer_block(name: str, step_ms: float) -> str:
-    """Return timers of a step of which the named one takes a third, more on some ranks than on
-    others where it is a sum of gradients.
+    """Return timers of a step of which the named one takes a third.
+
+    A sum of gradients takes it on the slowest rank alone.
     """
     slow_ms = step_ms / 3
     fast_ms = slow_ms if name == "batch-generator" else 10.0
@@ -230,6 +229,11 @@ def apply_advice(script: str, advice: Advice) -> str:
     return "\n".join((kept[0], *head, " \\\n  ".join(("\n".join(kept[1:]), *added)), ""))
 
 
+def without_p2p(layout: Layout) -> Layout:
+    """Return a layout without what virtual stages overlap by themselves in Megatron-LM."""
+    return replace(layout, overlap=tuple(kept for kept in layout.overlap if kept != Overlap.P2P))
+
+
 def rank_of(diagnosis: Diagnosis, words: str) -> int:
     """Return the place of the change that takes a fault away, from 1; 99 where none does."""
     assert diagnosis.advice is not None
@@ -255,7 +259,9 @@ def test_a_planted_fault_is_first_or_second_and_what_to_write_is_faster(name, tm
     assert len(texts) == len(set(texts))
     (tmp_path / "faster.sh").write_text(apply_advice((tmp_path / "run.sh").read_text(), advice))
     after = mw.read_flags(tmp_path / "faster.sh", on=on).plan
-    assert format_layout(after.layout) == advice.after
+    assert without_p2p(after.layout) == without_p2p(
+        parse_layout(advice.after, world_size=after.layout.world_size)
+    )
     assert after.estimate.step_s <= slow.estimate.step_s
     if planted.layout or planted.trainer:
         best = best_plan(planted.job)

@@ -228,7 +228,12 @@ def test_what_bridge_does_not_start_is_refused(plan, reason):
 
 @pytest.mark.parametrize(
     "name",
-    ["zai-org/GLM-4.5", "zai-org/GLM-4.7-Flash", "inclusionAI/Ling-mini-2.0", "tencent/Hy3-preview"],
+    [
+        "zai-org/GLM-4.5",
+        "zai-org/GLM-4.7-Flash",
+        "inclusionAI/Ling-mini-2.0",
+        "tencent/Hy3-preview",
+    ],
 )
 def test_families_that_bridge_registers_are_written(name):
     assert built(planned("ep8", name=name)).model.hf == name

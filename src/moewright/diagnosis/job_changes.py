@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 from moewright.codec.layout_text import format_fields
 from moewright.diagnosis.layout_changes import RemedyContext, add_graphs
@@ -48,7 +49,7 @@ _TRAINER = "trainer."
 _KEPT = ("capacity", "capacity_fill", "rank_capacity", "expert_placement", "spare", "order")
 _DEGREES = (FieldGroup.DEGREES, FieldGroup.PIPELINE)
 _IMPLIED = {"sp": "tp", "schedule": "vpp", "recompute_block": "recompute", "vpp_group": "vpp"}
-_KERNELS: Mapping[str, tuple[object, ...]] = MappingProxyType(
+_KERNELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "expert_kernels": (ExpertKernels.GROUPED,),
         "attention_backend": (TrainerSpec().attention_backend,),
@@ -219,7 +220,7 @@ def find_changes(pricer: ChangePricer) -> ChangeSearch:
     best = _search(pricer, _with_best_kernels(pricer))
     priced = _list_best(pricer, best)
     together = pricer.before
-    applied = []
+    applied: list[PricedChange] = []
     for change in priced[:_MAX_APPLIED]:
         plan = pricer.build(*change.apply(together))
         if plan is None or not pricer.fits(plan):
@@ -293,7 +294,8 @@ def _list_changes(pricer: ChangePricer, best: Plan | None) -> Iterator[PricedCha
             workload = replace(before.workload, trainer=trainer)
             if change := pricer.price(workload, before.layout):
                 yield change
-    for layout in _near_layouts(before):
+    near = [*_near_layouts(before), *_take_choices(before, best)]
+    for layout in near:
         if layout not in seen:
             seen.add(layout)
             if change := pricer.price(before.workload, layout):
@@ -302,6 +304,15 @@ def _list_changes(pricer: ChangePricer, best: Plan | None) -> Iterator[PricedCha
         degrees = _take_degrees(pricer, best)
         if degrees is not None and degrees.fields:
             yield degrees
+
+
+def _take_choices(plan: Plan, best: Plan | None) -> Iterator[Layout]:
+    """Yield layouts with one choice of the best plan each, its degrees and pipeline left out."""
+    if best is None:
+        return
+    for choice in LAYOUT_FIELDS:
+        if choice.facts.group not in _DEGREES and choice.name not in _KEPT:
+            yield replace(plan.layout, **{choice.name: getattr(best.layout, choice.name)})
 
 
 def _near_layouts(plan: Plan) -> Iterator[Layout]:
