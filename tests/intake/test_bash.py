@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moewright.intake.megatron.bash import read_commands
+from moewright.intake.megatron.bash import UNKNOWN_VALUE, read_commands
 from moewright.spec.errors import BadInput
 
 ENV_FILE = "TP=4\n"
@@ -153,8 +153,8 @@ def test_a_script_is_read_as_bash_runs_it(text, arguments, folder):
         ("if grep -q H100 /proc/x; then torchrun p.py; fi", "whether `grep` succeeds"),
         ("if grep -q H100 /proc/x; then A+=(--bf16); fi", "whether `grep` succeeds"),
         ("source other.sh", "reads other.sh, which is not beside the script"),
-        ("for x in $(nvidia-smi -L); do TP=$x; done", "loops over output-of-nvidia-smi"),
-        ("while read x; do TP=$x; done < list", "loops while `read` succeeds"),
+        ("for x in $(nvidia-smi -L); do torchrun $x; done", "loops over output-of-nvidia-smi"),
+        ("while read x; do torchrun $x; done < list", "loops while `read` succeeds"),
         ('if [ "$(nvidia-smi -L)" = 8 ]; then f; fi', "depends on the output-of-nvidia-smi"),
         ("while true; do TP=4; done", "loops more than 10000 times"),
         ("f() { f; }\nf", "deep"),
@@ -203,8 +203,21 @@ def test_a_branch_that_only_prints_needs_no_answer(folder):
     assert read_commands(text, {}, script=folder / "run.sh").commands[-1].words[0] == "torchrun"
 
 
+@pytest.mark.parametrize(
+    "head",
+    ["for x in $(hosts)", "while ssh host true", "for ((i=0; i <= count-1; i++))"],
+)
+def test_a_loop_that_trains_nothing_leaves_what_it_sets_unknown(head, folder):
+    """As of DeepSpeed's scripts, which look for the newest checkpoint on every node."""
+    text = f"count=$(wc hosts)\nA=1\n{head}; do A=$x; done\ntorchrun p.py --a $A --b 2\n"
+    words = read_commands(text, {}, script=folder / "run.sh").commands[-1].words
+    assert words[:3] == ("torchrun", "p.py", "--a")
+    assert UNKNOWN_VALUE.search(words[3])
+    assert words[4:] == ("--b", "2")
+
+
 def test_a_refusal_inside_another_file_names_it(folder):
-    (folder / "env.sh").write_text("X=1\nfor x in $(hostnames); do Y=$x; done\n")
+    (folder / "env.sh").write_text("X=1\nfor x in $(hostnames); do torchrun $x; done\n")
     with pytest.raises(BadInput, match=r"line 2: of \./env\.sh: loops over output-of-hostnames"):
         read_commands("source ./env.sh\n", {}, script=Path(folder / "run.sh"))
 

@@ -105,6 +105,16 @@ def test_options_in_yaml_are_those_of_a_script(tmp_path):
     assert job.workload.precision is Dtype.BF16
 
 
+def test_the_words_of_older_configurations_of_megatron_are_read(tmp_path):
+    text = (Path(__file__).parent / "configurations/megatron.yaml").read_text()
+    path = tmp_path / "gpt_config.yaml"
+    more = "scatter_gather_tensors_in_pipeline: true\nretriever_seq_length: 256\n"
+    path.write_text(more + text)
+    plain = tmp_path / "plain.yaml"
+    plain.write_text(text)
+    assert read_flags(path, on="8xH100").plan == read_flags(plain, on="8xH100").plan
+
+
 def test_a_variable_that_is_not_set_is_named(tmp_path):
     path = write(tmp_path, OPTIONS)
     with pytest.raises(BadInput, match="--moe-grouped-gemm: takes the value of GROUPED"):

@@ -12,7 +12,7 @@ from moewright.intake.megatron.bash_expansion import OUTPUT_PREFIX, UNKNOWN_VALU
 PLAIN_PROGRAMS = (
     *(":", "true", "echo", "printf", "mkdir", "touch", "ls", "cat", "tee", "date", "hostname"),
     *("command", "which", "type", "hash", "module", "conda", "ulimit", "trap", "wait", "env"),
-    *("ln", "chmod", "pwd", "alias", "shopt", "unalias", "nvidia-smi", "sudo"),
+    *("ln", "chmod", "pwd", "alias", "shopt", "unalias", "nvidia-smi", "sudo", "ds_ssh"),
 )
 _MAX_SEQUENCE = 10_000
 

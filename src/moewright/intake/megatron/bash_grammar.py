@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -19,8 +20,12 @@ from moewright.intake.megatron.bash_session import (
     ShellSession,
 )
 from moewright.intake.megatron.bash_tokens import ShellToken, TokenReader, syntax_refusal, tokenize
+from moewright.spec.errors import BadInput
 
 _LOOPS = ("while", "until", "for", "select")
+# What may train, or start what does.
+_TRAINS = re.compile(r"python|torchrun|deepspeed|srun|mpirun|pretrain|\.sh\b|--[a-z]|eval|source")
+_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=")
 _MAX_ROUNDS = 10_000  # of a loop
 
 
@@ -254,12 +259,12 @@ class ShellGrammar(ShellSession):
         items = self._loop_items(reader, live)
         if live and keyword.unquoted == "select":
             raise syntax_refusal(keyword.line, "`select` asks somebody; write the commands out")
-        if live and any(UNKNOWN_VALUE.fullmatch(item) for item in items):
-            missing = next(iter(UNKNOWN_VALUE.findall("".join(items))))
-            rule = f"loops over {missing}, which only running tells"
-            raise syntax_refusal(keyword.line, rule)
 
         def rounds() -> Iterator[bool]:
+            if any(UNKNOWN_VALUE.fullmatch(item) for item in items):
+                missing = next(iter(UNKNOWN_VALUE.findall("".join(items))))
+                rule = f"loops over {missing}, which only running tells"
+                raise syntax_refusal(keyword.line, rule)
             for item in items:
                 self.variables.arrays[name.text] = (item,)
                 yield True
@@ -318,26 +323,48 @@ class ShellGrammar(ShellSession):
         """Run the body `do ... done` once a round."""
         body = reader.position
         count = 0
-        if live:
-            for _ in rounds:
-                count += 1
-                if count > _MAX_ROUNDS:
-                    raise syntax_refusal(reader.line, f"loops more than {_MAX_ROUNDS} times")
-                reader.position = body
-                reader.expect("do")
-                try:
-                    yield from self.block(reader, ("done",), True)
-                except LoopJump as jump:
-                    if jump.levels > 1:
-                        reader.position = body
-                        self._skip_body(reader)
-                        raise LoopJump(jump.levels - 1, jump.goes_on) from None
-                    if not jump.goes_on:
-                        break
+        while live and self._has_next_round(reader, rounds, body):
+            count += 1
+            if count > _MAX_ROUNDS:
+                raise syntax_refusal(reader.line, f"loops more than {_MAX_ROUNDS} times")
+            reader.position = body
+            reader.expect("do")
+            try:
+                yield from self.block(reader, ("done",), True)
+            except LoopJump as jump:
+                if jump.levels > 1:
+                    reader.position = body
+                    self._skip_body(reader)
+                    raise LoopJump(jump.levels - 1, jump.goes_on) from None
+                if not jump.goes_on:
+                    break
         reader.position = body
         self._skip_body(reader)
         if live:
             self.status = True
+
+    def _has_next_round(self, reader: TokenReader, rounds: Iterator[bool], body: int) -> bool:
+        """Tell whether a loop goes on.
+
+        Where only running tells, a body that starts no program of training is left out, and what it
+        sets is not known.
+
+        Raises:
+            BadInput: only running tells, and the body may train.
+        """
+        try:
+            return next(rounds, False)
+        except BadInput:
+            reader.position = body
+            self._skip_body(reader)
+            tokens = reader.tokens[body : reader.position]
+            if any(_TRAINS.search(token.text) for token in tokens):
+                raise
+            for token in tokens:
+                if match := _ASSIGNMENT.match(token.text):
+                    unknown = f"\0{OUTPUT_PREFIX}{self.status_source or 'a loop'}\0"
+                    self.variables.arrays[match[1]] = (unknown,)
+            return False
 
     def _skip_body(self, reader: TokenReader) -> None:
         reader.expect("do")

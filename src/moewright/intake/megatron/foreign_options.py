@@ -98,6 +98,20 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--deepspeed-config": _sharding(_DEEPSPEED, 1),
         "--deepspeed_config": _sharding(_DEEPSPEED, 1),
         "--zero-stage": _sharding(_DEEPSPEED, 1),
+        "--train-tokens": _ignored(
+            f"{_DEEPSPEED}: a length of training, on which no step depends", 1
+        ),
+        "--no-pipeline-parallel": _ignored(f"{_DEEPSPEED}, for models of one stage"),
+        "--deepspeed-activation-checkpointing": _ignored(
+            f"{_DEEPSPEED}: who runs --checkpoint-activations"
+        ),
+        "--use-flash-attn-v1": _renamed(_DEEPSPEED, "--use-flash-attn"),
+        "--use-flash-attn-v2": _renamed(_DEEPSPEED, "--use-flash-attn"),
+        "--use-flash-attn-triton": _renamed(_DEEPSPEED, "--use-flash-attn"),
+        "--cpu-optimizer": _renamed(_DEEPSPEED, "--optimizer-cpu-offload"),
+        "--activations-checkpoint-method": _refused(
+            "is --recompute-granularity full with --recompute-method", 1
+        ),
         "--profile-step-range": _ignored(
             "is --profile --profile-step-start A --profile-step-end B", 1
         ),

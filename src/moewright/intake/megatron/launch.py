@@ -44,12 +44,15 @@ _LAUNCHER_SWITCHES = (
     "--use_env",
     "-m",
     "-u",
+    "--force_multi",
 )
 _LAUNCHER_OPTION = re.compile(
     r"--(nnodes|nproc[-_]per[-_]node|node[-_]rank|master[-_]addr|master[-_]port|rdzv[-_]\w+"
     r"|max[-_]restarts|log[-_]dir|redirects|tee|monitor[-_]interval|start[-_]method|role"
-    r"|local[-_]addr|local[-_]ranks[-_]filter)"
+    r"|local[-_]addr|local[-_]ranks[-_]filter|num_nodes|num_gpus|hostfile|include|exclude)"
 )
+# What DeepSpeed's launcher calls torchrun's options.
+_DEEPSPEED_LAUNCHER = {"num-nodes": "nnodes", "num-gpus": "nproc-per-node"}
 # A command with one of these trains.
 # Programs of Megatron-LM and its forks that run a model without training it.
 _OTHER_TASKS = re.compile(
@@ -80,7 +83,7 @@ _OTHER_TRAINERS = (
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _ELLIPSIS = "..."
 _TOKENIZER = "--tokenizer-type"
-_FORK_TABLES = ("pai", "mindspeed", "mindspeed_core", "slime")
+_FORK_TABLES = ("pai", "mindspeed", "mindspeed_core", "slime", "miles", "megatron_deepspeed")
 # Options that a fork hands on to an engine of generation, whatever their names are.
 _HANDED_ON = ("--sglang-", "--vllm-")
 # Nearer to an option than this, a name is a typing error and not an option of a fork.
@@ -379,7 +382,8 @@ class _LaunchParser:
         if inline is None:
             inline = next(iter(self.words[self.position : self.position + 1]), "")
             self.position += 1
-        self.launcher_options[name.replace("_", "-")] = inline
+        spelled = name.replace("_", "-")
+        self.launcher_options[_DEEPSPEED_LAUNCHER.get(spelled, spelled)] = inline
 
     def _take_megatron_option(self, name: str, inline: str | None) -> None:
         option = self.table[name]

@@ -44,7 +44,10 @@ _GENERIC = (
 )
 _NOTHING = ("false", "0", "0.0", "no", "off", "none")
 # Whose options stand in commands.
-_FORKS = ("pai", "mindspeed", "mindspeed_core", "linear_moe", "slime", "flagscale")
+_FORKS = (
+    *("pai", "mindspeed", "mindspeed_core", "linear_moe", "slime", "flagscale"),
+    *("miles", "megatron_deepspeed"),
+)
 _NEAR = 0.6
 _MOST_NAMED = 12
 
