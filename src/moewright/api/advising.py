@@ -68,7 +68,7 @@ def _objections(trainer: Trainer) -> JobObjections:
     return object_to
 
 
-def _write(advised: AdvisedJob, trainer: Trainer, given: frozenset[str]) -> WrittenChanges:
+def _write(advised: AdvisedJob, trainer: Trainer, names: frozenset[str]) -> WrittenChanges:
     """Return the settings of all changes: those of the layout, then those that no layout has."""
     before, after = advised.before, advised.after
     settings = [
@@ -78,7 +78,7 @@ def _write(advised: AdvisedJob, trainer: Trainer, given: frozenset[str]) -> Writ
     ]
     written = WrittenChanges()
     if trainer is Trainer.MEGATRON and before.hardware.device.kind.runs_cuda:
-        written = write_megatron_changes(before, after, given)
+        written = write_megatron_changes(before, after, names)
     elif before.layout != after.layout:
         written = WrittenChanges(write=f'layout = "{format_layout(after.layout)}"')
     variables = [text for text in dict.fromkeys(settings) if _VARIABLE.match(text)]

@@ -147,8 +147,8 @@ class ChangePricer:
             plan = build_plan(before.model, workload, before.hardware, layout)
         except BadInput:
             return None
-        known = self.object_to(before)
-        return None if set(self.object_to(plan)) - set(known) else plan
+        objections = self.object_to(before)
+        return None if set(self.object_to(plan)) - set(objections) else plan
 
     def fits(self, plan: Plan) -> bool:
         """Whether a changed job has the memory that it needs."""
@@ -419,14 +419,14 @@ def _take_degrees(pricer: ChangePricer, best: Plan) -> PricedChange | None:
 def _search(pricer: ChangePricer, workload: Workload) -> Plan | None:
     """Return the planner's best plan of a job, with what the job trains kept; None: none fits."""
     before = pricer.before
-    known = set(pricer.object_to(before))
+    objections = set(pricer.object_to(before))
 
     def object_to(layout: Layout) -> tuple[Reason, ...]:
         reasons = pricer.object_to(replace(before, workload=workload, layout=layout))
         return tuple(
             reason
             for reason in reasons
-            if reason.field.startswith("layout.") and reason not in known
+            if reason.field.startswith("layout.") and reason not in objections
         )
 
     names = {
