@@ -102,6 +102,21 @@ def test_only_the_newest_answer_is_painted(studio, open_page):
     assert page.evaluate("window.painted") == ["tp2,pp8,ep32,mbs1"]
 
 
+def test_a_table_is_copied_as_markdown(studio, open_page):
+    page = open_page(address(studio, LAYOUT))
+    page.wait_for_selector("#layout-text")
+    page.evaluate(
+        "navigator.clipboard.writeText = async text => { window.copied = text; }"  # headless: none
+    )
+    panel = page.locator("section", has=page.get_by_text("Nearest published measurements"))
+    panel.get_by_text("Markdown").click()
+    head, rule, *rows = page.evaluate("window.copied").splitlines()
+    assert head == "| run | differs in | measured | predicted | error |"
+    assert rule == "| --- | --- | --- | --- | --- |"
+    assert len(rows) == 3
+    assert all(row.count(" | ") == 4 for row in rows)
+
+
 @pytest.mark.parametrize("width", [390, 820, 1400])
 def test_nothing_sticks_out_and_nobody_is_kept_out(studio, open_page, find_barriers, width):
     scheme = "dark" if width == 820 else "light"

@@ -48,7 +48,8 @@ def test_a_script_is_estimated_beside_what_would_be_better(script, tmp_path, cap
         "model Qwen/Qwen3-30B-A3B, by its sizes",
         "verdict",
         "What would be better",
-        " > ",
+        "\n> ",  # the script's own layout among them
+        "speed ",
         "than the script's",
     ):
         assert text in shown

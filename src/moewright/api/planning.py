@@ -80,10 +80,11 @@ class Plans(Record):
     search: SearchResult
 
     def title(self) -> str:
-        """Return what was planned, and what the best plan spends its step on."""
+        """Return what was planned, whether the best plan is good, and what its step goes to."""
         request = self.request
         subject = f"{request.model.name} on {request.hardware.count} x {request.hardware.name}"
-        return "\n".join([subject, *self.why[:1]])
+        judged = [] if self.judgement is None else [self.judgement.speed, self.judgement.measured]
+        return "\n".join([subject, *filter(None, judged), *self.why[:1]])
 
     def to_rows(self) -> list[Row]:
         """Return a row for each plan: layout, step, speed, memory, verdict."""

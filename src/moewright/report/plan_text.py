@@ -82,11 +82,10 @@ def print_plans(
             console.print(_rejection_table(rejected))
         return
     console.print(Text(job_title(plans[0]), style="bold"), soft_wrap=True)
-    if verbose or max(len(format_layout(plan.layout)) for plan in plans) <= _WIDEST_LAYOUT:
+    if verbose:
         console.print(_ranking_table(console, plans, plans[:1]))
     else:
-        for text in _ranking_lines(plans, console.width):
-            console.print(text)
+        print_ranking(console, plans, picked=plans[:1])
     if not verbose:
         step_s = plans[0].estimate.step_s
         gambles = [plan for plan in gambles if plan.estimate.step_s < step_s][:1]
@@ -113,8 +112,15 @@ def _describe_order(rule: RankingRule) -> str:
 
 
 def print_ranking(console: Console, plans: Sequence[Plan], *, picked: Sequence[Plan]) -> None:
-    """Print plans of one job as a table alone, the picked ones marked."""
-    console.print(_ranking_table(console, plans, picked))
+    """Print plans of one job alone, the picked ones marked.
+
+    Layouts that no column holds stand below their figures, whole.
+    """
+    if max(len(format_layout(plan.layout)) for plan in plans) <= _WIDEST_LAYOUT:
+        console.print(_ranking_table(console, plans, picked))
+        return
+    for text in _ranking_lines(plans, picked, console.width):
+        console.print(text)
 
 
 def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan]) -> Iterable[str]:
@@ -265,12 +271,13 @@ def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Pla
     return table
 
 
-def _ranking_lines(plans: Sequence[Plan], width: int) -> Iterable[Text]:
+def _ranking_lines(plans: Sequence[Plan], picked: Sequence[Plan], width: int) -> Iterable[Text]:
     """Yield a line of figures a plan, and its layout below, for layouts that no column holds."""
     yield Text(f"{'':3}{'step':>10}{'tok/s/dev':>12}{'MFU':>8}{'peak':>11}   verdict", style="bold")
     for rank, plan in enumerate(plans, 1):
         estimate = plan.estimate
-        mark = f"> {rank}" if rank == 1 else str(rank)
+        is_picked = plan in picked
+        mark = f"> {rank}" if is_picked else str(rank)
         figures = Text(
             f"{mark:>3}{format_seconds(estimate.step_s):>10}"
             f"{format_rate(estimate.tokens_per_s_per_device):>12}{estimate.mfu:>8.1%}"
@@ -278,7 +285,7 @@ def _ranking_lines(plans: Sequence[Plan], width: int) -> Iterable[Text]:
         )
         yield figures.append_text(_verdict_cell(estimate))
         for line in _break_at_commas(format_layout(plan.layout), width - len(_INDENT)):
-            yield Text(f"{_INDENT}{line}", style="bold" if rank == 1 else "")
+            yield Text(f"{_INDENT}{line}", style="bold" if is_picked else "")
 
 
 def _break_at_commas(text: str, width: int) -> Iterable[str]:

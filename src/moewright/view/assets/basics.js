@@ -53,18 +53,23 @@ mw.wide = node => { node.classList.add("span"); return node; };
 
 mw.table = (columns, rows, caption) => {
   const cells = row => columns.map((column, index) => mw.el("td", {class: column.n ? "n" : null, "data-label": column.t || null}, row[index]));
-  return mw.el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": caption},
+  const text = cell => (cell instanceof Node ? cell.textContent : String(cell ?? "")).trim();
+  const lines = [columns.map(column => column.t), ...rows.map(row => columns.map((column, index) => text(row[index])))];
+  const quote = cell => /[",\n]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell;
+  const markdown = [lines[0], lines[0].map(() => "---"), ...lines.slice(1)].map(line => `| ${line.map(cell => cell.replaceAll("|", "\\|")).join(" | ")} |`).join("\n");
+  const copies = mw.el("div", {class: "row copies no-print"}, mw.copyButton(lines.map(line => line.map(quote).join(",")).join("\n"), `${caption} as CSV`, "CSV"), mw.copyButton(markdown, `${caption} as Markdown`, "Markdown"));
+  return mw.el("div", {}, mw.el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": caption},
     mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, caption),
       mw.el("thead", {}, mw.el("tr", {}, columns.map(column => mw.el("th", {class: column.n ? "n" : null, scope: "col"}, column.t)))),
-      mw.el("tbody", {}, rows.map(row => mw.el("tr", {}, cells(row))))));
+      mw.el("tbody", {}, rows.map(row => mw.el("tr", {}, cells(row)))))), rows.length > 1 ? copies : "");
 };
 
 /* Text that may wrap behind commas and bars, where no space is; what is copied stays the same. */
 mw.breakable = text => String(text).split(/(?<=[,|+])(?=\S)/).flatMap((part, place) => place ? [mw.el("wbr"), part] : [part]);
-mw.copyButton = (text, name) => mw.el("button", {type: "button", class: "small copy no-print", title: text, "aria-label": `copy ${name}`, onclick: event => {
-  const done = () => { event.target.textContent = "Copied"; setTimeout(() => { event.target.textContent = "Copy"; }, 1500); };
+mw.copyButton = (text, name, shown = "Copy") => mw.el("button", {type: "button", class: "small copy no-print", title: shown === "Copy" ? text : null, "aria-label": `copy ${name}`, onclick: event => {
+  const done = () => { event.target.textContent = "Copied"; setTimeout(() => { event.target.textContent = shown; }, 1500); };
   if (navigator.clipboard) { navigator.clipboard.writeText(text).then(done, () => prompt(name, text)); } else prompt(name, text);
-}}, "Copy");
+}}, shown);
 /* A layout in a list: in words, its text behind a button; `pick` loads it. */
 mw.layoutCell = (text, words, pick) => mw.el("div", {class: "layout-cell", "data-layout": text},
   pick ? mw.el("button", {type: "button", class: "small pick", onclick: pick}, words || mw.breakable(text)) : mw.el("span", {}, words || mw.el("code", {}, mw.breakable(text))),
