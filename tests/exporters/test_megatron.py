@@ -19,8 +19,11 @@ from moewright.spec.layout import (
 )
 from moewright.spec.model import QkNorm, RopeSpec, ScoreFunction
 from moewright.spec.workload import (
+    CheckpointSpec,
+    DataSpec,
     Dtype,
     FineTuningSpec,
+    LossSpec,
     LrDecay,
     MatrixUpdate,
     OptimizerSpec,
@@ -96,10 +99,30 @@ def test_training_always_has_a_length():
     plan = PLANS["no length"]
     flags = message(plan)
     assert flags["--train-iters"] == flags["--lr-decay-iters"] == ("100",)
-    assert "# The plan has no length: 100 steps are written" in render_megatron_script(plan)
+    assert "# - length: the plan has none, 100 steps are written" in render_megatron_script(plan)
     optimizer = replace(plan.workload.optimizer, warmup_steps=400)
     longer = replace(plan, workload=replace(plan.workload, optimizer=optimizer))
     assert message(longer)["--train-iters"] == ("800",)  # warm-up must end before decay
+
+
+def test_what_a_plan_does_not_say_stands_on_top_of_its_script():
+    """A router without a loss that balances is never written without a word."""
+    plan = PLANS["no length"]
+    bare = replace(plan.workload, loss=LossSpec(), data=DataSpec(), checkpoint=CheckpointSpec())
+    plan = replace(plan, workload=bare)
+    assert message(plan)["--moe-router-load-balancing-type"] == ("none",)
+    lines = render_megatron_script(plan).splitlines()
+    start = lines.index("# TODO before it trains a model:")
+    todos = [line.split(":")[0] for line in lines[start + 1 : start + 5]]
+    assert todos == ["# - length", "# - data", "# - checkpoints", "# - balance"]
+    whole = replace(
+        plan.workload,
+        steps=100,
+        loss=LossSpec(aux_coeff=0.01),
+        data=DataSpec(train="corpus/train"),
+        checkpoint=CheckpointSpec(every_steps=50),
+    )
+    assert "TODO" not in render_megatron_script(replace(plan, workload=whole))
 
 
 def test_a_rate_that_stays_and_falls_in_the_end():

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import layout_flags, training_steps, workload_flags
-from moewright.exporters.megatron.model import Flag, model_flags
+from moewright.exporters.megatron.model import Flag, balance_losses, model_flags
 from moewright.exporters.torchrun import torchrun_command
 from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.job import plan_job
@@ -19,6 +19,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.plan import Plan
 from moewright.spec.quoting import Script, Shell
+from moewright.spec.workload import RouterAssignment, RouterForce
 
 TRAINER = "pretrain_gpt.py"
 
@@ -56,11 +57,10 @@ def comment_lines(plan: Plan, target: type[S]) -> Iterator[S]:
     """Yield comments that say where a script comes from, and where it differs from the plan."""
     name = plan.model.name or "model"
     yield target.comment("{}, {}, plan {}", name, format_layout(plan.layout), plan.fingerprint)
-    if not plan.workload.steps:
-        steps = training_steps(plan.workload)
-        yield target.comment(
-            "The plan has no length: {} steps are written (plan --steps or --tokens).", steps
-        )
+    todos = tuple(_list_todos(plan))
+    if todos:
+        yield target.comment("TODO before it trains a model:")
+        yield from (target.comment("- {}", todo) for todo in todos)
     if plan.layout.vpp > 1 and Overlap.P2P not in plan.layout.overlap:
         yield target.comment(
             "Point-to-point transfers overlap, as virtual stages do by themselves."
@@ -80,6 +80,27 @@ def comment_lines(plan: Plan, target: type[S]) -> Iterator[S]:
             "of {} amaxes there are {} a step, so that scales and losses differ.",
             plan.workload.delayed.amax_history_len,
             plan_job(plan).micro_batches,
+        )
+
+
+def _list_todos(plan: Plan) -> Iterator[str]:
+    """Yield what a run needs that the plan does not say, and what stands in for it."""
+    workload = plan.workload
+    if not workload.steps:
+        steps = training_steps(workload)
+        yield f"length: the plan has none, {steps} steps are written (plan --steps or --tokens)"
+    if not workload.data.train:
+        yield "data: the plan names none, --mock-data makes tokens up (data.train of a job)"
+    if not workload.checkpoint.every_steps:
+        yield "checkpoints: the plan saves none (checkpoint.every_steps of a job)"
+    moe = plan.model.moe
+    if moe is None or moe.router.selection_bias or balance_losses(workload.loss):
+        return
+    is_sinkhorn = workload.router.assignment is RouterAssignment.SINKHORN
+    if not is_sinkhorn and workload.router.force is not RouterForce.BALANCED:
+        yield (
+            "balance: the plan has no loss that balances the experts, and without one few of them "
+            "learn (train.aux_coeff of a job)"
         )
 
 
