@@ -104,6 +104,9 @@ def test_what_is_taken_away_opens_alone(studio, open_page, find_barriers, tmp_pa
     job = dict(parse_qsl(SMALL))
     own = mw.estimate(job["model"], "tp2,ep8,mbs1,recompute=select", on=job["on"], global_batch=512)
     assert plan["estimate"]["step_s"] == own.estimate.step_s
+    with page.expect_download() as taken:
+        page.locator("#get-card").click()
+    assert f"{own.estimate.mfu:.1%}" in Path(taken.value.path()).read_text()
     page.locator("[data-target='slurm']").click()
     page.wait_for_selector("pre.file")
     assert "#SBATCH" in page.locator("pre.file").inner_text()

@@ -41,6 +41,7 @@ from moewright.studio.runs import (
 )
 from moewright.studio.tasks import Workers
 from moewright.studio.wire import build_or_refuse, encode_data, encode_failure, encode_record
+from moewright.view.card import render_card
 from moewright.view.page import read_asset, render_page, render_shell
 
 _PAGES = ("/", "/top", "/timetable", "/compare", "/budget", "/runs", "/share")
@@ -69,6 +70,7 @@ def build_app(confinement: Confinement, access: Access) -> Starlette:
         Route("/api/task/{task}", studio.stream_task),
         Route("/api/page", studio.send_page),
         Route("/api/plan.json", studio.send_plan_file),
+        Route("/api/card.svg", studio.send_card),
         Route("/api/trace", studio.send_trace),
         Route("/api/export", studio.send_launch_file),
         Route("/api/runs", studio.list_runs),
@@ -147,6 +149,10 @@ class _Studio:
     async def send_plan_file(self, request: Request) -> Response:
         params = dict(request.query_params)
         return await _send_file(lambda: format_json(read_query(params).build()), _JSON)
+
+    async def send_card(self, request: Request) -> Response:
+        params = dict(request.query_params)
+        return await _send_file(lambda: render_card(read_query(params).build()), _TYPES[".svg"])
 
     async def send_trace(self, request: Request) -> Response:
         params = dict(request.query_params)
