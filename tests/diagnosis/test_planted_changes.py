@@ -163,6 +163,9 @@ PLANTED = {
     ),
 }
 
+# Of `make test`: a choice of kernels, and a fault that a log alone shows.
+QUICK = ("experts one by one", "a slow loader")
+
 
 def write_run(folder: Path, planted: Planted) -> Plan:
     """Write the script and the log of a slow run, and return the plan of its script."""
@@ -245,8 +248,10 @@ def rank_of(diagnosis: Diagnosis, words: str) -> int:
     return min(places, default=99)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in PLANTED],
+)
 def test_a_planted_fault_is_first_or_second_and_what_to_write_is_faster(name, tmp_path):
     planted = PLANTED[name]
     on = JOBS[planted.job][1]
