@@ -99,5 +99,5 @@ def test_what_stops_a_plan_that_no_trainer_starts_is_told() -> None:
         "devices (hardware.device.kind=tpu)."
     ]
     (line,) = describe_trainers((graphs,))
-    assert "yarn" in line
+    assert "layout.dispatcher=dedup" in line
     assert line.endswith("--runs-on engine plans what moewright itself trains.")

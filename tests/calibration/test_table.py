@@ -252,20 +252,21 @@ def test_a_graph_of_whole_layers_takes_the_attention_of_a_model_without_experts(
 
 
 def test_a_row_tells_what_it_can_where_its_words_go_further_than_the_model(tmp_path: Path) -> None:
-    """Muon keeps half of Adam's moments; a gather of weights alone has no buckets to wait for."""
+    """Muon and Lion keep half of Adam's moments; a gather of weights alone waits for no buckets."""
     change = {
         **DEEPSEEK,
-        "optimizer": "muon",
+        "tokens_per_s_per_gpu": "1000",
         "overlap_grad_reduce": "false",
         "overlap_param_gather": "true",
     }
-    (row,) = table(tmp_path, {**change, "tokens_per_s_per_gpu": "1000"}).rows
-    assert row.workload.optimizer.moment_dtype is Dtype.BF16
-    assert Overlap.PARAM not in row.layout.overlap
-    (skipped,) = table(
-        tmp_path, {**change, "tokens_per_s_per_gpu": "1000", "optimizer": "shampoo"}
-    ).skipped
-    assert "only Adam and Muon" in skipped.reason
+    names = ("muon", "lion", "shampoo")
+    read = table(tmp_path, *({**change, "id": f"{name}-1", "optimizer": name} for name in names))
+    for row in read.rows:
+        assert row.workload.optimizer.moment_dtype is Dtype.BF16
+        assert Overlap.PARAM not in row.layout.overlap
+    (skipped,) = read.skipped
+    assert skipped.id == "shampoo-1"
+    assert "only Adam, Muon and Lion" in skipped.reason
 
 
 def test_tflops_are_converted_to_tokens_by_the_convention_of_the_source(tmp_path: Path) -> None:

@@ -192,14 +192,14 @@ def parse_capacity_fill(text: str, notes: str) -> CapacityFill:
 def parse_optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:
     """Parse the optimizer, whose moments have a dtype, and the dtype of the gradients.
 
-    "precision-aware" alone means 16-bit moments under fp32 gradients. Muon keeps one fp32
-    momentum, as many bytes as Adam's two in 16 bits; its orthogonalisation is not priced.
+    "precision-aware" alone means 16-bit moments under fp32 gradients. Muon and Lion keep one fp32
+    momentum, as many bytes as Adam's two in 16 bits; Muon's orthogonalisation is not priced.
     """
     folded = text.casefold()
-    is_muon = folded == "muon"
-    if folded and "adam" not in folded and not is_muon:
-        raise cell_error("optimizer", text, "only Adam and Muon are modelled")
-    has_small_moments = is_muon or "precision-aware" in folded or "bf16 moments" in folded
+    has_one_moment = folded in ("muon", "lion")
+    if folded and "adam" not in folded and not has_one_moment:
+        raise cell_error("optimizer", text, "only Adam, Muon and Lion are modelled")
+    has_small_moments = has_one_moment or "precision-aware" in folded or "bf16 moments" in folded
     moment_dtype = Dtype.FP32
     if has_small_moments and "fp32 states" not in folded:
         moment_dtype = Dtype.BF16
