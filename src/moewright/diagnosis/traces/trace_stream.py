@@ -29,6 +29,7 @@ _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 # Between an event and the next; the names are those with which events begin.
 _BOUNDARY = re.compile(r'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|ts|tid|dur|args|id|bp)")')
 _SEPARATORS = ", \t\r\n"
+_SEPARATED = re.compile(f"[{_SEPARATORS}]*")
 _TAIL_LETTERS = 1 << 16  # among the last of a piece, where a boundary is looked for
 _DAMAGE = (ValueError, RecursionError)
 
@@ -259,9 +260,8 @@ def _find_boundaries(text: str) -> Iterator[re.Match[str]]:
 
 
 def _skip_separators(text: str, position: int) -> int:
-    while position < len(text) and text[position] in _SEPARATORS:
-        position += 1
-    return position
+    match = _SEPARATED.match(text, position)
+    return position if match is None else match.end()
 
 
 def _repair_values(text: str) -> str:
