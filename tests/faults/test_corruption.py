@@ -24,9 +24,10 @@ from moewright.engine.run.corruption import (
     find_odd_replicas,
     find_wrong_ranks,
 )
+from moewright.engine.run.supervise import Elasticity, _Supervisor
 from moewright.engine.run.train import train
 from moewright.engine.run.train_state import TrainState
-from moewright.engine.run.worker import ExitCode
+from moewright.engine.run.worker import ExitCode, FailureKind, RankFailure
 from moewright.spec.run import IncidentKind
 from moewright.spec.workload import DataSpec, SaveMode
 
@@ -156,6 +157,31 @@ def _update_wrongly_once(state: TrainState, part: str) -> None:
         state.optimizer.buckets[0].segments[0].master[5] += 1e-3
 
     state.optimizer.update = update_wrongly  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_certain", [True, False])
+def test_a_rank_that_is_named_twice_is_put_aside_where_it_is_certain(
+    is_certain: bool, data: DataSpec, tmp_path: Path
+) -> None:
+    """The second time it is another step: checks are not in each one."""
+    workload = tiny_jobs.build_workload(data)
+    plan = tiny_jobs.build_plan(workload, "mbs1", world_size=4)
+    smaller = tiny_jobs.build_plan(workload, "mbs1", world_size=2)
+    elasticity = Elasticity(replan={2: smaller}.get, min_ranks=2)
+    supervisor = _Supervisor(plan, tmp_path, elasticity)
+    failure = RankFailure(
+        rank=1,
+        step=15,
+        time_s=0.0,
+        kind=FailureKind.CAUSE,
+        event="failed",
+        cause=IncidentKind.CORRUPTION,
+        is_certain=is_certain,
+    )
+    assert supervisor.prepare_restart(failure)
+    assert supervisor.slots == (0, 1, 2, 3)
+    assert supervisor.prepare_restart(replace(failure, step=12))
+    assert supervisor.slots == ((0, 2) if is_certain else (0, 1, 2, 3))
 
 
 Attack = Callable[[TrainState, str], None]
