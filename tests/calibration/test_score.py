@@ -182,8 +182,8 @@ def test_verdicts_and_skipped_rows_in_the_order_of_the_file(tmp_path: Path) -> N
     )
 
 
-def test_a_run_over_the_capacity_by_less_than_it_leaves_open_may_fit(tmp_path: Path) -> None:
-    """90 GB of 85: the same job is out of memory where it states all; 131 GB is past any spread."""
+def test_a_run_over_the_capacity_that_leaves_cells_open_may_have_fitted(tmp_path: Path) -> None:
+    """90 GB of 85, and 131: the same job is out of memory where it states all, or did not run."""
     stated = {
         "recompute_granularity": "none",
         "seq_len": "6144",
@@ -196,9 +196,9 @@ def test_a_run_over_the_capacity_by_less_than_it_leaves_open_may_fit(tmp_path: P
         Verdict.OOM,
         Verdict.UNCERTAIN,
         Verdict.OOM,
-        Verdict.OOM,
+        Verdict.UNCERTAIN,
     ]
-    assert "less than what the row leaves open" in rows[1].calibration
+    assert "which what the row leaves open may change" in rows[1].calibration
 
 
 def test_a_peak_is_predicted_in_the_unit_and_sense_of_the_row(tmp_path: Path) -> None:

@@ -109,7 +109,11 @@ def test_losses_and_gradients_are_those_of_transformers_logits(
     write_model(family, base, vocab_size=tiny_jobs.VOCABULARY)
     plan = build_plan(pairs, "", 1, batch_samples=48, global_batch=2)
     workload = replace(
-        plan.workload, weights=str(base), steps=1, router=RouterTraining(bias_update_rate=0.0)
+        plan.workload,
+        weights=str(base),
+        steps=1,
+        eval_batches=2,  # of all held-out pairs
+        router=RouterTraining(bias_update_rate=0.0),
     )
     plan = replace(plan, model=replace(read_config(base), mtp_layers=0), workload=workload)
     assert train(plan, tmp_path / "run") is ExitCode.DONE

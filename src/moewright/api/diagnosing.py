@@ -281,7 +281,7 @@ def _advise(
     must_shrink: bool = False,
 ) -> Advice | None:
     """Return what to change in a job; None where it is not known, or has no predicted time."""
-    if job is None or job.estimate.untimed:
+    if job is None or job.estimate.untimed or not job.estimate.shares:
         return None
     return advise_job(
         job,

@@ -92,6 +92,7 @@ QWEN3_NEXT = Family(
 )
 QWEN3_5 = Family(
     model_type="qwen3_5_moe_text",
+    torchtitan_with_images=True,
     architecture="Qwen3_5MoeForCausalLM",
     nested_in=("qwen3_5_moe",),
     # sections agree on positions of text

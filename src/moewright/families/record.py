@@ -48,6 +48,7 @@ class Family:
 
     `has_clamped_swiglu`: its gates are gpt-oss's, with the two constants of that.
     `has_score_factor`: a factor of scores of 1 is one, and does not stand for the usual one.
+    `torchtitan_with_images`: torchtitan has these models with what sees alone.
     `upcycled` is what a dense model becomes.
     """
 
@@ -60,6 +61,7 @@ class Family:
     tiny: Mapping[str, Any] = field(default_factory=dict)
     has_clamped_swiglu: bool = False
     has_score_factor: bool = False
+    torchtitan_with_images: bool = False
     upcycled: UpcycledForms | None = None
 
     @property

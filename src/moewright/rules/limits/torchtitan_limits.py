@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moewright.families.table import find_family
 from moewright.rules.job import Job
 from moewright.rules.limits.export_limits import missing_choices, unexported_training
 from moewright.spec.errors import Reason
@@ -60,8 +61,6 @@ _ONLY_DEFAULTS = tuple(
     for field in LAYOUT_FIELDS
     if field.facts.torchtitan_instead
 )
-# Models that it has together with what sees, and trains on images alone.
-_SEEING = ("qwen3_5_moe_text",)
 # Its attention of varying lengths takes no part of a sequence.
 _WHOLE_SEQUENCES = "gpt_oss"
 _MTP_FAMILY = "deepseek_v3"  # the models that predict further tokens
@@ -78,7 +77,7 @@ def torchtitan_refusals(job: Job, hardware: Hardware) -> Iterator[Reason]:
     if not device.kind.runs_cuda:
         rule = "is planned for CUDA and ROCm devices"
         yield _refusal("hardware.device.kind", device.kind, rule, DeviceKind.CUDA)
-    if model.family in _SEEING:
+    if find_family(model.family).torchtitan_with_images:
         rule = "has this model with its images, which no plan holds"
         yield _refusal("model.name", model.name, rule, "Qwen/Qwen3-30B-A3B")
         return
