@@ -33,6 +33,9 @@ from moewright.spec.ledger import Module, StorageBytes, StorageMoment, StorageRo
 _PLACES_NAMED = 8
 # How many containers inside each other are followed from a tensor to the object that holds it.
 _HOLDER_DEPTH = 4
+# The wait for a collective (engine.comm.collectives): what runs inside works on buffers that gloo
+# made for itself, and that its threads drop when they come to it.
+_BACKEND_WAIT = "TimedWork.wait"
 _PACKAGE = str(Path(__file__).parents[2])
 _OWN_FOLDER = str(Path(__file__).parent)
 
@@ -232,15 +235,16 @@ class StorageCensus:
         key = int(storage._cdata)
         if key in self._storages or self._is_foreign(key):
             return
-        nbytes = storage.nbytes()
-        if on_host:
-            self._host_storages[key] = nbytes
-            nbytes = 0
+        nbytes = 0 if on_host else storage.nbytes()
         if operation is None:
             made = _Storage(Module.OTHER, nbytes)
         else:
             line = _find_engine_line(sys._getframe(1))
+            if line is not None and line[0].co_qualname == _BACKEND_WAIT:
+                return
             made = _Storage(self._scopes.module, nbytes, line, operation)
+        if on_host:
+            self._host_storages[key] = storage.nbytes()
         self._storages[key] = made
         self._references[key] = weakref.ref(storage, partial(self._forget, key))
         self._grow(made.module, nbytes)
