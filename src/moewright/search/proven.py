@@ -15,8 +15,8 @@ from moewright.cost.evidence import job_choices, layout_choices, read_measured_c
 from moewright.cost.stage_parts import Array
 from moewright.search.candidates import CandidateWish
 from moewright.search.screening import BoundedGroup, GroupScores, Screener, with_dp_overlap
-from moewright.search.space import PipelineShapes, SearchSpace, with_pipeline
-from moewright.spec.layout import Layout, Schedule
+from moewright.search.space import PipelineShapes, SearchSpace, with_pipeline, without_policies
+from moewright.spec.layout import Layout
 
 
 class ProvenChoices:
@@ -41,11 +41,11 @@ class ProvenChoices:
         return CandidateWish(mask=self._mask, may_hold=self._may_hold)
 
     def _may_hold(self, bounded: BoundedGroup) -> bool:
-        return bool(self._holders([_without_policies(bounded.base)]).any())
+        return bool(self._holders([without_policies(bounded.base)]).any())
 
     def _mask(self, scores: GroupScores) -> Array:
         """Return the mask [pipelines, activation policies, state policies]."""
-        base = _without_policies(scores.base)
+        base = without_policies(scores.base)
         plain, overlapped = (
             self._mask_under(cut, scores.pipelines) for cut in (base, with_dp_overlap(base))
         )
@@ -70,17 +70,3 @@ class ProvenChoices:
         sets = [set(layout_choices(layout, self._space.hardware)) for layout in layouts]
         rows = [[float(made.issuperset(names)) for made in self._runs] for names in sets]
         return np.array(rows).reshape(len(sets), len(self._runs))
-
-
-def _without_policies(base: Layout) -> Layout:
-    """Return a layout of its degrees and overlaps alone."""
-    return replace(
-        base,
-        pp=1,
-        vpp=1,
-        schedule=Schedule.ONE_F_ONE_B,
-        zero=1,
-        recompute=(),
-        offload=(),
-        graphs=(),
-    )

@@ -17,8 +17,14 @@ from moewright.cost.memory.activations import ActivationPolicy
 from moewright.cost.own_runs import choice_distance, own_run_factor
 from moewright.cost.stage_parts import Array
 from moewright.cost.uncertainty import step_bound, step_deviation
-from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy, with_pipeline
-from moewright.spec.layout import Layout, Schedule
+from moewright.search.space import (
+    PipelineShapes,
+    SearchSpace,
+    StatePolicy,
+    with_pipeline,
+    without_policies,
+)
+from moewright.spec.layout import Layout
 from moewright.spec.record import copy_with
 
 Place = tuple[slice | None, ...]  # where the rows of a block stand among three axes
@@ -106,18 +112,7 @@ class ScreeningRisk:
                 own=np.ones((1, 1, 1)),
                 class_of_pipeline=np.zeros(len(pipelines.shapes), dtype=int),
             )
-        names = self._names(
-            copy_with(
-                base,
-                pp=1,
-                vpp=1,
-                schedule=Schedule.ONE_F_ONE_B,
-                zero=1,
-                recompute=(),
-                offload=(),
-                graphs=(),
-            )
-        )
+        names = self._names(without_policies(base))
         key = pipelines, names
         if key not in self._factors:
             self._factors[key] = self._count(names, pipelines)

@@ -347,6 +347,20 @@ def with_pipeline(layout: Layout, shape: PipelineShape, space: SearchSpace) -> L
     return copy_with(layout, pp=shape.pp, vpp=shape.vpp, stages=shape.stages, schedule=schedule)
 
 
+def without_policies(layout: Layout) -> Layout:
+    """Return a layout of the degrees and overlaps alone of this one."""
+    return copy_with(
+        layout,
+        pp=1,
+        vpp=1,
+        schedule=Schedule.ONE_F_ONE_B,
+        zero=1,
+        recompute=(),
+        offload=(),
+        graphs=(),
+    )
+
+
 def _axis(space: SearchSpace, field: str, values: Iterable[int]) -> tuple[int, ...]:
     """Return the values of a field to search: the one that is fixed, or these."""
     if field in space.fixed:
