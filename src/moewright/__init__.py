@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from moewright.api import (
         budget,
+        check,
         compare,
         compare_run,
         compare_steps,
@@ -45,6 +46,7 @@ __all__ = [
     "Reason",
     "__version__",
     "budget",
+    "check",
     "compare",
     "compare_run",
     "compare_steps",

@@ -6,6 +6,7 @@ show as tables in notebooks, and convert with `to_dict()` and `to_rows()`.
 
 from moewright.api.budgets import Budget, budget
 from moewright.api.catalogues import HardwareTable, ModelTable, hardware, model, models
+from moewright.api.checking import check
 from moewright.api.comparison import PlanComparison, compare
 from moewright.api.diagnosing import Diagnosis, diagnose, read_run
 from moewright.api.judging import judge
@@ -16,11 +17,13 @@ from moewright.api.run_comparisons import compare_run
 from moewright.api.running import export, train
 from moewright.api.step_changes import StepChanges, compare_steps
 from moewright.api.views import show
+from moewright.diagnosis.checks import Check
 from moewright.diagnosis.judgement import Judgement
 from moewright.diagnosis.run_comparison import RunComparison
 
 __all__ = [
     "Budget",
+    "Check",
     "Diagnosis",
     "FitResult",
     "HardwareTable",
@@ -34,6 +37,7 @@ __all__ = [
     "SweepResult",
     "WhyNot",
     "budget",
+    "check",
     "compare",
     "compare_run",
     "compare_steps",

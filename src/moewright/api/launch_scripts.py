@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moewright.api.comparison import summarize_plan
@@ -36,12 +36,14 @@ _ALTERNATIVES = 3  # of the planner's layouts beside the script's
 class ScriptPlan(Record):
     """The plan that a launch script states; `notes` say what was read otherwise than written.
 
-    `options` names the options and the variables of the environment that the script sets.
+    `options` names the options and the variables of the environment that the script sets, and
+    `values` are all of them with their words; those of an option that is not read are not known.
     """
 
     plan: Plan
     notes: tuple[str, ...]
     options: tuple[str, ...] = ()
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def title(self) -> str:
         """Return the notes and the title of the plan."""
@@ -172,7 +174,17 @@ def plan_launch(
     )
     with translate_fields(to_script_options(script)):
         plan = build_plan(job.model, job.workload, hardware, job.layout)
-    return ScriptPlan(plan=plan, notes=job.notes, options=(*command.options, *command.exported))
+    return ScriptPlan(
+        plan=plan,
+        notes=job.notes,
+        options=(*command.options, *command.exported),
+        values={
+            **dict.fromkeys(command.unknown_options, ()),
+            **command.foreign_options,
+            **command.options,
+            **{name: (value,) for name, value in command.exported.items()},
+        },
+    )
 
 
 def to_script_options(script: Path) -> Callable[[str], str]:

@@ -4,6 +4,7 @@ DONE = 0
 FAILED = 1
 BAD_INPUT = 2
 DOES_NOT_FIT = 3  # of `estimate`; of `train`, 3 is a rank that failed
+OVER_BUDGET = 4  # of `check`
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 STOPPED = 143  # by SIGTERM; a run that trained has saved

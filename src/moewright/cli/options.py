@@ -366,6 +366,53 @@ class DiagnosisOutputs(AnswerOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptOptions:
+    """What launch scripts leave open.
+
+    Parameters
+    ----------
+    on
+        The devices of scripts, count x device, or the device alone.
+    model
+        The model of scripts that give no sizes.
+    script_args
+        What stands behind the name of a script, in quotes.
+    network
+        Kinds of network in place of the hardware's own, such as ib or nvl72+efa.
+    """
+
+    on: str = ""
+    model: str = ""
+    script_args: ShellWords = ""
+    network: str = ""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckOutputs(AnswerOptions):
+    """How much of a check is printed, and where it goes besides the terminal.
+
+    Parameters
+    ----------
+    json
+        Write the check (switches, measures, rows, broken budgets) to this file; "-": to standard
+        output, and the text to standard error.
+    markdown
+        Write the check to this file as Markdown, for a comment on a pull request.
+    sarif
+        Write the broken budgets to this file as SARIF 2.1.0, for code scanning.
+    junit
+        Write the jobs to this file as a test suite of JUnit.
+    """
+
+    json: JsonOption = None
+    markdown: Path | None = None
+    sarif: Path | None = None
+    junit: Path | None = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ComparisonOutputs(AnswerOptions):
     """How much of a comparison is printed, and where it goes besides the terminal.
 

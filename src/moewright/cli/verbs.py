@@ -8,6 +8,7 @@ from moewright.cli.bench import bench_machine, bench_search
 from moewright.cli.budget import budget
 from moewright.cli.capture import capture
 from moewright.cli.catalogues import hardware, models
+from moewright.cli.check import check
 from moewright.cli.compare import compare
 from moewright.cli.completion import build_completion_verb
 from moewright.cli.convert import convert_export, convert_import
@@ -52,6 +53,7 @@ def build_app() -> App:
     app.command(report)
     app.command(diagnose)
     app.command(compare)
+    app.command(check)
     app.command(studio)
     app.command(tune)
     app.command(export)

@@ -81,7 +81,7 @@ class LedgerLine:
 
     @property
     def label(self) -> str:
-        return " / ".join(word.replace("_", " ") for word in self.key)
+        return format_key(self.key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +119,11 @@ class LedgerComparison:
         return tuple(line for line in self.lines if line.section is section)
 
 
+def format_key(key: tuple[str, ...]) -> str:
+    """Return the key of a row in words."""
+    return " / ".join(word.replace("_", " ") for word in key)
+
+
 def compare_ledgers(predicted: Ledger, counted: Ledger) -> LedgerComparison:
     """Join two ledgers of one rank on their keys.
 
@@ -150,6 +155,16 @@ def compare_ledgers(predicted: Ledger, counted: Ledger) -> LedgerComparison:
         notes=notes,
         unlisted=counted.unlisted,
     )
+
+
+def list_quantities(ledger: Ledger) -> dict[Section, LedgerColumn]:
+    """List what a ledger holds, sends and computes, by section and key."""
+    return {
+        Section.MEMORY: _memory_bytes(ledger, Component),
+        Section.COMM: _comm_bytes(ledger),
+        Section.CALLS: _comm_calls(ledger),
+        Section.FLOPS: _flops(ledger),
+    }
 
 
 def compare_ranks(record: RunRecord) -> tuple[LedgerComparison, ...]:

@@ -1,0 +1,296 @@
+"""A change of a job against budgets: two scripts, configurations, jobs, plans or commits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moewright.api.launch_scripts import ScriptPlan, read_flags
+from moewright.api.planning import estimate_request, is_plan_file
+from moewright.api.revisions import find_revision, find_root, open_revision
+from moewright.codec import from_data, read_toml, to_data
+from moewright.diagnosis.change_budgets import ChangeBudgets, find_breaches
+from moewright.diagnosis.checks import Check, JobCheck, OptionChange
+from moewright.diagnosis.plan_changes import compare_plans
+from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Hardware
+from moewright.spec.options import WorkloadOptions
+from moewright.spec.plan import Plan
+
+BUDGETS_FILE = Path("moewright.toml")
+_RECORDS = (".toml", ".json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSource:
+    """A file that states a job, and what it leaves open: `on` is count x device, or the device.
+
+    `arguments` stand behind the name of a script.
+    """
+
+    path: str
+    on: str = ""
+    model: str = ""
+    arguments: str = ""
+    network: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckFile:
+    """The content of moewright.toml: budgets, and the jobs that commits are compared by."""
+
+    budgets: ChangeBudgets = field(default_factory=ChangeBudgets)
+    jobs: tuple[JobSource, ...] = ()
+
+
+def check(
+    before: Path | str | Plan,
+    after: Path | str | Plan = "",
+    *,
+    on: str | Hardware = "",
+    model: str = "",
+    arguments: str = "",
+    network: str = "",
+    budgets: Path | str | ChangeBudgets | None = None,
+) -> Check:
+    """Say exactly what a change of a job costs, and which budgets it breaks.
+
+    Args:
+        before: a launch script, a configuration in YAML, a job .toml, a plan, REV:PATH as git
+            writes a file of a commit, or REV alone for all jobs of the file of budgets.
+        after: the same; when not given, what the working folder has now.
+        on: the hardware of scripts, as count x device, or the device alone.
+        model: stands in where a script gives no sizes.
+        arguments: what stands behind the name of a script.
+        network: kinds of network in place of the hardware's own.
+        budgets: the file of budgets, moewright.toml when not given and there; or the budgets.
+
+    Raises:
+        BadInput: a side cannot be read or planned, or the file of budgets is at fault.
+
+    Example:
+        >>> import moewright as mw
+        >>> was = mw.estimate("Qwen3-30B-A3B", "ep8,recompute=full", on="8xH100")
+        >>> now = mw.estimate("Qwen3-30B-A3B", "tp2,ep8,recompute=full", on="8xH100")
+        >>> [change.words for change in mw.check(was, now).jobs[0].changes.switches]
+        ['tensor parallel', 'sp']
+    """
+    file = _read_budgets(budgets)
+    if isinstance(before, Plan) or isinstance(after, Plan):
+        if not (isinstance(before, Plan) and isinstance(after, Plan)):
+            rule = "is a plan, and the other side is none"
+            raise BadInput(Reason(field="plan", rule=rule, nearest="two plans, or their files"))
+        job = _check_plans("plan", before, after, file.budgets)
+        return Check(before=before.fingerprint, after=after.fingerprint, jobs=(job,))
+    source = JobSource(path="", model=model, arguments=arguments, network=network)
+    with ExitStack() as stack:
+        sides = _open_sides(str(before), str(after), stack)
+        jobs = tuple(_check_files(sides, source, on, file))
+    return Check(before=str(before), after=str(after) or "the working folder", jobs=jobs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Side:
+    """A side of a check: a file, or the folder that the jobs of the file of budgets lie in.
+
+    `shown` is the path that is told: the files of a commit lie in the folder `unpacked`, which goes
+    again, "" for none.
+    """
+
+    place: Path
+    shown: str
+    is_folder: bool
+    unpacked: str = ""
+
+
+def _read_budgets(budgets: Path | str | ChangeBudgets | None) -> CheckFile:
+    if isinstance(budgets, ChangeBudgets):
+        return CheckFile(budgets=budgets)
+    if budgets is None and not BUDGETS_FILE.is_file():
+        return CheckFile()
+    path = BUDGETS_FILE if budgets is None else Path(budgets)
+    file = read_toml(CheckFile, path)
+    file.budgets.check(str(path))
+    return file
+
+
+def _open_sides(before: str, after: str, stack: ExitStack) -> tuple[_Side, _Side]:
+    """Return both sides; without the second it is that of the first in the working folder."""
+    first = _open_side(before, stack)
+    if after:
+        second = _open_side(after, stack)
+    elif first.is_folder:
+        second = _Side(place=Path(), shown="", is_folder=True)
+    else:
+        revision = find_revision(before)
+        if revision is None:
+            rule = "is needed beside a file"
+            raise BadInput(Reason(field="AFTER", rule=rule, nearest=f"HEAD:{before} {before}"))
+        path = os.path.relpath(find_root() / revision.path)
+        second = _Side(place=Path(path), shown=path, is_folder=False)
+    if first.is_folder != second.is_folder:
+        rule = "is a commit, and the other side a file"
+        name = before if first.is_folder else after
+        raise BadInput(Reason(field=name[:60], rule=rule, nearest=f"{name}:PATH"))
+    return first, second
+
+
+def _open_side(text: str, stack: ExitStack) -> _Side:
+    revision = find_revision(text)
+    if revision is None:
+        path = Path(text)
+        if path.is_dir():
+            return _Side(place=path, shown=text, is_folder=True)
+        return _Side(place=path, shown=text, is_folder=False)
+    files = stack.enter_context(open_revision(revision))
+    if not revision.path:
+        return _Side(place=files, shown=text, is_folder=True, unpacked=str(files))
+    place = files / revision.path
+    return _Side(place=place, shown=text, is_folder=False, unpacked=str(files))
+
+
+def _check_files(
+    sides: tuple[_Side, _Side], source: JobSource, on: str | Hardware, file: CheckFile
+) -> Iterator[JobCheck]:
+    before, after = sides
+    if not before.is_folder:
+        first, second = (_read_side(side, side.place, source, on) for side in sides)
+        yield _check_readings(after.shown, after.place, first, second, file.budgets)
+        return
+    if not file.jobs:
+        rule = "names no jobs to compare commits and folders by"
+        nearest = '[[jobs]] with path = "train.sh" and on = "64xH100"'
+        raise BadInput(Reason(field=f"{BUDGETS_FILE}: jobs", rule=rule, nearest=nearest))
+    for job in file.jobs:
+        places = [side.place / job.path for side in sides]
+        if not all(place.is_file() for place in places):
+            lacking = [
+                side.shown or "the working folder"
+                for side, place in zip(sides, places, strict=True)
+                if not place.is_file()
+            ]
+            if len(lacking) == len(sides):
+                rule = "is in neither side"
+                raise BadInput(Reason(field=f"jobs: {job.path[:60]}", rule=rule))
+            yield JobCheck(path=job.path, changes=None, note=f"not in {lacking[0]}")
+            continue
+        first, second = (
+            _read_side(side, place, job, on or job.on)
+            for side, place in zip(sides, places, strict=True)
+        )
+        yield _check_readings(job.path, places[1], first, second, file.budgets)
+
+
+def _read_side(side: _Side, path: Path, source: JobSource, on: str | Hardware) -> ScriptPlan:
+    """Read the job of a file of a side.
+
+    Its own folder is that of the repository in what is told of it, so that a commit says the same
+    as the working folder where both have the same text.
+    """
+    try:
+        reading = _read_job(path, source, on)
+    except BadInput as error:
+        raise BadInput(
+            *(
+                replace(reason, field=_name_place(reason.field, side, path))
+                for reason in error.reasons
+            )
+        ) from None
+    if not side.unpacked:
+        return reading
+    return from_data(ScriptPlan, _move(to_data(reading), side.unpacked, str(find_root())), where="")
+
+
+def _move(data: Any, folder: str, other: str) -> Any:
+    """Return plain data with another folder in every text."""
+    if isinstance(data, str):
+        return data.replace(folder, other)
+    if isinstance(data, list):
+        return [_move(item, folder, other) for item in data]
+    if isinstance(data, dict):
+        return {key: _move(item, folder, other) for key, item in data.items()}
+    return data
+
+
+def _name_place(field: str, side: _Side, path: Path) -> str:
+    if not side.unpacked:
+        return field
+    shown = side.shown
+    if side.is_folder:
+        shown = f"{side.shown}:{path.relative_to(side.place)}"
+    return field.replace(str(path), shown)
+
+
+def _read_job(path: Path, source: JobSource, on: str | Hardware) -> ScriptPlan:
+    if path.suffix in _RECORDS:
+        hardware = "" if is_plan_file(path) else on
+        options = WorkloadOptions(network=source.network)
+        plan, notes = estimate_request(path, "", on=hardware, options=options)
+        return ScriptPlan(plan=plan, notes=notes)
+    return read_flags(
+        path,
+        on=on,
+        model=source.model,
+        arguments=source.arguments,
+        network=source.network,
+    )
+
+
+def _check_readings(
+    name: str, path: Path, before: ScriptPlan, after: ScriptPlan, budgets: ChangeBudgets
+) -> JobCheck:
+    options = tuple(list_option_changes(before.values, after.values))
+    notes = tuple(note for note in after.notes if note not in before.notes)
+    checked = _check_plans(name, before.plan, after.plan, budgets)
+    return replace(checked, options=options, notes=notes, line=_find_line(path, options))
+
+
+def _check_plans(name: str, before: Plan, after: Plan, budgets: ChangeBudgets) -> JobCheck:
+    changes = compare_plans(before, after)
+    breaches = () if changes.is_neutral else tuple(find_breaches(changes, budgets))
+    return JobCheck(path=name, changes=changes, breaches=breaches)
+
+
+def list_option_changes(
+    before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]
+) -> Iterator[OptionChange]:
+    """Yield the options that only one side has, or whose values differ, as numbers where they are.
+
+    What is known when a script runs alone is written as a variable.
+    """
+    for name in dict.fromkeys((*before, *after)):
+        was, now = before.get(name), after.get(name)
+        if was is None or now is None or not _say_the_same(was, now):
+            yield OptionChange(name=name, before=_spell(was), after=_spell(now))
+
+
+def _say_the_same(was: tuple[str, ...], now: tuple[str, ...]) -> bool:
+    return list(map(_to_number, was)) == list(map(_to_number, now))
+
+
+def _to_number(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+def _spell(words: tuple[str, ...] | None) -> str:
+    if words is None:
+        return ""
+    return UNKNOWN_VALUE.sub(r"$\1", " ".join(words)) or "on"
+
+
+def _find_line(path: Path, options: tuple[OptionChange, ...]) -> int:
+    """Return the first line of a file that names an option of these, from 1; 1 if none does."""
+    names = tuple(option.name for option in options if option.after)
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if any(name in line for name in names):
+                return number
+    return 1

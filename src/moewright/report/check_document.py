@@ -1,0 +1,177 @@
+"""A check of a change as a document: the verdict, the switches, what they cost, and the budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moewright.diagnosis.change_budgets import format_growth, format_measure
+from moewright.diagnosis.checks import Check, JobCheck, OptionChange
+from moewright.diagnosis.compare_ledgers import Section
+from moewright.diagnosis.plan_changes import Measure, MeasureChange, PlanChanges, RowChange
+from moewright.report.document import (
+    Document,
+    DocumentSection,
+    Extent,
+    Face,
+    ItemList,
+    Line,
+    Phrase,
+    Tone,
+    build_table,
+    numbers,
+    words,
+)
+from moewright.spec.units import format_bytes, format_count
+
+_MAX_SWITCHES = 12
+_MAX_ROWS = 8
+_NAMES = {
+    Measure.STEP: "step",
+    Measure.PEAK: "peak of the fullest rank",
+    Measure.STATES: "weights, gradients, optimizer",
+    Measure.SAVED: "saved activations",
+    Measure.HOST: "host memory",
+    Measure.COMM: "sent a step",
+    Measure.CALLS: "calls a step",
+    Measure.FLOPS: "FLOPs a step",
+}
+
+
+def build_check_document(check: Check) -> Document:
+    """Build the verdict, and a section for each job."""
+    tone = Tone.BAD
+    if check.keeps_budgets and check.keeps_fit:
+        tone = Tone.GOOD if check.is_neutral else Tone.PLAIN
+    return Document(
+        subject=f"{check.before} -> {check.after}",
+        heading=check.title(),
+        sections=tuple(
+            _build_job_section(job, tone, is_alone=len(check.jobs) == 1) for job in check.jobs
+        ),
+        hint="" if check.is_neutral else "all rows of the ledger, and notes: -v",
+    )
+
+
+def _build_job_section(job: JobCheck, tone: Tone, *, is_alone: bool) -> DocumentSection:
+    title = Phrase(text=job.path, tone=tone, face=Face.CODE)
+    changes = job.changes
+    if changes is None:
+        return DocumentSection(title=title, lines=(f"{job.note}: nothing is compared",))
+    if changes.is_neutral:
+        lines = ("nothing that is planned changes",) if not is_alone else ()
+        return DocumentSection(title=title, lines=lines, sections=tuple(_list_options(job)))
+    breaches = tuple(
+        (Phrase(text="over budget: ", tone=Tone.BAD, face=Face.STRONG), breach.text)
+        for breach in job.breaches
+    )
+    if changes.breaks_fit:
+        breaches += (
+            (
+                Phrase(text="does not fit any more: ", tone=Tone.BAD, face=Face.STRONG),
+                f"the verdict was {changes.verdict_before}",
+            ),
+        )
+    return DocumentSection(
+        title=title,
+        lines=(*breaches, *_list_summary(changes)),
+        items=ItemList(items=tuple(map(str, changes.switches)), short=_MAX_SWITCHES),
+        sections=(*_list_tables(changes), *_list_options(job)),
+    )
+
+
+def _list_summary(changes: PlanChanges) -> Iterator[Line]:
+    if changes.layout_before != changes.layout_after:
+        yield (
+            Phrase(text=changes.layout_before, face=Face.CODE),
+            " -> ",
+            Phrase(text=changes.layout_after, face=Face.CODE),
+        )
+    if changes.step_ratio:
+        low, high = changes.step_ratio_80
+        spread = f" ({low:.3f} to {high:.3f} in 8 of 10 cases)" if low < high else ""
+        yield f"predicted step: {changes.step_ratio:.4f} of what it was{spread}"
+    yield (
+        f"verdict: {changes.verdict_before} ({changes.fit_probability_before:.0%} likely to fit) "
+        f"-> {changes.verdict_after} ({changes.fit_probability_after:.0%})"
+    )
+
+
+def _list_tables(changes: PlanChanges) -> Iterator[DocumentSection]:
+    yield DocumentSection(
+        table=build_table(
+            (*words("of the rank with most"), *numbers("before", "after", "change", "exactly")),
+            map(_list_measure_cells, changes.measures),
+        )
+    )
+    fullest = [row for row in changes.rows if row.pp_rank == changes.fullest]
+    others = [row for row in changes.rows if row.pp_rank != changes.fullest]
+    if fullest:
+        yield DocumentSection(
+            title=f"Rows of pipeline rank {changes.fullest}, the fullest",
+            table=build_table(_ROW_COLUMNS, map(_list_row_cells, _sort(fullest)), short=_MAX_ROWS),
+        )
+    if others:
+        yield DocumentSection(
+            title="Rows of the other pipeline ranks",
+            table=build_table(
+                (*numbers("rank"), *_ROW_COLUMNS),
+                ((str(row.pp_rank), *_list_row_cells(row)) for row in others),
+            ),
+            extent=Extent.WHOLE,
+        )
+
+
+_ROW_COLUMNS = (*words("section", "row"), *numbers("before", "after", "change"))
+
+
+def _sort(rows: list[RowChange]) -> list[RowChange]:
+    """Return rows by section, the largest change of each first."""
+    order = list(Section)
+    return sorted(rows, key=lambda row: (order.index(row.section), -abs(row.after - row.before)))
+
+
+def _list_measure_cells(change: MeasureChange) -> Iterator[Line]:
+    measure = change.measure
+    yield _NAMES[measure]
+    yield format_measure(measure, change.before)
+    after = format_measure(measure, change.after)
+    low, high = change.interval_80
+    if measure.is_predicted and high > low:
+        ends = (format_measure(measure, end) for end in (low, high))
+        after = f"{after} ({' to '.join(ends)})"
+    yield after
+    yield format_growth(change) if change.growth else "same"
+    if measure.is_predicted:
+        yield "predicted"
+    else:
+        yield f"{change.after - change.before:+,.0f}" if change.growth else "0"
+
+
+def _list_row_cells(row: RowChange) -> Iterator[Line]:
+    shown = {Section.CALLS: lambda value: f"{value:,.0f}", Section.FLOPS: format_count}.get(
+        row.section, format_bytes
+    )
+    yield row.section.value
+    yield row.label
+    yield shown(row.before) if row.before else "-"
+    yield shown(row.after) if row.after else "-"
+    yield f"{row.after - row.before:+,.0f}"
+
+
+def _list_options(job: JobCheck) -> Iterator[DocumentSection]:
+    if job.options:
+        yield DocumentSection(
+            title="As written",
+            items=ItemList(items=tuple(map(_format_option, job.options)), short=_MAX_SWITCHES),
+        )
+    if job.notes:
+        yield DocumentSection(title="New notes", notes=job.notes, extent=Extent.LONG)
+
+
+def _format_option(option: OptionChange) -> Line:
+    name = Phrase(text=option.name, face=Face.CODE)
+    if not option.before:
+        return (name, f" {option.after}" if option.after != "on" else "", ", which was not there")
+    if not option.after:
+        return (name, f" {option.before}" if option.before != "on" else "", ", left out now")
+    return (name, f" {option.before} -> {option.after}")
