@@ -24,7 +24,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.layout import CapacityFill, CudaGraphScope, Layout, Offload, Overlap, Recompute
 from moewright.spec.plan import Verdict
 from moewright.spec.units import GIB
-from moewright.spec.workload import Dtype, Fusion, Routing, Workload
+from moewright.spec.workload import Dtype, Fusion, Routing, TensorScaling, Workload
 
 BASE = {
     "id": "a-1",
@@ -227,7 +227,8 @@ def test_features_in_the_words_of_the_sources(tmp_path: Path) -> None:
         CudaGraphScope.MOE_PREPROCESS,
     }
     assert row.layout.offload == (Offload.OPTIMIZER,)
-    assert row.workload.precision is Dtype.MXFP8
+    assert row.workload.precision is Dtype.FP8
+    assert row.workload.tensor_scaling is TensorScaling.BLOCKWISE
     assert row.workload.optimizer.moment_dtype is Dtype.BF16
     assert row.workload.grad_dtype is Dtype.BF16
     assert row.hardware.device.memory_bytes.value == pytest.approx(0.99 * 96 * GIB)
@@ -655,7 +656,7 @@ def test_no_row_kills_the_table_that_it_stands_in(tmp_path: Path) -> None:
     score = score_table(table(tmp_path, *changes, {"id": "sound"}), calibrate_as_shipped)
     rows = {row.id: row for row in score.rows}
     assert len(rows) == len(changes) + 1
-    assert "has no rates for it" in (rows["nvfp4"].skipped or "")
+    assert "does not multiply in it" in (rows["nvfp4"].skipped or "")
     assert rows["sound"].predicted_tokens_per_s_per_gpu
 
 

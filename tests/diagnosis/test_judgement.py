@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,11 +16,13 @@ from moewright.diagnosis.judgement import (
     judge_plan,
     judge_quickly,
 )
-from moewright.diagnosis.published import find_nearest_runs
+from moewright.diagnosis.published import find_fastest_run, find_nearest_runs
+from moewright.intake import catalogue
 from moewright.search.search import build_plan, search
 from moewright.spec.errors import BadInput
 from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
+from moewright.spec.workload import Dtype
 
 MODEL, ON = "Qwen3-30B-A3B", "16xH100"
 
@@ -86,6 +89,22 @@ def test_a_quick_judgement_never_calls_a_layout_the_best(best: Plan) -> None:
     judged = judge_quickly(best)
     assert judged.quality is Quality.GOOD
     assert "a quick search finds none" in judged.speed
+
+
+def test_published_runs_in_fp8_are_of_the_format_whatever_their_scales(best: Plan) -> None:
+    """The table writes "fp8 (current scaling)", which no plan of 8 bits was near to."""
+    plan = replace(
+        best,
+        model=catalogue.model("Qwen3-235B-A22B"),
+        workload=replace(best.workload, precision=Dtype.FP8),
+        layout=parse_layout("tp2,pp8,vpp4,ep32", world_size=256),
+    )
+    (run,) = find_nearest_runs(plan, 1)
+    assert run.precision.startswith("fp8")
+    assert "fp8" not in run.differs
+    fastest = find_fastest_run(plan)
+    assert fastest is not None
+    assert fastest.precision.startswith("fp8")
 
 
 def test_the_nearest_run_is_named_with_its_error_or_called_far(best: Plan) -> None:

@@ -86,9 +86,6 @@ def test_any_layout_and_workload_is_the_same_after_export_and_import(tmp_path_fa
     if layout.vpp > 1:  # virtual stages overlap their transfers whatever the layout says
         layout = replace(layout, overlap=tuple(sorted({*layout.overlap, Overlap.P2P})))
     workload = replace(workload, steps=training_steps(workload))
-    if workload.precision is Dtype.MXFP8:  # what tensor cores before Blackwell take in its place
-        scaling = TensorScaling.BLOCKWISE
-        workload = replace(workload, precision=Dtype.FP8, tensor_scaling=scaling)
     assert (result.model, result.layout, result.workload) == (plan.model, layout, workload)
 
 

@@ -147,7 +147,7 @@ def parse_task(text: str) -> FineTuningSpec:
 def parse_precision(text: str) -> Dtype:
     """Parse the compute precision of a run.
 
-    8-bit recipes are FP8 with a scale a tensor, or MXFP8 with one a block (block-wise, MX); 4-bit
+    8-bit recipes are FP8 with a scale a tensor or a block (parse_tensor_scaling), or MXFP8; 4-bit
     ones NVFP4 alone.
 
     Raises:
@@ -163,7 +163,7 @@ def parse_precision(text: str) -> Dtype:
             "precision", text, "of 4-bit compute, all layers in nvfp4 have measured rates here"
         )
     if "fp8" in folded:
-        return Dtype.MXFP8 if "mxfp8" in folded or "block" in folded else Dtype.FP8
+        return Dtype.MXFP8 if "mxfp8" in folded else Dtype.FP8
     for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32):
         if folded.startswith(dtype.value):
             return dtype
@@ -171,8 +171,11 @@ def parse_precision(text: str) -> Dtype:
 
 
 def parse_tensor_scaling(text: str) -> TensorScaling:
-    """Parse where FP8 takes the scale of a tensor from: the tensor itself unless delayed."""
-    return TensorScaling.DELAYED if "delayed" in text.casefold() else TensorScaling.CURRENT
+    """Parse where FP8 takes its scales from: the tensor itself unless delayed or by blocks."""
+    folded = text.casefold()
+    if "block" in folded:
+        return TensorScaling.BLOCKWISE
+    return TensorScaling.DELAYED if "delayed" in folded else TensorScaling.CURRENT
 
 
 def parse_capacity_fill(text: str, notes: str) -> CapacityFill:

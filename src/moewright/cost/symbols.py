@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moewright.rules.adapters import is_frozen, trained_share
 from moewright.rules.expert_load import RankLoad, step_rows
 from moewright.rules.job import Job
+from moewright.rules.low_precision import find_rate_dtype
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
@@ -23,12 +24,13 @@ _NVFP4_BYTES = 1 / 2 + 1 / 16  # 4 bits, and 8 bits of scale every 16 elements
 class Symbols:
     """The letters of docs/formulas.md as numbers of one layout, and the records they derive from.
 
-    `c` is the bytes of an activation; `T` the tokens of a micro-batch on a tensor-parallel group,
-    of which one rank holds `t` under sequence parallelism; `R` the rows through the experts of the
-    rank that a step waits for, `R_peak` those that the fullest rank keeps of a micro-batch; `m` the
-    micro-batches of a step. `attended_share` is the share of a sequence's pairs of tokens
-    that documents leave to attention, `router_efficiency` the router's share of the usual GEMM
-    rate, `trained_share` the elements that train over those of the model (1 but for adapters).
+    `dtype` is that whose rates time the products (rules.low_precision). `c` is the bytes of an
+    activation; `T` the tokens of a micro-batch on a tensor-parallel group, of which one rank holds
+    `t` under sequence parallelism; `R` the rows through the experts of the rank that a step waits
+    for, `R_peak` those that the fullest rank keeps of a micro-batch; `m` the micro-batches of a
+    step. `attended_share` is the share of a sequence's pairs of tokens that documents leave to
+    attention, `router_efficiency` the router's share of the usual GEMM rate, `trained_share` the
+    elements that train over those of the model (1 but for adapters).
     """
 
     job: Job
@@ -111,7 +113,7 @@ def build_symbols(
     return Symbols(
         job=job,
         device_kind=device_kind,
-        dtype=job.workload.precision,
+        dtype=find_rate_dtype(job.workload),
         c=activation_nbytes(job.workload),
         T=job.tp_group_tokens,
         t=job.micro_batch_tokens,

@@ -144,7 +144,7 @@ def _name_narrow_format(remedy: Remedy, context: FixContext) -> Fix | None:
     narrow = find_narrow_form(job.workload, job.hardware)
     if narrow is None:
         return None
-    form, recipe = megatron_recipe(narrow, job.hardware)
+    form, recipe = megatron_recipe(narrow)
     if context.trainer is Trainer.OURS:
         setting = f'train.precision = "{narrow.precision}"'
         if narrow.precision is Dtype.FP8:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -120,7 +121,7 @@ def find_fastest_run(plan: Plan) -> PublishedRun | None:
         for row in _read_rows()
         if _has_model(row, plan)
         and _has_device(row, plan)
-        and row.run.precision == plan.workload.precision.value
+        and _has_format(row.run, plan)
         and row.seq_len
         and abs(log2(row.seq_len / plan.workload.seq_len)) <= 1
     ]
@@ -141,12 +142,20 @@ def _has_device(row: _Row, plan: Plan) -> bool:
     return row.run.device.lower() in plan.hardware.device.name.lower()
 
 
+def _has_format(run: PublishedRun, plan: Plan) -> bool:
+    """Return whether a run multiplied numbers of a plan's format, whatever their scales.
+
+    Sources write scales beside the format: "fp8 (current scaling)", "fp8-blockwise".
+    """
+    return re.split(r"[^a-z0-9]", run.precision, maxsplit=1)[0] == plan.workload.precision.value
+
+
 def _distance(row: _Row, plan: Plan, flops_per_token: float) -> float:
     layout = plan.layout
     degrees = (layout.tp, layout.cp, layout.pp, layout.ep)
     distance = 0.0 if _has_model(row, plan) else _model_distance(row, plan, flops_per_token)
     distance += 0.0 if _has_device(row, plan) else _OTHER_DEVICE
-    distance += 0.0 if row.run.precision == plan.workload.precision.value else _OTHER_PRECISION
+    distance += 0.0 if _has_format(row.run, plan) else _OTHER_PRECISION
     distance += _HALF * abs(log2(row.run.devices / layout.world_size))
     pairs = zip(degrees, row.degrees, strict=True)
     distance += sum(_HALF * abs(log2(own / other)) for own, other in pairs)
@@ -180,7 +189,7 @@ def _describe_difference(row: _Row, plan: Plan) -> PublishedRun:
         differences.append("another device")
     if run.devices != layout.world_size:
         differences.append(plural(run.devices, "device"))
-    if run.precision != plan.workload.precision.value:
+    if not _has_format(run, plan):
         differences.append(run.precision)
     for (key, own), other in zip(degrees.items(), row.degrees, strict=True):
         if own != other:

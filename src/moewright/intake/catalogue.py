@@ -25,10 +25,11 @@ from moewright.intake.devices import (
 from moewright.intake.hardware_text import parse_hardware_text
 from moewright.intake.networks import apply_network, complete_fabric
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import Curve, Hardware
+from moewright.spec.hardware import Curve, Device, Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
 from moewright.spec.printable import escape_controls
+from moewright.spec.workload import Dtype
 
 # Hardware files, such as the one that `moewright bench` writes.
 
@@ -54,9 +55,23 @@ def read_hardware_file(path: str) -> Hardware:
                 for fault in faults
             )
         )
-    device = replace(hardware.device, name=escape_controls(hardware.device.name))
+    device = replace(_add_formats(hardware.device), name=escape_controls(hardware.device.name))
     named = replace(hardware, name=escape_controls(hardware.name), device=device)
     return complete_fabric(named)
+
+
+def _add_formats(device: Device) -> Device:
+    """Return a device with the formats that its part multiplies at the rate of one it lists.
+
+    Files written before 0.4 list the FP8 peak of parts that multiply MXFP8 too.
+    """
+    entry = find_device(device.name)
+    own = {peak.dtype: peak for peak in device.peaks}
+    if entry is None or Dtype.FP8 not in own or Dtype.MXFP8 in own:
+        return device
+    if all(peak.dtype is not Dtype.MXFP8 for peak in entry.peaks):
+        return device
+    return replace(device, peaks=(*device.peaks, replace(own[Dtype.FP8], dtype=Dtype.MXFP8)))
 
 
 def _numbers_not_above_zero(hardware: Hardware) -> Iterator[Reason]:

@@ -328,13 +328,14 @@ def _op_rates(entry: DeviceEntry, source: str) -> Iterator[OpRate]:
 def _computed_dtypes(
     entry: DeviceEntry, *, has_block_scales: bool
 ) -> Iterator[tuple[Dtype, PeakEntry]]:
-    """Yield the types that the device multiplies in.
+    """Yield the types that the device has kernels for.
 
     On Hopper, a GEMM with a scale a block is a kernel of its own on the 8-bit units.
     """
-    yield from _peaks_by_dtype(entry)
-    narrow = next((peak for dtype, peak in _peaks_by_dtype(entry) if dtype.is_narrow), None)
-    if has_block_scales and narrow is not None:
+    peaks = dict(_peaks_by_dtype(entry))
+    yield from peaks.items()
+    narrow = peaks.get(Dtype.FP8)
+    if has_block_scales and narrow is not None and Dtype.MXFP8 not in peaks:
         yield Dtype.MXFP8, narrow
 
 
@@ -348,6 +349,8 @@ def _gemm_curves(
     """Yield the rates of plain and grouped GEMMs in one type."""
     table_dtype = Dtype.BF16 if dtype is Dtype.FP16 else dtype
     gemm_kernel = kernels.get((Op.GEMM, table_dtype))
+    if gemm_kernel is None and dtype is Dtype.MXFP8:
+        gemm_kernel = kernels.get((Op.GEMM, Dtype.FP8))
     if gemm_kernel is not None:
         gemm = gemm_kernel.curve
     else:

@@ -31,7 +31,7 @@ from typing import Any
 
 from moewright.rules.job import Job
 from moewright.rules.saved.saved_tensor import KeptFormat, SavedTensor, SavingStack
-from moewright.spec.hardware import Hardware
+from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -161,39 +161,43 @@ def find_recipe(workload: Workload) -> Recipe | None:
     return {Dtype.MXFP8: _MXFP8, Dtype.NVFP4: _NVFP4}.get(workload.precision)
 
 
-def has_mx_tensor_cores(hardware: Hardware) -> bool:
-    """Whether the device multiplies MX blocks, as Blackwell does, by its catalogue name."""
-    return re.match(r"G?B\d", hardware.device.name) is not None
+def find_rate_dtype(workload: Workload) -> Dtype:
+    """Return the dtype whose rates time a workload's products.
+
+    Kernels that read a scale a block are timed as MXFP8, whatever the size of the block.
+    """
+    is_blockwise = workload.tensor_scaling is TensorScaling.BLOCKWISE
+    if workload.precision is Dtype.FP8 and is_blockwise:
+        return Dtype.MXFP8
+    return workload.precision
 
 
 def find_narrow_form(workload: Workload, hardware: Hardware) -> Workload | None:
     """Return a job of 16 bits with its linear layers in the 8-bit format of the device.
 
-    That is MXFP8 on Blackwell, FP8 by blocks on Hopper, and FP8 with a scale a tensor on others
-    that have a peak for it; None where there is none, or where the job is no bf16 job.
+    That is MXFP8 on NVIDIA's parts that multiply it, FP8 by blocks on those that have kernels for
+    these, and FP8 with a scale a tensor on others that have a peak for it; None where there is
+    none, or where the job is no bf16 job.
     """
-    has_narrow_peak = any(peak.dtype in (Dtype.FP8, Dtype.MXFP8) for peak in hardware.device.peaks)
-    if workload.precision is not Dtype.BF16 or not has_narrow_peak:
+    device = hardware.device
+    peaks = {peak.dtype for peak in device.peaks}
+    if workload.precision is not Dtype.BF16 or Dtype.FP8 not in peaks:
         return None
-    if has_mx_tensor_cores(hardware):
+    if Dtype.MXFP8 in peaks and device.kind is DeviceKind.CUDA:
         return replace(workload, precision=Dtype.MXFP8)
-    is_hopper = re.match(r"G?H\d", hardware.device.name) is not None
+    is_hopper = re.match(r"G?H\d", device.name) is not None
     scaling = TensorScaling.BLOCKWISE if is_hopper else TensorScaling.CURRENT
     return replace(workload, precision=Dtype.FP8, tensor_scaling=scaling)
 
 
-def megatron_recipe(workload: Workload, hardware: Hardware) -> tuple[str, str]:
-    """Return Megatron-LM's FP8 format and recipe.
-
-    FP8 has a scale for each tensor, MXFP8 one for each block, in the size that the device's tensor
-    cores take: 32 elements (MX) where the datasheet gives an MXFP8 peak of its own, 128 on Hopper.
-    """
-    if workload.precision is Dtype.FP8:
-        if workload.tensor_scaling is TensorScaling.BLOCKWISE:
-            return "e4m3", "blockwise"
-        is_delayed = workload.tensor_scaling is TensorScaling.DELAYED
-        return "hybrid", "delayed" if is_delayed else "tensorwise"
-    return "e4m3", "mxfp8" if has_mx_tensor_cores(hardware) else "blockwise"
+def megatron_recipe(workload: Workload) -> tuple[str, str]:
+    """Return Megatron-LM's FP8 format and recipe."""
+    if workload.precision is Dtype.MXFP8:
+        return "e4m3", "mxfp8"
+    if workload.tensor_scaling is TensorScaling.BLOCKWISE:
+        return "e4m3", "blockwise"
+    is_delayed = workload.tensor_scaling is TensorScaling.DELAYED
+    return "hybrid", "delayed" if is_delayed else "tensorwise"
 
 
 def kept_bytes(operand: OperandFormat, rows: Any, width: int, groups: int) -> Any:

@@ -15,7 +15,7 @@ class Dtype(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"  # one scale per tensor
-    MXFP8 = "mxfp8"  # one scale per block: of 32 elements on Blackwell, of 128 on Hopper
+    MXFP8 = "mxfp8"  # one scale per block of 32 elements, on parts that multiply these
     NVFP4 = "nvfp4"  # 4 bits; an 8-bit scale every 16 elements, and one scale per tensor
 
     @property

@@ -38,8 +38,7 @@ def quantise_bytes(sym: Symbols) -> QuantiseBytes:
     if sym.dtype is Dtype.NVFP4:
         four_bit = 2 * _WIDE_BYTES + _NVFP4_COPIES
         return QuantiseBytes(forward=four_bit, backward=four_bit)
-    is_blockwise = sym.workload.tensor_scaling is TensorScaling.BLOCKWISE
-    if sym.dtype is Dtype.MXFP8 or is_blockwise:
+    if sym.dtype is Dtype.MXFP8:
         once = _WIDE_BYTES + _BLOCK_COPIES
         return QuantiseBytes(forward=once, backward=once)
     once = _WIDE_BYTES + _TWO_8BIT_COPIES

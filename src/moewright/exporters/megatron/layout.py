@@ -222,7 +222,7 @@ def _precision_flags(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
         yield "--fp4-format", "e2m1"
         yield "--fp4-recipe", "nvfp4"
     elif precision.is_narrow:
-        fp8_format, recipe = megatron_recipe(workload, hardware)
+        fp8_format, recipe = megatron_recipe(workload)
         yield "--fp8-format", fp8_format
         yield "--fp8-recipe", recipe
         if recipe == "delayed":

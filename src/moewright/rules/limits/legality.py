@@ -21,7 +21,7 @@ from moewright.rules.timetable.schedule import check_schedule
 from moewright.rules.timetable.stages import check_stages
 from moewright.spec.choices import MAX_DEGREE, FieldKind, LayoutField
 from moewright.spec.errors import Reason
-from moewright.spec.hardware import DeviceKind, Hardware
+from moewright.spec.hardware import Device, Hardware
 from moewright.spec.layout import DEFAULT_LAYOUT, LAYOUT_FIELDS, DispatcherKind, Layout, RankOrder
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, Workload
@@ -30,6 +30,8 @@ from moewright.spec.workload import Dtype, Workload
 _MAX_WORLD = 2**20
 _MAX_SEQ_LEN = 2**27
 _MAX_BATCH = 2**24
+# Formats of fewer than 16 bits, those with a scale a block first.
+_NARROW_FORMATS = (Dtype.MXFP8, Dtype.FP8, Dtype.NVFP4)
 # Every layout that is priced is checked: what is legal of each field is built once.
 _WHOLE_NUMBERS = tuple(
     (field, field.facts.levels or range(field.least, field.facts.most + 1))
@@ -75,21 +77,38 @@ def check_legality(job: Job) -> tuple[Reason, ...]:
 def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...]:
     """Return why devices cannot compute in the workload's precision; () where they can.
 
-    They cannot where it has less than 16 bits and the device lists neither a peak nor a rate for
-    it; nor in bf16 where the units of the device know fp16 alone. A CPU computes in every format:
-    the engine converts its numbers there (`describe_untimed`).
+    They cannot where it has less than 16 bits and no units of the device multiply in it
+    (`multiplies_in`); nor in bf16 where the units of the device know fp16 alone. A CPU computes in
+    every format: the engine converts its numbers there (`describe_untimed`).
     """
     dtype = workload.precision
     device = hardware.device
-    listed = {peak.dtype for peak in device.peaks} | {rate.dtype for rate in device.rates}
-    if dtype is Dtype.BF16 and Dtype.FP16 in listed and dtype not in listed:
+    if (
+        dtype is Dtype.BF16
+        and multiplies_in(device, Dtype.FP16)
+        and not multiplies_in(device, dtype)
+    ):
         rule = f"{device.name} supports fp16 but not bf16"
         return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=Dtype.FP16),)
-    if not describe_untimed(workload, hardware) or device.kind is DeviceKind.CPU:
+    if not dtype.is_narrow or not device.kind.is_accelerator or multiplies_in(device, dtype):
         return ()
-    best = next((narrow for narrow in (Dtype.MXFP8, Dtype.FP8) if narrow in listed), Dtype.BF16)
-    rule = f"{device.name} has no rates for it"
-    return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=best),)
+    formats = [narrow for narrow in _NARROW_FORMATS if multiplies_in(device, narrow)]
+    rule = f"{device.name} multiplies no numbers of fewer than 16 bits"
+    if formats:
+        rule = f"{device.name} does not multiply in it, only in {' and '.join(formats)}"
+    nearest = next(iter(formats), Dtype.BF16)
+    return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=nearest),)
+
+
+def multiplies_in(device: Device, dtype: Dtype) -> bool:
+    """Return whether units of a device multiply numbers of a format.
+
+    A rate without a peak is one too, but for blocks of MX: kernels with a scale for 128 numbers
+    are listed as such where no units read the scales of MX, as on Hopper.
+    """
+    if any(peak.dtype is dtype for peak in device.peaks):
+        return True
+    return dtype is not Dtype.MXFP8 and any(rate.dtype is dtype for rate in device.rates)
 
 
 def describe_untimed(workload: Workload, hardware: Hardware) -> str:
