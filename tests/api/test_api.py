@@ -117,3 +117,15 @@ def test_refusals_are_bad_input() -> None:
         mw.export(mw.estimate("Qwen3-30B-A3B", "ep8", on="8xH100"), to="megatro")  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         _ = mw.no_such_name
+
+
+def test_a_notebook_shows_choices_of_a_layout_and_a_refusal_in_one_block(plans) -> None:
+    layout = plans.best.layout
+    assert f"<td>{layout.mbs}</td>" in layout._repr_html_()
+    assert f"world_size={layout.world_size}" in repr(layout)
+    assert "\n" not in repr(layout)
+    with pytest.raises(mw.BadInput) as refusal:
+        mw.estimate("Qwen3-30B-A3B", "tp3,ep7", on="16xH100")
+    block = refusal.value._render_traceback_()
+    assert len(block) == len(refusal.value.reasons) > 1
+    assert block[0].startswith("BadInput: --layout tp=3")

@@ -7,6 +7,7 @@ from math import ceil
 import pytest
 
 import moewright as mw
+from moewright.api.budget_document import build_budget_document
 from moewright.api.budgets import Budget, compute_budget
 from moewright.spec.options import WorkloadOptions
 
@@ -30,6 +31,15 @@ def test_the_price_is_marked_as_the_users(answer: Budget) -> None:
     assert "your price" in answer.title()
     assert answer.lines[0].cost == pytest.approx(2.5 * answer.lines[0].device_hours)
     assert "cost" in answer.to_rows()[0]
+
+
+def test_its_table_tells_days_their_interval_and_what_more_devices_cost(answer: Budget) -> None:
+    (row, *_), *_ = (section.table.rows for section in build_budget_document(answer).sections[:1])
+    line = answer.lines[0]
+    low, high = (f"{24 * days:.3g}" if line.days < 2 else f"{days:.3g}" for days in line.days_80)
+    assert [row.cells[0], row.cells[3]] == [str(line.devices), f"{low} to {high}"]
+    ratios = [line.device_hours / answer.lines[0].device_hours for line in answer.lines]
+    assert row.cells[5] == f"{1 / min(ratios):.2f}"
 
 
 def test_more_devices_take_fewer_days(answer: Budget) -> None:

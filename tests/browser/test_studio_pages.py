@@ -89,6 +89,7 @@ def test_a_budget_names_the_fewest_devices(studio, open_page, find_barriers):
     assert fewest == plans.best.hardware.count
     assert "your price" in page.locator("#budget-answer").inner_text()
     assert page.locator("tbody tr").count() >= 4
+    assert "logarithmic" in page.locator("main").inner_text()
     assert find_barriers(page) == []
     check_phone(page)
 
@@ -112,6 +113,13 @@ def test_what_is_taken_away_opens_alone(studio, open_page, find_barriers, tmp_pa
     assert "#SBATCH" in page.locator("pre.file").inner_text()
     page.locator("[data-target='torchrun']").click()
     page.wait_for_selector("#export-file .error")
+    assert "needs the job file" in page.locator("#export-file").inner_text()
+    page.locator("[data-target='k8s']").click()
+    assert "needs the container image" in page.locator("#export-file").inner_text()
+    page.locator("#export-image").fill("registry/trainer:7")
+    page.locator("[data-target='k8s']").click()
+    page.wait_for_selector("pre.file")
+    assert 'image: "registry/trainer:7"' in page.locator("pre.file").inner_text()
     for picture in ("memory.png", "step.svg"):
         with page.expect_download() as taken:
             page.locator(f"[data-picture='{picture}']").click()

@@ -29,18 +29,45 @@ def test_a_shell_gets_verbs_and_options(
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_bash_completes_a_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("est", ["estimate"]),
+        ("plan Qwen3-30B", ["Qwen3-30B-A3B"]),
+        ("plan Qwen3-30B-A3B --on 16xMI3", ["16xMI300X", "16xMI325X", "16xMI355X"]),
+        ("estimate X --layout tp2,rec", ["tp2,recompute="]),
+        ("plan X --precision mx", ["mxfp8"]),
+    ],
+)
+def test_bash_completes(
+    typed: str, offered: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "moewright.bash"
     script.write_text(capsys.readouterr().out)
+    words = ["moewright", *typed.split()]
     program = (
         f"source {script}\n"
         "name=$(complete -p moewright | sed -E 's/.*-F ([^ ]+).*/\\1/')\n"
-        "COMP_WORDS=(moewright est); COMP_CWORD=1; COMP_LINE='moewright est'; COMP_POINT=13\n"
-        '"$name" moewright est moewright; echo "${COMPREPLY[@]}"\n'
+        f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
+        f'"$name" moewright {words[-1]} {words[-2]}; echo "${{COMPREPLY[@]}}"\n'
     )
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == ["estimate"]
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == offered
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_options_name_what_completes_their_values(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    option = "--on[" if shell == "zsh" else "-l on "
+    of_option = [line for line in lines if option in line]
+    assert len(of_option) > 5
+    assert all("_moewright_devices" in line for line in of_option)
+    assert sum("_moewright_layouts" in line for line in lines) > 3
+    assert sum("Qwen3-30B-A3B" in line for line in lines) >= (3 if shell == "fish" else 1)
 
 
 def test_it_needs_no_torch() -> None:

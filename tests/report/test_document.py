@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moewright.diagnosis.priced_fixes import ALREADY_ON
 from moewright.report.console import make_console
 from moewright.report.document import (
     Document,
@@ -28,7 +29,9 @@ from moewright.report.document import (
     words,
 )
 from moewright.report.document_markdown import render_markdown
-from moewright.report.document_text import print_document
+from moewright.report.document_text import print_document, print_sections
+from moewright.report.finding_sections import list_finding_sections
+from moewright.spec.finding import Cause, Finding, Fix, Wall
 
 # Each text is used once in a tree, so that a drawing says which of them it has.
 EXTENTS = st.sampled_from(Extent)
@@ -136,3 +139,30 @@ def test_rows_of_records_become_columns_of_words_and_numbers() -> None:
     ]
     assert table.rows[0].cells == ("a", "0.1235", "")
     assert table.rows[1].cells == ("b", "", "12,345,678")
+
+
+def test_fixes_that_cannot_be_made_are_no_numbered_advice() -> None:
+    finding = Finding(
+        wall=Wall.COMPUTE,
+        cause=Cause.EP,
+        title="compute takes the step",
+        share=0.9,
+        evidence=("forward 1 s",),
+        fixes=(
+            Fix(text="a larger micro-batch", excluded="mbs=4 does not divide"),
+            Fix(text="a wider ep", excluded=ALREADY_ON),
+            Fix(text="fewer layers"),
+        ),
+    )
+    sections = tuple(list_finding_sections([finding]))
+    lines = print_lines(sections, verbose=True)
+    assert [line for line in lines if line.lstrip().startswith("1.")] == ["  1. fewer layers"]
+    assert not any(line.lstrip().startswith("2.") for line in lines)
+    assert any("not here: a larger micro-batch (mbs=4" in line for line in lines)
+    assert not any("not here" in line for line in print_lines(sections, verbose=False))
+
+
+def print_lines(sections: Sequence[DocumentSection], *, verbose: bool) -> list[str]:
+    stream = io.StringIO()
+    print_sections(make_console(stream), sections, verbose=verbose)
+    return stream.getvalue().splitlines()

@@ -7,9 +7,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from moewright.cli.answers import write_answer
-from moewright.cli.options import BatchOptions, Count, JsonOption
+from moewright.cli.options import BatchOptions, BudgetOutputs, Count
 
 _NO_OPTIONS = BatchOptions()
+_NO_OUTPUTS = BudgetOutputs()
 
 
 def budget(
@@ -21,7 +22,7 @@ def budget(
     workload: BatchOptions = _NO_OPTIONS,
     devices: Annotated[tuple[Count, ...], Parameter(negative="", consume_multiple=True)] = (),
     price: float | None = None,
-    json: JsonOption = None,
+    outputs: BudgetOutputs = _NO_OUTPUTS,
 ) -> int:
     """Tell what training MODEL on so many tokens takes in days and device-hours.
 
@@ -39,19 +40,15 @@ def budget(
         Numbers of devices to compare; a quarter to four times those of --on when not given.
     price
         What an hour of a device costs you; without it no costs are shown.
-    json
-        Write the budget to this file; "-": to standard output, and the table to standard error.
     """
+    from moewright.api.budget_document import build_budget_document
     from moewright.api.budgets import compute_budget
     from moewright.report.console import print_defaults
-    from moewright.report.plan_text import print_rows
+    from moewright.report.document_text import print_document
 
     answer = compute_budget(model, on, workload, tokens=tokens, price=price, counts=devices)
-    with write_answer(answer, json) as console:
+    document = build_budget_document(answer)
+    with write_answer(answer, outputs.json, html=outputs.html, views=lambda: [document]) as console:
         print_defaults(console, answer.request.defaults)
-        notes = ["Days count training steps only, without restarts and evaluations."]
-        if answer.without_layout:
-            counts = ", ".join(map(str, answer.without_layout))
-            notes.append(f"No layout fits with the probability that a plan asks for: {counts}.")
-        print_rows(console, answer, notes)
+        print_document(console, document)
     return 0

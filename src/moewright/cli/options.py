@@ -413,6 +413,20 @@ class CheckOutputs(AnswerOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetOutputs(PageOptions):
+    """Where a budget goes besides the terminal.
+
+    Parameters
+    ----------
+    json
+        Write the budget to this file; "-": to standard output, and the table to standard error.
+    """
+
+    json: JsonOption = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ComparisonOutputs(AnswerOptions):
     """How much of a comparison is printed, and where it goes besides the terminal.
 

@@ -36,13 +36,18 @@ def list_finding_sections(
             face=Face.BADGE,
         )
         fixes = ItemList(
-            items=tuple(tuple(list_fix_runs(fix)) for fix in finding.fixes),
+            items=tuple(tuple(list_fix_runs(fix)) for fix in finding.fixes if not fix.excluded),
             is_numbered=True,
             short=_FIXES_SHOWN,
         )
+        ruled_out = DocumentSection(
+            lines=tuple(f"  {line}" for line in _list_ruled_out(finding.fixes)),
+            extent=Extent.LONG,
+        )
         body = DocumentSection(
             lines=tuple(f"  seen: {line}" for line in finding.evidence),
-            items=fixes,
+            items=fixes if fixes.items else None,
+            sections=(ruled_out,) if ruled_out.lines else (),
             extent=Extent.LONG if index else Extent.SHORT,
         )
         yield DocumentSection(
@@ -52,12 +57,18 @@ def list_finding_sections(
         )
 
 
+def _list_ruled_out(fixes: Sequence[Fix]) -> Iterator[str]:
+    """Yield the fixes of a cause that are on already or cannot be made here, which is no advice."""
+    for fix in fixes:
+        if fix.excluded == ALREADY_ON:
+            yield f"{ALREADY_ON}: {fix.text}"
+        elif fix.excluded:
+            yield f"not here: {fix.text} ({fix.excluded})"
+
+
 def list_fix_runs(fix: Fix) -> Iterator[str | Phrase]:
-    """Yield a fix with its predicted price, its settings, and what speaks against it."""
+    """Yield a fix with its predicted price, its settings, and what it excludes."""
     yield fix.text
-    if fix.excluded:
-        yield f" [{ALREADY_ON}]" if fix.excluded == ALREADY_ON else f" [not here: {fix.excluded}]"
-        return
     if fix.price is not None:
         price = fix.price
         sign = "+" if price.peak_bytes >= 0 else "-"

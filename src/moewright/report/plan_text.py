@@ -33,7 +33,6 @@ from moewright.spec.plan import (
     RankingRule,
     Recommendation,
 )
-from moewright.spec.record import Record, format_cell, list_columns
 from moewright.spec.units import format_bytes, format_seconds, plural
 
 _RANKING_COLUMNS = (
@@ -309,28 +308,3 @@ def _rejection_table(rejected: Iterable[tuple[str, int]]) -> Table:
     for rule, count in sorted(rejected, key=lambda pair: (-pair[1], pair[0])):
         table.add_row(f"{count:,}", Text(rule))
     return table
-
-
-def print_rows(console: Console, record: Record, notes: Iterable[str] = ()) -> None:
-    """Print the title of a record, its rows as a table, and notes below.
-
-    Layouts that no column holds stand below the table, whole, behind the row's first value.
-    """
-    rows = record.to_rows()
-    columns = list_columns(rows)
-    texts = [str(row.get("layout", "")) for row in rows]
-    has_wide_layouts = max(map(len, texts), default=0) > _WIDEST_LAYOUT
-    if has_wide_layouts:
-        columns.remove("layout")
-    table = make_table(*columns, text_columns=("layout",))
-    for row in rows:
-        table.add_row(*(format_cell(row.get(name, "")) for name in columns))
-    console.print(Text(record.title(), style="bold"), soft_wrap=True)
-    console.print(table)
-    if has_wide_layouts:
-        for row, text in zip(rows, texts, strict=True):
-            console.print(Text(f"{columns[0]} {format_cell(row[columns[0]])}:"))
-            for line in _break_at_commas(text, console.width - len(_INDENT)):
-                console.print(Text(f"{_INDENT}{line}", style="bold"))
-    for note in notes:
-        console.print(Text(note))

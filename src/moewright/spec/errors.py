@@ -61,6 +61,10 @@ class BadInput(Exception):
             message += f" (and {len(reasons) - 1} more)"
         super().__init__(message)
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows of it: each reason on a line, and no frames."""
+        return [f"BadInput: {escape_controls(str(reason))}" for reason in self.reasons]
+
     def __reduce__(self) -> tuple[type[BadInput], tuple[Reason, ...]]:
         """Return how it is copied to another process: by its reasons."""
         return BadInput, self.reasons

@@ -20,8 +20,9 @@ from moewright.spec.choices import (
     SetWord,
     list_fields,
 )
-from moewright.spec.record import format_cell, list_changed_fields
+from moewright.spec.record import Record, Row, format_cell, list_changed_fields
 from moewright.spec.stage_string import EVEN_SPLIT, StageString
+from moewright.spec.units import plural
 
 
 class Schedule(DescribedName):
@@ -240,8 +241,8 @@ class CudaGraphScope(StrEnum):
     MOE_PREPROCESS = "moe_preprocess"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Layout(Record):
     """The parallel degrees and the memory and overlap choices over `world_size` ranks.
 
     dp and edp follow from the other degrees. Sets are sorted tuples without repeats.
@@ -570,6 +571,23 @@ class Layout:
     def __str__(self) -> str:
         changed = (f"{name}={format_cell(value)}" for name, value in list_changed_fields(self))
         return "layout " + ", ".join(changed)
+
+    def __repr__(self) -> str:
+        changed = (f"{name}={format_cell(value)}" for name, value in list_changed_fields(self))
+        return f"Layout({', '.join(changed)})"
+
+    def title(self) -> str:
+        """Return over how many ranks it is."""
+        return f"layout over {plural(self.world_size, 'rank')}"
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each choice that is not the default."""
+        names = {field.name: field for field in LAYOUT_FIELDS}
+        return [
+            {"key": names[name].key or name, "value": value}
+            for name, value in list_changed_fields(self)
+            if name in names
+        ]
 
     @property
     def has_fixed_rows(self) -> bool:

@@ -229,7 +229,7 @@ def _render_launch_file(params: Mapping[str, str]) -> str:
     """Return a query's plan as the launch file of the target that the address names."""
     target = params.get("to", "")
     plan = read_query(params).build()
-    return export(plan, to=target, job=params.get("job", ""))
+    return export(plan, to=target, job=params.get("job", ""), image=params.get("image", ""))
 
 
 async def _send_file(render: Callable[[], str], media_type: str) -> Response:

@@ -125,19 +125,19 @@ mw.render.BudgetView = (view, root, act, pick) => {
     mw.el("p", {"data-fewest": String(view.fewest)}, fewest),
     mw.el("p", {class: "note"}, `${view.first_tokens < view.tokens_per_step ? `${mw.count(view.first_tokens)} tokens in the first step, growing to ` : ""}${mw.count(view.tokens_per_step)} tokens a step on every number of devices; days hold steps alone, without restarts and evaluations.${view.price ? ` Costs are assumed: ${view.price} an hour of a device is your price.` : ""}`)));
   if (!points.length) return;
+  const line = (name, days, style) => ({type: "line", name, itemStyle: {color: mw.palette.time.attention}, data: points.map(point => [point.devices, days(point)]), ...style});
   const option = () => ({
-    grid: {left: 8, right: 16, top: 30, bottom: 30, containLabel: true},
-    xAxis: {type: "category", data: points.map(point => mw.count(point.devices)), name: "devices", nameLocation: "middle", nameGap: 26, ...mw.axis()},
-    yAxis: {type: "value", name: "days", ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
+    grid: {left: 8, right: 24, top: 30, bottom: 30, containLabel: true},
+    xAxis: {type: "log", logBase: 2, min: "dataMin", max: "dataMax", name: "devices", nameLocation: "middle", nameGap: 26, ...mw.axis({axisLabel: {formatter: value => mw.count(Math.round(value))}})},
+    yAxis: {type: "log", logBase: 2, name: "days", ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
     tooltip: mw.tooltip(items => { const point = points[items[0].dataIndex]; return `<b>${mw.count(point.devices)} devices</b><br>${mw.digits(point.days)} days (80 %: ${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])})<br>${mw.seconds(point.step_s)} a step`; }),
     series: [
-      {type: "bar", stack: "d", silent: true, itemStyle: {color: "transparent"}, data: points.map(point => point.days_80[0])},
-      {type: "bar", stack: "d", barMaxWidth: 46, itemStyle: {color: mw.palette.time.attention, opacity: .35}, data: points.map(point => point.days_80[1] - point.days_80[0])},
-      {type: "line", symbolSize: 9, itemStyle: {color: mw.palette.time.attention}, lineStyle: {color: mw.palette.time.attention}, data: points.map(point => point.days),
-        label: {show: true, position: "top", color: mw.colour("ink"), formatter: item => mw.digits(item.value)}},
+      line("days", point => point.days, {symbolSize: 9, lineStyle: {color: mw.palette.time.attention}, label: {show: true, position: "top", color: mw.colour("ink"), formatter: item => mw.digits(item.value[1])}}),
+      ...[0, 1].map(end => line("80 %", point => point.days_80[end], {symbol: "none", silent: true, lineStyle: {color: mw.palette.time.attention, width: 1, opacity: .55}})),
+      line("as many device-hours as the fewest", point => points[0].days * points[0].devices / point.devices, {symbol: "none", silent: true, lineStyle: {color: mw.colour("quiet"), width: 1, type: "dashed"}}),
     ],
   });
-  root.append(mw.panel("Days by number of devices", mw.chart("Days of training by number of devices, with the interval of 80 %", 320, option)),
+  root.append(mw.panel("Days by number of devices", mw.chart("Days of training by number of devices on logarithmic axes, with the interval of 80 %", 320, option), mw.el("p", {class: "note"}, "Both axes are logarithmic. Dashed: as many device-hours as on the fewest devices; thin: 80 %.")),
     mw.panel("Figures", mw.table([{t: "devices", n: true}, {t: "layout"}, {t: "step", n: true}, {t: "steps", n: true}, {t: "days", n: true}, {t: "80 %", n: true}, {t: "device-hours", n: true}, ...(view.first_tokens < view.tokens_per_step ? [{t: "days of the ramp", n: true}] : []), ...(view.price ? [{t: "cost (assumed)", n: true}] : [])],
       points.map(point => [mw.count(point.devices), mw.layoutCell(point.layout, point.words, pick && (() => pick(point.layout, point.devices))), mw.seconds(point.step_s), mw.count(point.steps), mw.digits(point.days, 4), `${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])}`, mw.count(point.device_hours), ...(view.first_tokens < view.tokens_per_step ? [mw.digits(point.ramp_days)] : []), ...(view.price ? [mw.count(point.cost)] : [])]), "Budget by number of devices"),
       view.without_layout.length ? mw.el("p", {class: "note"}, `No layout fits surely enough: ${view.without_layout.join(", ")} devices.`) : ""));

@@ -84,11 +84,16 @@ studio.pages.share = async () => {
   const params = studio.job();
   const address = mw.el("input", {type: "text", readonly: true, id: "address", value: location.href.replace("/share", "/")});
   const shown = mw.el("div", {id: "export-file", "aria-live": "polite"});
-  const job = mw.el("input", {type: "text", id: "export-job", placeholder: "job.toml (torchrun, slurm, k8s)"});
+  const job = mw.el("input", {type: "text", id: "export-job", placeholder: "job.toml"});
+  const image = mw.el("input", {type: "text", id: "export-image", placeholder: "registry/trainer:tag"});
+  const needs = {torchrun: [job, "the job file of the plan, for it starts our own engine"], k8s: [image, "the container image that holds the trainer"]};
   const show = async (target, title) => {
+    const [field, need] = needs[target] || [];
+    if (field && !field.value.trim()) { shown.replaceChildren(mw.el("p", {class: "error"}, `${title} needs ${need}: name it above.`)); field.focus(); return; }
     const asked = new URLSearchParams(params);
     asked.set("to", target);
-    if (job.value.trim()) asked.set("job", job.value.trim());
+    if (job.value.trim() && ["torchrun", "slurm", "k8s"].includes(target)) asked.set("job", job.value.trim());
+    if (target === "k8s") asked.set("image", image.value.trim());
     const record = await studio.get("/api/export", asked);
     if (record.reasons) { shown.replaceChildren(mw.el("p", {class: "error"}, record.reasons.map(reason => reason.text).join("; "))); return; }
     const {text} = record;
@@ -97,7 +102,7 @@ studio.pages.share = async () => {
   studio.fill(
     mw.panel("Share this layout", mw.el("label", {for: "address"}, "The address holds the whole state: open it in any studio"), mw.el("div", {class: "row"}, address, mw.el("button", {type: "button", onclick: () => { address.select(); navigator.clipboard.writeText(address.value); }}, "Copy")),
       mw.el("div", {class: "row", style: "margin-top:.8rem"}, mw.el("a", {class: "button", id: "get-page", href: `/api/page?${params}`, download: "plan.html"}, "One offline page (HTML)"), mw.el("a", {class: "button", id: "get-plan", href: `/api/plan.json?${params}`, download: "plan.json"}, "plan.json"), mw.el("a", {class: "button", id: "get-card", href: `/api/card.svg?${params}`, download: "plan.svg"}, "Card for a README (SVG)"), mw.el("a", {class: "button", href: `/api/trace?${params}`, download: "timetable.json"}, "Timetable for Perfetto"))),
-    mw.panel("Launch files", mw.el("div", {class: "row"}, ...studio.targets.map(([target, title]) => mw.el("button", {type: "button", "data-target": target, onclick: () => show(target, title)}, title))), mw.el("div", {style: "margin-top:.6rem"}, mw.el("label", {for: "export-job"}, "Job file of our own engine"), job), shown),
+    mw.panel("Launch files", mw.el("div", {class: "row"}, ...studio.targets.map(([target, title]) => mw.el("button", {type: "button", "data-target": target, onclick: () => show(target, title)}, title))), mw.el("div", {class: "fields", style: "margin-top:.6rem"}, mw.el("div", {}, mw.el("label", {for: "export-job"}, "Job file: torchrun needs it; Slurm and Kubernetes start our engine with it, Megatron-LM without"), job), mw.el("div", {}, mw.el("label", {for: "export-image"}, "Container image: Kubernetes needs it"), image)), shown),
     mw.panel("Pictures", mw.el("p", {class: "note"}, "The two charts of the page Plan as they stand."), mw.el("div", {class: "row"}, ...[["memory", "memoryChart"], ["step", "stepChart"]].flatMap(([name, build]) => ["png", "svg"].map(kind => mw.el("button", {type: "button", "data-picture": `${name}.${kind}`, onclick: () => studio.picture(name, build, kind)}, `${name}.${kind}`))))));
 };
 /* A chart without a page: drawn at 1000 points, on the background of a card. */
