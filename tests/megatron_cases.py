@@ -1,15 +1,18 @@
 """Models, plans, layouts and workloads for the tests of Megatron-LM's export and import."""
 
 import csv
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 
 from hypothesis import strategies as st
 
 from moewright.codec import parse_layout
+from moewright.exporters.megatron.layout import training_steps
 from moewright.intake import catalogue
 from moewright.rules.job import plan_job
 from moewright.rules.limits.megatron_limits import megatron_refusals
+from moewright.spec.layout import Overlap
 from moewright.spec.plan import Estimate, Plan, Verdict
 from moewright.spec.workload import (
     BatchRampSpec,
@@ -134,6 +137,16 @@ def build_plan(name, layout, workload):
         estimate=_NO_ESTIMATE,
         fingerprint="",
     )
+
+
+def as_read(layout):
+    """Return a layout without what Megatron overlaps by itself: messages of virtual stages."""
+    return replace(layout, overlap=tuple(o for o in layout.overlap if o is not Overlap.P2P))
+
+
+def as_written(plan):
+    """Return a plan with the length that stands in for none."""
+    return replace(plan, workload=replace(plan.workload, steps=training_steps(plan.workload)))
 
 
 def refusals(plan):

@@ -3,6 +3,7 @@
 The stand-ins keep what they are given.
 """
 
+import json
 import sys
 import types
 from dataclasses import replace
@@ -11,11 +12,21 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_cases import REFUSED_MODELS, build_plan, catalogue_model, layouts, refusals, workloads
+from megatron_cases import (
+    REFUSED_MODELS,
+    as_read,
+    as_written,
+    build_plan,
+    catalogue_model,
+    layouts,
+    refusals,
+    workloads,
+)
 from moewright.api.running import list_trainers
 from moewright.codec import parse_layout
 from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
 from moewright.intake import catalogue
+from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput
@@ -25,6 +36,7 @@ from moewright.spec.workload import (
     CheckpointSpec,
     DataSpec,
     Dtype,
+    LossSpec,
     RouterForce,
     RouterTraining,
     TrainerSpec,
@@ -68,12 +80,14 @@ def stand_ins():
     """
     stored = {name: sys.modules.get(name) for name in ("torch", "megatron", *MODULES)}
     sys.modules["torch"] = types.SimpleNamespace(
-        **{name: name for name in ("float32", "bfloat16", "float16", "uint8")}
+        **{name: f"torch.{name}" for name in ("float32", "bfloat16", "float16", "uint8")}
     )
     for name, members in MODULES.items():
         module = types.ModuleType(name)
         vars(module).update({member: Kept() for member in members})
         sys.modules[name] = module
+    recipes = {"bf16_mixed": lambda: Kept(bf16=True), "fp16_mixed": lambda: Kept(fp16=True)}
+    vars(sys.modules["megatron.bridge.training.mixed_precision"]).update(recipes)
     yield
     for name, module in stored.items():
         sys.modules.pop(name) if module is None and name in sys.modules else sys.modules.update(
@@ -85,6 +99,22 @@ def built(plan):
     space: dict = {"__name__": "recipe"}
     exec(compile(render_bridge_recipe(plan), "recipe.py", "exec"), space)
     return space["config"]()
+
+
+def dump(config):
+    """Write a built configuration as Bridge's own to_yaml does, dtypes as what makes them."""
+    sections = {"_target_": "megatron.bridge.training.config.ConfigContainer"}
+    for name, section in vars(config).items():
+        sections[name] = section and {
+            field: {"_call_": False, "_target_": value} if is_dtype(value) else value
+            for field, value in vars(section).items()
+            if field not in ("hf", "load_weights")
+        }
+    return json.dumps(sections)  # tuples are lists in both; JSON is YAML
+
+
+def is_dtype(value):
+    return isinstance(value, str) and value.startswith("torch.")
 
 
 def planned(text, world=256, name="Qwen/Qwen3-235B-A22B", **work):
@@ -169,22 +199,25 @@ def test_narrows_data_and_checkpoints():
     assert cfg.model.moe_router_force_load_balancing is True
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
-def test_every_flag_of_any_plan_has_a_place(data):
+def test_any_plan_is_the_same_after_a_recipe_and_its_dump(tmp_path_factory, data):
     names = [name for name in catalogue.model_names() if "/" in name and name not in REFUSED_MODELS]
-    name = data.draw(st.sampled_from(names))
-    layout, workload = (
-        data.draw(layouts(catalogue_model(name).moe is not None)),
-        data.draw(workloads()),
-    )
-    assume(not check_legality(Job(model=catalogue_model(name), workload=workload, layout=layout)))
-    plan = build_plan(name, layout, workload)
+    model = catalogue_model(data.draw(st.sampled_from(names)))
+    layout, workload = data.draw(layouts(model.moe is not None)), data.draw(workloads())
+    assume(not check_legality(Job(model=model, workload=workload, layout=layout)))
+    if model.moe is None:  # what trains a router says nothing then
+        workload = replace(workload, loss=LossSpec(), router=RouterTraining())
+    plan = build_plan(model.name, layout, workload)
     assume(not refusals(plan) and not list(bridge_refusals(plan)))
-    cfg = built(plan)
-    assert cfg.model.tensor_model_parallel_size == layout.tp
-    assert (cfg.model.virtual_pipeline_model_parallel_size or 1) == layout.vpp
-    assert cfg.train.global_batch_size == workload.global_batch
+    path = tmp_path_factory.mktemp("dump") / "config.yaml"
+    path.write_text(dump(built(plan)))
+    command = read_launch(path, {})
+    again = interpret_launch(
+        command, world_size=layout.world_size, folder=path.parent, named_model=model
+    )
+    assert again.layout == as_read(layout)
+    assert again.workload == as_written(plan).workload
 
 
 def test_the_other_order_of_ranks_has_a_place():

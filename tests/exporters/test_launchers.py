@@ -103,7 +103,7 @@ def test_slurm_queues_our_own_engine_again_when_it_fails(tmp_path, restarts, is_
 
 
 def test_a_slurm_script_is_read_back(tmp_path):
-    options = planned("tp2,pp4,ep4,vpp3,overlap=p2p")
+    options = planned("tp2,pp4,ep4,vpp3")
     path = tmp_path / "job.sh"
     path.write_text(render_slurm_script(options, job="", run_dir=""))
     command = read_launch(path, {})

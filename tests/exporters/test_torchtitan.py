@@ -8,14 +8,26 @@ import types
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from megatron_cases import build_plan
 from moewright.api.running import list_trainers
 from moewright.codec import parse_layout
 from moewright.exporters.torchtitan import render_torchtitan_config
 from moewright.intake import catalogue
+from moewright.rules.job import plan_job
+from moewright.rules.limits.legality import check_legality
+from moewright.rules.limits.torchtitan_limits import torchtitan_refusals
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import ExpertPlacement
+from moewright.spec.layout import (
+    CpComm,
+    DispatcherKind,
+    ExpertPlacement,
+    Layout,
+    Recompute,
+    Schedule,
+)
 from moewright.spec.workload import (
     BatchRampSpec,
     CheckpointSpec,
@@ -185,7 +197,7 @@ def test_a_rate_that_stays_and_falls_in_the_end(written):
 
 def test_what_else_a_job_says(written):
     result = written(
-        "zero0,cp2,cp_comm=allgather",
+        "zero3,cp2,cp_comm=allgather",
         16,
         steps=900,
         seed=3,
@@ -209,6 +221,69 @@ def test_what_else_a_job_says(written):
     assert (result["training"]["steps"], result["debug"]["seed"]) == (900, 3)
 
 
+@st.composite
+def sharded_layouts(draw):
+    """Draw a layout of 64 ranks from what torchtitan's configuration has a field for."""
+    tp, cp, pp = (draw(st.sampled_from((1, 1, 2, 4))) for _ in range(3))
+    vpp = draw(st.sampled_from((1, 1, 2))) if pp > 1 else 1
+    schedules = ("interleaved", "zbv", "dualpipev") if vpp == 2 else ("1f1b",)
+    terms = [f"tp{tp},cp{cp},pp{pp},vpp{vpp},ep{draw(st.sampled_from((1, 2, 4, 8, 16)))}"]
+    terms.append(f"mbs{draw(st.sampled_from((1, 2)))},zero{draw(st.sampled_from((0, 3, 3)))}")
+    terms.append(f"shard{draw(st.sampled_from((0, 0, 4, 8)))}")
+    terms.append(f"etp{draw(st.sampled_from((1, tp)))}")
+    terms.append(f"recompute={draw(st.sampled_from(('none', 'full')))}")
+    terms.append(f"dispatcher={draw(st.sampled_from(('alltoall', 'deepep')))}")
+    if pp > 1:
+        terms.append(f"schedule={draw(st.sampled_from(schedules))}")
+    if cp > 1:
+        terms.append("cp_comm=allgather")
+    return parse_layout(",".join(terms), world_size=64)
+
+
+def read_layout(written, *, has_experts):
+    """Return the layout that a configuration asks for."""
+    parallel, training = written["parallelism"], written["training"]
+    shards, copies = (parallel[f"data_parallel_{name}_degree"] for name in ("shard", "replicate"))
+    tp, cp, pp, ep = (
+        parallel[f"{name}_parallel_degree"] for name in ("tensor", "context", "pipeline", "expert")
+    )
+    parts = parallel.get("module_fqns_per_model_part", [()])
+    named = (s for s in Schedule if s.facts.torchtitan)
+    schedules = {schedule.facts.torchtitan: schedule for schedule in named}
+    backends = {kind.facts.torchtitan: kind for kind in DispatcherKind if kind.facts.torchtitan}
+    model = written["model"].fields
+    return Layout(
+        world_size=shards * copies * tp * cp * pp,
+        tp=tp,
+        sp=tp > 1,
+        cp=cp,
+        cp_comm=CpComm.ALL_GATHER if cp > 1 else CpComm.P2P,
+        pp=pp,
+        vpp=len(parts) // pp,
+        ep=ep,
+        etp=1 if ep > 1 or not has_experts else tp,
+        mbs=training["num_tokens_per_microbatch_per_dp_rank"] // training["max_context_length"],
+        zero=3 if shards * cp > 1 else 0,
+        shard=shards * cp if shards * cp > 1 and copies > 1 else 0,
+        schedule=schedules[parallel.get("pipeline_parallel_schedule", "1F1B")],
+        recompute=(Recompute.FULL,) if written["activation_checkpoint"] else (),
+        dispatcher=backends[model.get("moe_comm_backend", "standard")],
+    )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sharded_layouts(), st.sampled_from((LLAMA, QWEN)))
+def test_any_layout_is_the_same_after_a_configuration(layout, name):
+    plan = build_plan(name, layout, Workload(seq_len=4096, global_batch=256, steps=50))
+    job = plan_job(plan)
+    assume(not check_legality(job) and not list(torchtitan_refusals(job, plan.hardware)))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        written = check_written(plan, monkeypatch)
+    if layout.shard == layout.dp * layout.cp:
+        layout = replace(layout, shard=0)  # all of them, as 0 says too
+    assert read_layout(written, has_experts=name == QWEN) == layout
+
+
 def placed(plan):
     return replace(plan, layout=replace(plan.layout, expert_placement=ExpertPlacement.BALANCED))
 
@@ -216,6 +291,7 @@ def placed(plan):
 REFUSED = [
     (planned("ep8", name="mistralai/Mixtral-8x7B-v0.1"), "model.name", "Qwen/Qwen3-30B-A3B"),
     (planned("tp2"), "layout.zero", "3"),
+    (planned("zero0,cp2,cp_comm=allgather"), "layout.zero", "3"),
     (planned("zero3,tp2,sp0"), "layout.sp", "true"),
     (planned("zero3,cp2,cp_comm=a2a"), "layout.cp_comm", "allgather"),
     (planned("zero3,pp2,ep8", 256, "deepseek-ai/DeepSeek-V3"), "model.mtp_layers", "0"),

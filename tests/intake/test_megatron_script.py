@@ -7,9 +7,17 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_cases import REFUSED_MODELS, build_plan, catalogue_model, layouts, refusals, workloads
+from megatron_cases import (
+    REFUSED_MODELS,
+    as_read,
+    as_written,
+    build_plan,
+    catalogue_model,
+    layouts,
+    refusals,
+    workloads,
+)
 from moewright.codec import fingerprint, parse_layout
-from moewright.exporters.megatron.layout import training_steps
 from moewright.exporters.megatron.script import render_megatron_script
 from moewright.intake import catalogue
 from moewright.intake.megatron.read import interpret_launch, read_launch
@@ -44,6 +52,7 @@ from moewright.spec.workload import (
     Workload,
 )
 
+PLAIN = Workload(seq_len=2048, global_batch=64, steps=50)
 EXPORTED = sorted(set(catalogue.model_names()) - set(REFUSED_MODELS))
 
 
@@ -65,7 +74,7 @@ def test_every_model_of_the_catalogue_is_the_same_after_export_and_import(name, 
     layout = parse_layout(
         "tp2,ep4,mbs2" if catalogue_model(name).moe else "tp2,mbs2", world_size=16
     )
-    plan = build_plan(name, layout, Workload(seq_len=2048, global_batch=64, steps=50))
+    plan = build_plan(name, layout, PLAIN)
     result = back(render_megatron_script(plan), tmp_path)
     again = fingerprint(result.model, result.workload, plan.hardware, result.layout)
     assert again == fingerprint(plan.model, plan.workload, plan.hardware, plan.layout)
@@ -83,10 +92,22 @@ def test_any_layout_and_workload_is_the_same_after_export_and_import(tmp_path_fa
     plan = build_plan(name, layout, workload)
     assume(not refusals(plan))
     result = back(render_megatron_script(plan), tmp_path_factory.mktemp("script"))
-    if layout.vpp > 1:  # virtual stages overlap their transfers whatever the layout says
-        layout = replace(layout, overlap=tuple(sorted({*layout.overlap, Overlap.P2P})))
-    workload = replace(workload, steps=training_steps(workload))
-    assert (result.model, result.layout, result.workload) == (plan.model, layout, workload)
+    expected = as_written(plan).workload
+    assert (result.model, result.layout, result.workload) == (plan.model, as_read(layout), expected)
+
+
+def test_messages_of_virtual_stages_that_do_not_overlap_get_a_note(tmp_path):
+    """A layout as the search writes it comes back as it is; Megatron-LM overlaps them by itself."""
+    plan = build_plan("Qwen/Qwen3-32B", parse_layout("pp4,vpp2", world_size=8), PLAIN)
+    script = render_megatron_script(plan)
+    usual = back(script, tmp_path)
+    assert usual.layout == plan.layout
+    option = "--no-overlap-p2p-communication"
+    alone = back(f"{script.rstrip()} {option}\n", tmp_path)
+    assert alone.layout == plan.layout
+    assert [note for note in alone.notes if note not in usual.notes] == [
+        f"{option} is planned as what Megatron-LM does without: messages overlap"
+    ]
 
 
 def test_what_a_job_says_beyond_a_plan_comes_back_too(tmp_path):

@@ -56,18 +56,18 @@ FORCED, ZERO = "--moe-router-force-load-balancing", "--overlap-grad-reduce --ove
 # Layout, variables, and seconds a step as printed.
 SIXTEEN = [
     (
-        "tp2,ep8,pp32,vpp3,recompute=select,overlap=p2p",
+        "tp2,ep8,pp32,vpp3,recompute=select",
         "TP=2 EP=8 PP=32 VPP=3 RECOMPUTE=select GBS=2048",
         22.42,
     ),
-    ("tp4,ep8,pp8,vpp4,overlap=p2p", "TP=4 EP=8 PP=8 VPP=4 GBS=2048", 35.481),
+    ("tp4,ep8,pp8,vpp4", "TP=4 EP=8 PP=8 VPP=4 GBS=2048", 35.481),
     (
-        "tp2,ep32,pp8,vpp4,recompute=select,overlap=p2p",
+        "tp2,ep32,pp8,vpp4,recompute=select",
         "TP=2 EP=32 PP=8 VPP=4 RECOMPUTE=select GBS=2048",
         35.392,
     ),
     (
-        "tp2,ep32,pp8,vpp4,recompute=select,overlap=p2p,dispatcher=deepep",
+        "tp2,ep32,pp8,vpp4,recompute=select,dispatcher=deepep",
         "TP=2 EP=32 PP=8 VPP=4 RECOMPUTE=select GBS=2048 DISPATCHER=flex",
         25.73,
     ),
@@ -83,29 +83,29 @@ SIXTEEN = [
         29.276,
     ),
     (
-        "tp2,ep8,pp32,vpp3,mbs4,recompute=full,overlap=p2p",
+        "tp2,ep8,pp32,vpp3,mbs4,recompute=full",
         "TP=2 EP=8 PP=32 VPP=3 MBS=4 RECOMPUTE=full GBS=4096",
         43.495,
     ),
     ("tp2,ep8,pp32,mbs4,recompute=full", "TP=2 EP=8 PP=32 MBS=4 RECOMPUTE=full GBS=8192", 92.652),
     (
-        "tp1,ep8,pp32,vpp3,recompute=moe+layernorm,overlap=p2p",
+        "tp1,ep8,pp32,vpp3,recompute=moe+layernorm",
         "TP=1 EP=8 PP=32 VPP=3 RECOMPUTE=moe GBS=2048",
         22.946,
     ),
     (
-        "tp1,ep8,pp32,vpp3,mbs4,recompute=full,overlap=p2p",
+        "tp1,ep8,pp32,vpp3,mbs4,recompute=full",
         "TP=1 EP=8 PP=32 VPP=3 MBS=4 RECOMPUTE=full GBS=4096",
         42.537,
     ),
     (
-        "tp1,ep8,pp32,vpp3,mbs8,recompute=full,overlap=p2p",
+        "tp1,ep8,pp32,vpp3,mbs8,recompute=full",
         "TP=1 EP=8 PP=32 VPP=3 MBS=8 RECOMPUTE=full GBS=8192",
         86.186,
     ),
     *(
         (
-            f"tp4,ep8,pp8,vpp4,dispatcher=deepep,capacity={capacity},overlap=p2p",
+            f"tp4,ep8,pp8,vpp4,dispatcher=deepep,capacity={capacity}",
             f"TP=4 EP=8 PP=8 VPP=4 GBS=2048 DISPATCHER=flex "
             f"+--moe-expert-capacity-factor {capacity}",
             seconds,

@@ -48,6 +48,7 @@ _SECTIONS = {
         "moe-flex-dispatcher-backend",
         "moe-expert-capacity-factor",
         "moe-expert-rank-capacity-factor",
+        "moe-use-grouped-tensor",
         "moe-pad-expert-input-to-capacity",
         "moe-token-drop-policy",
         "moe-shared-expert-overlap",

@@ -44,7 +44,8 @@ _PRECISIONS = {
     "bf16_with_mxfp8_mixed": ("e4m3", "mxfp8"),
     "nanov2_bf16_with_fp8_current_scaling_mixed": ("hybrid", "tensorwise"),
 }
-_PRECISION_SETTINGS = ("mixed_precision", "trainer.precision", "model.precision")
+_MIXED = "mixed_precision"
+_PRECISION_SETTINGS = (_MIXED, "trainer.precision", "model.precision")
 _REFUSAL = "refuse: "
 _TURBO_SWITCHES = ("enable_primus_turbo", "use_turbo_deepep")
 _FP8_SECTION = "policy.megatron_cfg.fp8_cfg."
@@ -352,6 +353,9 @@ def _take_precision(
         BadInput: no precision of this name is known here.
     """
     names = [(key, tree.take_text(key)) for key in _PRECISION_SETTINGS]
+    # Bridge mixes nothing where it is null, and its model is fp32 unless it says otherwise.
+    if _MIXED in tree.names and is_unset(tree.take(_MIXED)) and is_unset(tree.take("model.bf16")):
+        chosen.options.pop("--bf16", None)
     for key, name in names:
         if is_unset(name):
             continue

@@ -31,6 +31,7 @@ _NOT_PLANNED = {
 }
 _EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _DENSE_GRAPH = "mlp"
+_LONE_MESSAGES = "--no-overlap-p2p-communication"
 _OTHER_RANK_ORDER = "--use-tp-pp-dp-mapping"
 _INSTANCES = "--num-distributed-optimizer-instances"
 _FSDP_ZERO = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -74,9 +75,10 @@ def read_layout(
     layout = _read_recompute(arguments, layout)
     layout = _read_offload(arguments, layout)
     layout, offload_notes = _leave_out_void_offloads(layout)
-    layout = replace(layout, overlap=_read_overlap(arguments, layout))
+    overlaps, overlap_notes = _read_overlap(arguments, layout)
     graphs, graph_notes = _read_graphs(arguments)
-    return replace(layout, graphs=graphs), (*notes, *offload_notes, *graph_notes)
+    notes = (*notes, *offload_notes, *overlap_notes, *graph_notes)
+    return replace(layout, overlap=overlaps, graphs=graphs), notes
 
 
 def _read_plain(arguments: Arguments, field: LayoutField) -> Any:
@@ -291,12 +293,19 @@ def _read_offload_module(name: str) -> Offload:
     return Offload(name)
 
 
-def _read_overlap(arguments: Arguments, layout: Layout) -> tuple[Overlap, ...]:
-    overlaps = [overlap for overlap, name in OVERLAP_OPTIONS.items() if arguments.has(name)]
-    is_p2p_alone = arguments.has("--no-overlap-p2p-communication")
-    if layout.vpp > 1 and layout.pp > 1 and not is_p2p_alone:
-        overlaps.append(Overlap.P2P)
-    return tuple(sorted(overlaps))
+def _read_overlap(
+    arguments: Arguments, layout: Layout
+) -> tuple[tuple[Overlap, ...], tuple[str, ...]]:
+    """Return what an option overlaps.
+
+    Messages of virtual stages overlap by themselves there, so a layout need not say it; a script
+    that switches this off gets a note.
+    """
+    overlaps = sorted(overlap for overlap, name in OVERLAP_OPTIONS.items() if arguments.has(name))
+    if not arguments.has(_LONE_MESSAGES) or layout.vpp == 1 or layout.pp == 1:
+        return tuple(overlaps), ()
+    note = f"{_LONE_MESSAGES} is planned as what Megatron-LM does without: messages overlap"
+    return tuple(overlaps), (note,)
 
 
 def _read_graphs(arguments: Arguments) -> tuple[tuple[CudaGraphScope, ...], tuple[str, ...]]:

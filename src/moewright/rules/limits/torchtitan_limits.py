@@ -108,6 +108,9 @@ def _check_sharding(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
     if layout.zero in (1, 2) and layout.dp * layout.cp > 1:
         rule = "shards weights and gradients with the optimizer, or nothing"
         yield _refusal("layout.zero", layout.zero, rule, 3)
+    if layout.zero == 0 and layout.cp > 1:
+        rule = "shards over context-parallel ranks whatever data-parallel ranks do"
+        yield _refusal("layout.zero", layout.zero, rule, 3)
     if layout.shard and layout.shard % layout.cp:
         yield _refusal(
             "layout.shard",
