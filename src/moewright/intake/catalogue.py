@@ -232,6 +232,9 @@ def skipped_fields(name: str) -> tuple[str, ...]:
 
     A catalogue model has none.
     """
+    cut = _CUT.fullmatch(name.strip())
+    if cut is not None:
+        return skipped_fields(cut["name"])
     return () if _find_model(name) is not None else hf.unknown_fields(Path(name))
 
 

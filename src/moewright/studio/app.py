@@ -29,6 +29,7 @@ from moewright.spec.record import Record, format_json
 from moewright.spec.workload import Dtype
 from moewright.studio.access import Access
 from moewright.studio.confinement import Confinement
+from moewright.studio.course import send_lesson, show_chapter, show_contents, show_glossary
 from moewright.studio.folder import LARGEST_TEXT_BYTES, LARGEST_TRACE_BYTES, StudioFolder
 from moewright.studio.guard import LocalGuard
 from moewright.studio.queries import read_query
@@ -42,6 +43,7 @@ from moewright.studio.runs import (
 from moewright.studio.tasks import Workers
 from moewright.studio.wire import build_or_refuse, encode_data, encode_failure, encode_record
 from moewright.view.card import render_card
+from moewright.view.course.glossary import load_glossary
 from moewright.view.page import read_asset, render_page, render_shell
 
 _PAGES = ("/", "/top", "/timetable", "/compare", "/budget", "/runs", "/share")
@@ -58,10 +60,16 @@ _T = TypeVar("_T")
 
 def build_app(confinement: Confinement, access: Access) -> Starlette:
     """Build the application that serves the folders of its confinement on these terms."""
+    # Read before the confinement closes: in a checkout the glossary lies among the documentation.
+    load_glossary()
     studio = _Studio(confinement)
     routes = [
         *(Route(path, studio.show_page) for path in _PAGES),
         Route("/assets/{name}", studio.send_asset),
+        Route("/learn", show_contents),
+        Route("/learn/glossary", show_glossary),
+        Route("/learn/{chapter}", show_chapter),
+        Route("/api/lesson/{chapter}", send_lesson),
         Route("/api/catalogue", studio.list_catalogue),
         Route("/api/plan", studio.send_plan),
         Route("/api/judgement", studio.send_judgement),

@@ -28,6 +28,7 @@ _PAGES = (
     ("budget", "Budget"),
     ("runs", "Runs"),
     ("share", "Share"),
+    ("learn", "Learn"),
 )
 _HEAD = Html.write("""<!doctype html>
 <html lang="en">
@@ -58,12 +59,6 @@ def _read_text(name: str) -> str:
 
 def render_shell() -> Html:
     """Return the studio's page, which asks its server for all that it shows."""
-    links = Html.concat(
-        Html.write(
-            '<a href="/{}" data-page="{}">{}</a>', "" if page == "plan" else page, page, title
-        )
-        for page, title in _PAGES
-    )
     scripts = Html.concat(
         Html.write('<script src="/assets/{}" defer></script>\n', name)
         for name in (*_SCRIPTS, *_studio_scripts())
@@ -76,8 +71,7 @@ def render_shell() -> Html:
 {}</head>
 <body>
 <a class="skip" href="#content">To the answer</a>
-<header class="top"><a class="brand" href="/" data-page="plan">moewright</a>
-<nav aria-label="pages">{}</nav></header>
+{}
 <div class="frame">
 <details id="controls" class="panel" open><summary>Job and layout</summary>
 <div id="form"></div></details>
@@ -89,7 +83,45 @@ def render_shell() -> Html:
         _HEAD,
         Html.embed(build_palette()),
         scripts,
+        _render_header(),
+    )
+
+
+def _render_header(page: str = "") -> Html:
+    """Return the studio's header; `page` is the one that it stands on, "" where a script tells."""
+    links = Html.concat(
+        Html.write(
+            '<a href="/{}" data-page="{}"{}>{}</a>',
+            *("" if name == "plan" else name, name),
+            Html.write(' aria-current="page"') if name == page else Html.write(""),
+            title,
+        )
+        for name, title in _PAGES
+    )
+    return Html.write(
+        '<header class="top"><a class="brand" href="/" data-page="plan">moewright</a>\n'
+        '<nav aria-label="pages">{}</nav></header>',
         links,
+    )
+
+
+def render_course_page(title: str, body: Html) -> Html:
+    """Return a page of the course, which its server has written."""
+    return Html.write(
+        """{}<title>{} · moewright</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="/assets/style.css">
+<link rel="stylesheet" href="/assets/course.css">
+<script src="/assets/course.js" defer></script>
+</head>
+<body>
+<a class="skip" href="#content">To the text</a>
+{}
+<main id="content" class="course" tabindex="-1">{}</main>
+</body>
+</html>
+""",
+        *(_HEAD, title, _render_header("learn"), body),
     )
 
 

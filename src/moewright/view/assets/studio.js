@@ -299,7 +299,7 @@ studio.show = () => {
 
 studio.start = async () => {
   mw.palette = JSON.parse(document.getElementById("palette").textContent);
-  for (const link of document.querySelectorAll("header.top a")) {
+  for (const link of document.querySelectorAll("header.top a:not([data-page='learn'])")) {
     link.addEventListener("click", event => { event.preventDefault(); studio.go({}, link.dataset.page); });
   }
   studio.catalogue = await studio.get("/api/catalogue", "");

@@ -1,0 +1,142 @@
+"""Drawings: SVG that a page's styles colour, in a width for screens and one for phones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moewright.spec.quoting import Html
+
+WIDE = 680
+NARROW = 340
+_CHARACTER = 6.6  # units of a letter of 12.5, about
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoursePicture:
+    """A picture in two widths, and the same as a table for those who do not see it.
+
+    `says` is what the picture shows, in a sentence.
+    """
+
+    says: str
+    wide: Html
+    narrow: Html
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Drawing:
+    """An SVG under way: shapes are put on it one after the other."""
+
+    def __init__(self, width: float) -> None:
+        self.width = width
+        self._shapes: list[Html] = []
+        self._height = 0.0
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it is drawn for a phone."""
+        return self.width < WIDE
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        size: tuple[float, float],
+        colour: str,
+        *,
+        hint: str = "",
+        kind: str = "",
+    ) -> None:
+        """Put a rectangle; `colour` is one of the palette or "" for the class alone."""
+        width, height = size
+        fill = Html.write(' fill="{}"', colour) if colour else Html.write("")
+        title = Html.write("<title>{}</title>", hint) if hint else Html.write("")
+        self._add(
+            Html.write(
+                '<rect class="box {}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"'
+                ' rx="2"{}>{}</rect>',
+                *(kind, x, y, max(width, 0.0), height, fill, title),
+            ),
+            y + height,
+        )
+
+    def text(self, x: float, y: float, text: str, kind: str = "", *, anchor: str = "start") -> None:
+        """Put a line of text whose baseline is at y."""
+        self._add(
+            Html.write(
+                '<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>',
+                *(kind, x, y, anchor, text),
+            ),
+            y + 5,
+        )
+
+    def line(self, start: tuple[float, float], end: tuple[float, float], kind: str = "") -> None:
+        """Put a straight line."""
+        self._add(
+            Html.write(
+                '<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>',
+                *(kind, *start, *end),
+            ),
+            max(start[1], end[1]),
+        )
+
+    def path(self, points: Sequence[tuple[float, float]], kind: str, colour: str = "") -> None:
+        """Put a broken line through points."""
+        steps = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        stroke = Html.write(' stroke="{}"', colour) if colour else Html.write("")
+        self._add(
+            Html.write('<polyline class="{}" points="{}"{}/>', kind, steps, stroke),
+            max(y for _, y in points),
+        )
+
+    def keys(self, y: float, names: Sequence[tuple[str, str]]) -> float:
+        """Put a key of colours, (colour, name) each, in as many lines as it takes; its end."""
+        x = 0.0
+        for colour, name in names:
+            room = 22 + _CHARACTER * len(name)
+            if x and x + room > self.width:
+                x = 0.0
+                y += 19
+            self.box(x, y, (11, 11), colour)
+            self.text(x + 16, y + 10, name, "quiet")
+            x += room + 8
+        return y + 19
+
+    def finish(self, label: str) -> Html:
+        """Return the drawing; `label` says what it shows to those who do not see it."""
+        return Html.write(
+            '<svg class="drawing {}" viewBox="0 0 {:.0f} {:.0f}" role="img" aria-label="{}">'
+            "{}</svg>",
+            "narrow" if self.is_narrow else "wide",
+            self.width,
+            self._height + 3,
+            label,
+            Html.concat(self._shapes),
+        )
+
+    def _add(self, shape: Html, bottom: float) -> None:
+        self._shapes.append(shape)
+        self._height = max(self._height, bottom)
+
+
+def picture(
+    says: str,
+    draw: Callable[[Drawing], None],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+) -> CoursePicture:
+    """Return a picture that a function draws in both widths, with its table."""
+    drawn = []
+    for width in (WIDE, NARROW):
+        drawing = Drawing(width)
+        draw(drawing)
+        drawn.append(drawing.finish(says))
+    return CoursePicture(
+        says=says,
+        wide=drawn[0],
+        narrow=drawn[1],
+        columns=tuple(columns),
+        rows=tuple(map(tuple, rows)),
+    )

@@ -1,0 +1,34 @@
+"""The pictures of chapters by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
+from moewright.view.course import memory_pictures
+from moewright.view.course.drawing import CoursePicture
+from moewright.view.course.lesson import Lesson
+
+PICTURES: Mapping[str, Callable[[Lesson], CoursePicture]] = MappingProxyType(
+    {
+        "device": memory_pictures.draw_device,
+        "kept": memory_pictures.draw_kept,
+        "recompute": memory_pictures.draw_recompute,
+    }
+)
+
+
+def draw_picture(lesson: Lesson, name: str) -> CoursePicture:
+    """Return a picture of a lesson.
+
+    Raises:
+        BadInput: there is none of the name, or the job is not legal.
+    """
+    draw = PICTURES.get(name)
+    if draw is None:
+        near = closest_match(name, PICTURES) or ""
+        field = f"chapter {lesson.chapter.name}"
+        raise BadInput(Reason(field=field, value=name, rule="no such picture", nearest=near))
+    return draw(lesson)

@@ -1,0 +1,92 @@
+"""Chapters in the studio: they move with their controls, answer questions, and leave nobody out."""
+
+import pytest
+
+from machine_speed import assert_within
+from moewright.view.course.chapter import list_chapters, load_chapter
+from moewright.view.course.figures import compute_figure
+from moewright.view.course.inline import read_figure
+from moewright.view.course.lesson import open_lesson
+
+pytestmark = [pytest.mark.browser, pytest.mark.waits]
+
+
+def turn(page, key, label):
+    """Choose a step of a control, and wait for the page in its new state."""
+    before = page.evaluate("course.shown")
+    page.locator(f".knobs input[name='{key}'][value='{label}']").check(force=True)
+    page.wait_for_function("before => course.shown > before && !course.isAsking", arg=before)
+
+
+def test_numbers_in_sentences_follow_the_controls(studio, open_page, find_barriers):
+    page = open_page(f"{studio}learn/memory")
+    figure = page.locator("p .figure[title='memory.activations']").first
+    page.wait_for_selector("html[data-ready]")
+    before = figure.inner_text()
+    assert find_barriers(page) == []
+    turn(page, "seq_len", "8,192")
+    lesson = open_lesson(load_chapter("memory"), {"seq_len": "8,192"})
+    kept = str(compute_figure(lesson, read_figure("memory.activations")))
+    assert figure.inner_text() == kept != before
+    assert "seq_len=8%2C192" in page.url
+    assert "seq_len=8192" in page.locator(".sandbox a").get_attribute("href")
+    page.reload()
+    assert page.locator("p .figure[title='memory.activations']").first.inner_text() == kept
+
+
+def test_a_question_is_about_the_state_that_is_shown(studio, open_page):
+    page = open_page(f"{studio}learn/memory")
+    page.wait_for_selector("html[data-ready]")
+    question = page.locator("form.question", has_text="Does the job fit")
+    question.get_by_label("it does not fit").check()
+    question.get_by_role("button", name="Check").click()
+    assert question.locator(".said").inner_text().startswith("Not that")
+    turn(page, "layers", "48")
+    assert question.locator(".said").inner_text().startswith("The page has moved")
+    question.get_by_role("button", name="Check").click()
+    assert question.locator(".said").inner_text() == "Right."
+    assert "is" in question.locator(".because").inner_text()
+
+
+@pytest.mark.parametrize("name", list_chapters())
+def test_a_chapter_is_read_on_a_phone_in_the_dark(studio, open_page, find_barriers, name):
+    page = open_page(f"{studio}learn/{name}", width=390, scheme="dark")
+    page.wait_for_selector("html[data-ready]")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert find_barriers(page) == []
+    assert page.locator("svg.drawing.narrow").first.is_visible()
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", list_chapters())
+def test_a_chapter_is_there_in_a_second_and_moves_in_a_tenth(studio, open_page, name):
+    page = open_page(f"{studio}learn/{name}")
+    page.wait_for_selector("html[data-ready]")
+    key = load_chapter(name).controls[0].key
+
+    def measure():
+        return page.evaluate(
+            """async key => { const waits = [], inputs = [...document.getElementsByName(key)];
+            for (let round = 0; round < 3; round += 1) for (const input of inputs) {
+                const before = course.shown, start = performance.now();
+                input.click();
+                if (input.checked) while (course.shown === before || course.isAsking)
+                    await new Promise(done => setTimeout(done, 2));
+                if (round) waits.push(performance.now() - start);
+            } return waits.sort((a, b) => a - b)[Math.floor(0.9 * waits.length) - 1]; }""",
+            key,
+        )
+
+    assert_within(100, measure)
+    page.reload()
+    assert_within(
+        1000,
+        lambda: page.evaluate("performance.getEntriesByType('navigation')[0].domComplete"),
+    )
+
+
+def test_what_is_not_in_the_course_is_said(studio, open_page):
+    page = open_page(f"{studio}learn/glossary")
+    assert page.locator("#term-activations, #term-saved-tensors").count() == 1
+    page.goto(f"{studio}learn")
+    assert page.locator("ol.contents li").count() == len(list_chapters())

@@ -1,0 +1,191 @@
+"""Chapters of the course: their numbers are the planner's, and a slip of the pen is refused."""
+
+import itertools
+import random
+import re
+from urllib.parse import parse_qs
+
+import pytest
+
+from moewright.api.requests import read_plan_request
+from moewright.codec import parse_layout
+from moewright.search.search import build_plan
+from moewright.spec.errors import BadInput
+from moewright.spec.options import WorkloadOptions
+from moewright.spec.workload import Dtype
+from moewright.view.course.chapter import (
+    PictureBlock,
+    QuestionBlock,
+    RunBlock,
+    SandboxBlock,
+    list_chapters,
+    load_chapter,
+    read_chapter,
+)
+from moewright.view.course.course_site import list_site_pages, replace_mathematics
+from moewright.view.course.figures import compute_figure
+from moewright.view.course.inline import read_figure
+from moewright.view.course.lesson import open_lesson
+from moewright.view.course.lesson_html import LessonWriter, Place
+from moewright.view.course.mathematics import write_mathematics
+
+CHAPTERS = list_chapters()
+HEAD = """+++
+title = "t"
+question = "q"
+audience = "a"
+[settings]
+model = "Qwen/Qwen3-30B-A3B"
+device = "H100"
+devices = 8
+seq_len = 4096
+global_batch = 64
+ep = 8
++++
+"""
+
+
+def list_states(chapter):
+    """Return all states of a chapter: a step of every control."""
+    keys = [control.key for control in chapter.controls]
+    steps = [[step.label for step in control.steps] for control in chapter.controls]
+    return [dict(zip(keys, labels, strict=True)) for labels in itertools.product(*steps)]
+
+
+def write_state(chapter, state):
+    """Return the text of a chapter in a state; None where the job is not legal."""
+    lesson = open_lesson(chapter, state)
+    try:
+        assert lesson.plan
+    except BadInput:  # not a legal job; what the text asks for may not be refused
+        return None
+    text = "".join(LessonWriter(lesson=lesson, place=Place.STUDIO).write_blocks())
+    assert not re.search(r"\bnan\b|\binf\b", text)
+    return text
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_a_chapter_is_written_in_states_drawn_at_random(name):
+    chapter = load_chapter(name)
+    assert write_state(chapter, {}) is not None
+    states = list_states(chapter)
+    for state in random.sample(states, min(4, len(states))):
+        write_state(chapter, state)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_a_chapter_is_written_in_every_state(name):
+    chapter = load_chapter(name)
+    texts = [write_state(chapter, state) for state in list_states(chapter)]
+    assert sum(text is not None for text in texts) > len(texts) / 2
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_a_chapter_has_a_picture_three_questions_a_sandbox_and_a_run(name):
+    blocks = load_chapter(name).blocks
+    questions = [block for block in blocks if isinstance(block, QuestionBlock)]
+    assert sum(not block.is_exercise for block in questions) == 3
+    for kind in (PictureBlock, SandboxBlock, RunBlock):
+        assert any(isinstance(block, kind) for block in blocks), kind
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_the_sandbox_opens_the_job_whose_numbers_the_chapter_has(name):
+    lesson = open_lesson(load_chapter(name), {})
+    query = {key: values[0] for key, values in parse_qs(lesson.address).items()}
+    options = WorkloadOptions(
+        seq_len=int(query["seq_len"]),
+        global_batch=int(query["global_batch"]),
+        precision=Dtype(query["precision"]),
+    )
+    request = read_plan_request(query["model"], query["on"], options)
+    layout = parse_layout(query["layout"], world_size=request.hardware.count)
+    own = build_plan(request.model, request.workload, request.hardware, layout)
+    assert own.estimate == lesson.plan.estimate
+
+
+def figure_text(expression, **settings):
+    lesson = open_lesson(read_chapter("t", HEAD), {}).change(settings)
+    return str(compute_figure(lesson, read_figure(expression)))
+
+
+def test_figures_are_those_of_the_estimate():
+    lesson = open_lesson(read_chapter("t", HEAD), {})
+    estimate = lesson.plan.estimate
+    assert figure_text("step * 1000 : number") == f"{1000 * estimate.step_s:,.0f}"
+    assert figure_text("mfu") == f"{estimate.mfu:.0%}"
+    more = lesson.change({"mbs": "2"}).plan.estimate
+    saved = compute_figure(lesson, read_figure('at("mbs=2", peak) - peak')).number
+    assert saved == more.peak_bytes - estimate.peak_bytes
+    parts = ("weights", "gradients", "master", "moments")
+    total = compute_figure(lesson, read_figure("memory.states")).number
+    assert total == sum(
+        compute_figure(lesson, read_figure(f"memory.{part}")).number for part in parts
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("It takes 80 GiB.", "80 is written, not computed"),
+        ("A share of 12 % is lost.", "12 % is written"),
+        ("It is {{peek}}.", "peak"),
+        ("It is {{memory.states_of}}.", "no such figure"),
+        ("It is {{peak : miles}}.", "a unit is one of"),
+        ("It is {{__import__('os')}}.", "no arithmetic"),
+        ('It is {{at("tq=2", peak)}}.', "tq"),
+        ('It is {{at("ep=7", peak)}}.', "ep"),
+        ("It is {{peak / layout.pp * 0 + peak / (1 - 1)}}.", "divides by zero"),
+        ("It is {{peak.", "{{ opens or closes nothing"),
+        ("The [[experrt]] waits.", "has no such word"),
+        ("Look at $\\frob x$.", "\\frob is not known"),
+        ("Look at $\\frac{a}{b$.", "no } closes"),
+        ("::: pictur device\n:::", "there is no directive pictur"),
+        ("::: picture devise\n:::", "device"),
+        ("::: picture device\nnever ends", "no ::: ends this block"),
+        ("::: controls ep\n:::", "ep"),
+        ("::: question\nHow much?\nhint: Look.\n:::", "a question has hint:"),
+        ("> quoted", "is neither a paragraph"),
+        ("**half bold", "** opens or closes nothing"),
+    ],
+)
+def test_a_slip_of_the_pen_is_refused_in_one_line(text, word):
+    with pytest.raises(BadInput) as refusal:
+        LessonWriter(
+            lesson=open_lesson(read_chapter("t", HEAD + text), {}), place=Place.SITE
+        ).write_blocks()
+    assert word in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_names_with_digits_and_cited_figures_are_no_numbers_of_ours():
+    text = (
+        "1F1B and ZeRO-1 in bf16 on an H100; [1,461 tokens a second](https://a.example) measured."
+    )
+    assert read_chapter("t", HEAD + text).blocks
+
+
+def test_a_chapter_that_does_not_exist_names_the_nearest():
+    with pytest.raises(BadInput, match="memory"):
+        load_chapter("memori")
+    with pytest.raises(BadInput, match="takes"):
+        open_lesson(load_chapter("memory"), {"layers": "13"})
+
+
+def test_every_page_of_the_site_is_written():
+    pages = dict(list_site_pages())
+    assert set(pages) == {"learn/index.md", *(f"learn/{name}.md" for name in CHAPTERS)}
+    for text in pages.values():
+        assert "{{" not in text
+        assert ":::" not in text
+
+
+def test_formulas_are_written_as_mathml_and_code_stays():
+    fraction = "<mfrac><mi>a</mi><mrow><mi>b</mi><mo>+</mo><mn>1</mn></mrow></mfrac>"
+    assert fraction in write_mathematics("\\frac{a}{b+1}")
+    assert "<munderover><mo>∑</mo>" in write_mathematics("\\sum_{i}^{n} x_i")
+    assert replace_mathematics("`$x$` costs $5 and $6") == "`$x$` costs $5 and $6"
+    assert replace_mathematics("so $x^2$ is") == (
+        "so <math><mrow><msup><mi>x</mi><mn>2</mn></msup></mrow></math> is"
+    )
