@@ -26,7 +26,7 @@ from moewright.view.course.course_site import list_site_pages, replace_mathemati
 from moewright.view.course.figures import compute_figure
 from moewright.view.course.inline import read_figure
 from moewright.view.course.lesson import open_lesson
-from moewright.view.course.lesson_html import LessonWriter, Place
+from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
 from moewright.view.course.mathematics import write_mathematics
 
 CHAPTERS = list_chapters()
@@ -59,7 +59,7 @@ def write_state(chapter, state):
         assert lesson.plan
     except BadInput:  # not a legal job; what the text asks for may not be refused
         return None
-    text = "".join(LessonWriter(lesson=lesson, place=Place.STUDIO).write_blocks())
+    text = "".join(LessonWriter(lesson=lesson, place=ReadingPlace.STUDIO).write_blocks())
     assert not re.search(r"\bnan\b|\binf\b", text)
     return text
 
@@ -153,7 +153,7 @@ def test_figures_are_those_of_the_estimate():
 def test_a_slip_of_the_pen_is_refused_in_one_line(text, word):
     with pytest.raises(BadInput) as refusal:
         LessonWriter(
-            lesson=open_lesson(read_chapter("t", HEAD + text), {}), place=Place.SITE
+            lesson=open_lesson(read_chapter("t", HEAD + text), {}), place=ReadingPlace.SITE
         ).write_blocks()
     assert word in str(refusal.value)
     assert "\n" not in str(refusal.value)

@@ -100,6 +100,11 @@ def _read_rows() -> tuple[_Row, ...]:
     return tuple(rows)
 
 
+def find_published_run(run_id: str) -> PublishedRun | None:
+    """Return the published run of an id; None where there is none."""
+    return next((row.run for row in _read_rows() if row.run.id == run_id), None)
+
+
 def find_nearest_runs(plan: Plan, count: int = _SHOWN) -> tuple[PublishedRun, ...]:
     """Return the published runs that are most like a plan, the nearest first.
 

@@ -54,4 +54,4 @@ def _render_article(request: Request) -> Response:
         chapter = load_chapter(request.path_params["chapter"])
         return HTMLResponse(write_article(open_lesson(chapter, dict(request.query_params))))
     except BadInput as error:
-        return HTMLResponse(write_refusal(error.reasons), status_code=422)
+        return HTMLResponse(write_refusal(error.reasons))

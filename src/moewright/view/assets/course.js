@@ -70,10 +70,11 @@ course.move = async () => {
     try {
       const answer = await fetch(`/api/lesson/${article.dataset.chapter}?${params}`);
       const next = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("article");
-      if (answer.ok) { course.change(next); history.replaceState(null, "", params.size ? `?${params}` : location.pathname); }
-      article.classList.toggle("behind", !answer.ok);
-      refused.hidden = answer.ok;
-      refused.textContent = answer.ok ? "" : `${next.querySelector("p").textContent}. The pictures show the job before.`;
+      const isRefused = next.classList.contains("refusal");
+      if (!isRefused) { course.change(next); history.replaceState(null, "", params.size ? `?${params}` : location.pathname); }
+      article.classList.toggle("behind", isRefused);
+      refused.hidden = !isRefused;
+      refused.textContent = !isRefused ? "" : `${next.querySelector("p").textContent}. The pictures show the job before.`;
     } catch (error) { refused.hidden = false; refused.textContent = `The studio does not answer: ${error.message}`; }
     course.shown = asked;
     document.documentElement.dataset.moved = String(asked);

@@ -10,7 +10,7 @@ from moewright.spec.quoting import Html
 from moewright.view.course.chapter import Chapter, list_chapters, load_chapter
 from moewright.view.course.glossary import load_glossary
 from moewright.view.course.lesson import Lesson
-from moewright.view.course.lesson_html import LessonWriter, Place
+from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
 
 
 def write_article(lesson: Lesson) -> Html:
@@ -18,7 +18,7 @@ def write_article(lesson: Lesson) -> Html:
     chapter = lesson.chapter
     names = list_chapters()
     number = names.index(chapter.name) + 1
-    writer = LessonWriter(lesson=lesson, place=Place.STUDIO)
+    writer = LessonWriter(lesson=lesson, place=ReadingPlace.STUDIO)
     return Html.write(
         '<article data-chapter="{}"><p class="quiet">Chapter {} of {}</p><h1>{}</h1>'
         '<p class="leading">{}</p><p class="note">{}</p>'
@@ -42,8 +42,8 @@ def _write_neighbours(number: int) -> Html:
     )
 
 
-def _link_chapter(chapter: Chapter, way: str) -> Html:
-    return Html.write('<a href="/learn/{}">{}{}</a>', chapter.name, way, chapter.title)
+def _link_chapter(chapter: Chapter, direction: str) -> Html:
+    return Html.write('<a href="/learn/{}">{}{}</a>', chapter.name, direction, chapter.title)
 
 
 def write_contents() -> Html:

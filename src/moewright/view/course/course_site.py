@@ -9,7 +9,7 @@ from moewright.spec.quoting import Html
 from moewright.view.course.chapter import HeadingBlock, list_chapters, load_chapter
 from moewright.view.course.glossary import anchor_of_row
 from moewright.view.course.lesson import open_lesson
-from moewright.view.course.lesson_html import LessonWriter, Place
+from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
 from moewright.view.course.mathematics import write_mathematics
 
 _FENCED = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
@@ -31,7 +31,7 @@ def list_site_pages() -> Iterator[tuple[str, str]]:
 def write_site_chapter(name: str) -> str:
     """Return a chapter as it is drawn for its own job."""
     chapter = load_chapter(name)
-    writer = LessonWriter(lesson=open_lesson(chapter, {}), place=Place.SITE)
+    writer = LessonWriter(lesson=open_lesson(chapter, {}), place=ReadingPlace.SITE)
     parts = [
         f"# {chapter.title}",
         _one_block(Html.write('<p class="leading">{}</p>', chapter.question)),
@@ -79,10 +79,10 @@ def replace_mathematics(markdown: str) -> str:
 
 def _replace_formulas(text: str) -> str:
     text = _BLOCK_FORMULA.sub(
-        lambda found: f'<div class="formula">{write_mathematics(found[1], is_block=True)}</div>',
+        lambda match: f'<div class="formula">{write_mathematics(match[1], is_block=True)}</div>',
         text,
     )
-    return _FORMULA.sub(lambda found: str(write_mathematics(found[1])), text)
+    return _FORMULA.sub(lambda match: str(write_mathematics(match[1])), text)
 
 
 def add_anchors(glossary: str) -> str:

@@ -16,10 +16,13 @@ from moewright.spec.names import closest_match
 from moewright.view.course.inline import ComputedFigure
 from moewright.view.course.job_figures import JOB_FIGURES
 from moewright.view.course.lesson import Lesson
+from moewright.view.course.pipeline_counts import PIPELINE_FIGURES
 from moewright.view.course.quantity import Quantity, Unit
 
 # name or name.part -> the quantity; the part is "" where there is none.
-NAMES: Mapping[str, Callable[[Lesson, str], Quantity]] = MappingProxyType({**JOB_FIGURES})
+NAMES: Mapping[str, Callable[[Lesson, str], Quantity]] = MappingProxyType(
+    {**JOB_FIGURES, **PIPELINE_FIGURES}
+)
 _FUNCTIONS: Mapping[str, Callable[..., float]] = MappingProxyType(
     {"ceil": math.ceil, "floor": math.floor, "min": min, "max": max, "sqrt": math.sqrt}
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NoReturn
 
+from moewright.diagnosis.published import find_published_run
 from moewright.rules.grid import GROUPS, group_size
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput, Reason
@@ -67,19 +68,33 @@ def _hidden(lesson: Lesson, part: str) -> Quantity:
     return Quantity(number=seconds, unit=Unit.SECONDS)
 
 
+def whole_group(group: str) -> str:
+    """Return the group that a ledger's group is a part of, or itself."""
+    parts = {"cp_a2a": "cp", "cp_kv": "cp", "ep_near": "ep", "ep_far": "ep"}
+    return parts.get(group, group)
+
+
 def _sent(lesson: Lesson, part: str) -> Quantity:
     """Return what a rank of the fullest stage hands to the collectives of a group in a step."""
     if part not in GROUPS:
         _refuse("sent", part)
-    rows = peak_ledger(lesson).comm
-    return Quantity(number=sum(row.bytes for row in rows if row.group == part), unit=Unit.BYTES)
+    rows = (row for row in peak_ledger(lesson).comm if whole_group(row.group) == part)
+    return Quantity(number=sum(row.bytes for row in rows), unit=Unit.BYTES)
 
 
 def _calls(lesson: Lesson, part: str) -> Quantity:
     if part not in GROUPS:
         _refuse("calls", part)
-    rows = peak_ledger(lesson).comm
-    return Quantity(number=sum(row.calls for row in rows if row.group == part), unit=Unit.COUNT)
+    rows = (row for row in peak_ledger(lesson).comm if whole_group(row.group) == part)
+    return Quantity(number=sum(row.calls for row in rows), unit=Unit.COUNT)
+
+
+def _published(lesson: Lesson, part: str) -> Quantity:
+    """Return the tokens a second on a device of a published run; its id has _ for -."""
+    run = find_published_run(part.replace("_", "-"))
+    if run is None:
+        _refuse("measured", part)
+    return Quantity(number=run.measured, unit=Unit.COUNT)
 
 
 def _group(lesson: Lesson, part: str) -> Quantity:
@@ -174,6 +189,7 @@ def _refuse(name: str, part: str) -> NoReturn:
 
 JOB_FIGURES: Mapping[str, Callable[[Lesson, str], Quantity]] = MappingProxyType(
     {
+        "measured": _published,
         "memory": _memory,
         "kept": _kept,
         "time": _time,

@@ -41,7 +41,7 @@ from moewright.view.course.pictures import draw_picture
 _STUDIO = "http://127.0.0.1:8765"
 
 
-class Place(StrEnum):
+class ReadingPlace(StrEnum):
     """Where a lesson is read."""
 
     STUDIO = "studio"  # its controls move
@@ -53,7 +53,7 @@ class LessonWriter:
     """Writes the blocks of one lesson for one place."""
 
     lesson: Lesson
-    place: Place
+    place: ReadingPlace
 
     def write_blocks(self) -> list[Html]:
         """Return every block, in order; controls have none in a place where they do not move."""
@@ -120,7 +120,7 @@ class LessonWriter:
 
     def _write_term(self, span: TermLink) -> Html:
         entry = find_term(span.term)
-        page = "/learn/glossary" if self.place is Place.STUDIO else "../../glossary/"
+        page = "/learn/glossary" if self.place is ReadingPlace.STUDIO else "../../glossary/"
         return Html.write(
             '<a class="term" href="{}" title="{}">{}</a>',
             *(f"{page}#{entry.anchor}", entry.meaning, span.shown),
@@ -144,7 +144,7 @@ class LessonWriter:
 
     def _write_controls(self, block: ControlsBlock) -> Html:
         controls = [self.lesson.chapter.control(key) for key in block.keys]
-        if self.place is Place.SITE:
+        if self.place is ReadingPlace.SITE:
             now = Html.concat(
                 (
                     Html.write(
@@ -207,7 +207,7 @@ class LessonWriter:
         )
         answer, unit, value = self._answer(block)
         reason = self.write_spans(block.reason)
-        if self.place is Place.SITE:
+        if self.place is ReadingPlace.SITE:
             return Html.write(
                 '<div class="question panel"><h4>{}</h4><p>{}</p>{}'
                 "<details><summary>Answer</summary><p><b>{}.</b> {}</p></details></div>",
@@ -238,7 +238,7 @@ class LessonWriter:
         return text, unit, number.removesuffix(scale)
 
     def _write_sandbox(self, block: SandboxBlock) -> Html:
-        root = _STUDIO if self.place is Place.SITE else ""
+        root = _STUDIO if self.place is ReadingPlace.SITE else ""
         return Html.write(
             '<p class="sandbox"><a class="button" data-live="link" href="{}">{}</a></p>',
             f"{root}/{block.page}?{self.lesson.address}",

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
-from moewright.view.course import memory_pictures
+from moewright.view.course import grid_pictures, memory_pictures, pipeline_pictures
 from moewright.view.course.drawing import CoursePicture
 from moewright.view.course.lesson import Lesson
 
@@ -16,6 +16,12 @@ PICTURES: Mapping[str, Callable[[Lesson], CoursePicture]] = MappingProxyType(
         "device": memory_pictures.draw_device,
         "kept": memory_pictures.draw_kept,
         "recompute": memory_pictures.draw_recompute,
+        "dense_shards": grid_pictures.draw_dense_shards,
+        "dense_groups": grid_pictures.draw_dense_groups,
+        "expert_shards": grid_pictures.draw_expert_shards,
+        "all_groups": grid_pictures.draw_all_groups,
+        "timetable": pipeline_pictures.draw_timetable,
+        "schedules": pipeline_pictures.draw_schedules,
     }
 )
 
