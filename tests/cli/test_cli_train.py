@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import sample_run
+from moewright.api.reporting import RunReport
 from moewright.cli.main import main
 from moewright.codec import (
     fingerprint,
@@ -23,6 +24,7 @@ from moewright.codec import (
     write_json,
     write_toml,
 )
+from moewright.engine.run.launch import LaunchHooks
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.search import search
 from moewright.spec.errors import BadInput, Reason
@@ -46,6 +48,7 @@ class Stage:
         self.reports: list[Path] = []
         self.measured: list[int] = []
         self.falls_back = False
+        self.prints_steps = False
         self.code = 0
 
     def search(
@@ -72,8 +75,11 @@ class Stage:
         )
         return SimpleNamespace(plans=(plan,), rejected=(), why=())
 
-    def run(self, plan: Plan, run_dir: Path, *, extend: bool, falls_back: bool) -> int:
+    def run(
+        self, plan: Plan, run_dir: Path, *, extend: bool, falls_back: bool, hooks: LaunchHooks
+    ) -> int:
         self.falls_back = falls_back
+        self.prints_steps = hooks.display.prints_steps
         self.runs.append((plan, run_dir, extend))
         write_json(run_dir / "plan.json", plan)
         return self.code
@@ -106,9 +112,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr("moewright.engine.run.train.train", stage.run)
     monkeypatch.setattr("moewright.engine.data.preflight.check_data", stage.check_data)
     monkeypatch.setattr("moewright.bench.machine.measure_machine", stage.measure)
-    monkeypatch.setattr(
-        "moewright.api.reporting.build_report", lambda run: SimpleNamespace(comparisons=())
-    )
+    report = RunReport(run=sample_run.record(steps=40), findings=(), comparisons=())
+    monkeypatch.setattr("moewright.api.reporting.build_report", lambda run: report)
     monkeypatch.setattr("moewright.api.reporting.write_page", stage.report)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -140,6 +145,22 @@ def test_the_first_start_plans_and_reports(stage: Stage, start: Start, tmp_path:
     assert read_json(Plan, run_dir / "plan.json") == plan
     assert stage.reports == [run_dir / "report.html"]
     assert stage.measured == []
+
+
+def test_a_run_ends_in_six_lines_and_is_quiet_where_asked(
+    stage: Stage, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start() == 0
+    assert stage.prints_steps
+    names = ["learned", "speed", "wall", "health", "kept", "next"]
+    lines = capsys.readouterr().out.splitlines()[-6:]
+    assert [line.split()[0] for line in lines] == names
+    assert "loss " in lines[0]
+    assert "predicted" in lines[1] or "a step" in lines[1]
+    assert "report.html" in lines[4]
+    assert f"moewright diagnose {tmp_path / 'run'}" in lines[5]
+    assert start("--quiet", "--extend") == 0
+    assert not stage.prints_steps
 
 
 def test_the_second_start_takes_up_the_plan(stage: Stage, start: Start) -> None:

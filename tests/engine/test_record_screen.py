@@ -32,7 +32,7 @@ class Leaving(io.StringIO):
 )
 def test_a_screen_nobody_reads_does_not_end_a_run(error: OSError) -> None:
     stream = Leaving(error)
-    screen = ConsoleWriter(first_step=1, last_step=8, stream=cast(TextIO, stream))
+    screen = ConsoleWriter(last_step=8, stream=cast(TextIO, stream))
     for step in sample_run.record(steps=8).steps:
         screen.write_step(step)
     screen.close()
@@ -43,7 +43,7 @@ def test_a_screen_nobody_reads_does_not_end_a_run(error: OSError) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300, -3.2e12])
 def test_a_number_of_any_size_takes_a_few_letters(value: float) -> None:
     stream = io.StringIO()
-    screen = ConsoleWriter(first_step=1, last_step=8, stream=stream)
+    screen = ConsoleWriter(last_step=8, stream=stream)
     step = sample_run.record(steps=1).steps[0]
     clamped = clamp_to_finite(value)
     screen.write_step(replace(step, loss=clamped, grad_norm=clamped))

@@ -12,6 +12,7 @@ from moewright.api.tuning import read_tuning_request, run_trial
 from moewright.cli.main import main
 from moewright.codec import read_json
 from moewright.engine.model.transformer import Transformer
+from moewright.engine.observe.display import STEP_LINES
 from moewright.intake.hf import build_config
 from moewright.spec.plan import Plan
 from moewright.tuning.contract import Contract, Label
@@ -112,6 +113,7 @@ def test_a_rank_without_memory_is_distinguished_from_one_that_breaks(
     monkeypatch.setattr(Transformer, "forward", fail)
     outcome = run_trial(
         tmp_path,
+        STEP_LINES,
         TrialRequest(point=request.space.start, length=TrialLength.SCREEN, repeat=1, plan=plan),
     )
     assert outcome.failure == failure

@@ -15,6 +15,7 @@ from moewright.api.finetuning_job import JOB_FILE, FineTuningRequest, check_requ
 from moewright.api.machines import Tell
 from moewright.api.training import TrainingRequest, is_first_rank, prepare_training, run_training
 from moewright.codec import STEPS_FILE, write_text
+from moewright.engine.observe.display import STEP_LINES, RunDisplay
 from moewright.intake import hf
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
@@ -41,8 +42,8 @@ class Sample:
     expected: str
 
 
-def finetune(request: FineTuningRequest, tell: Tell) -> int:
-    """Fine-tune, and return the exit code of the training.
+def finetune(request: FineTuningRequest, tell: Tell, display: RunDisplay = STEP_LINES) -> int:
+    """Fine-tune, and return the exit code of the training, which `display` shows.
 
     Everything is under `request.out`: data, the job, its run, and the trained Hugging Face folder.
     The same call goes on where an interrupted one stopped.
@@ -79,7 +80,7 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
     plan = prepare_training(training, tell)
     sample = _read_sample(report, base)
     before = _answer(plan.model, base, sample) if is_first_rank() else None
-    code = run_training(plan, training)
+    code = run_training(plan, training, display)
     if code or not is_first_rank():
         return code
     _tell_losses(request.out, tell)

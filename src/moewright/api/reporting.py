@@ -11,7 +11,8 @@ from moewright.codec.run_files import COMPARISON_FILE
 from moewright.diagnosis.compare_ledgers import LedgerComparison, compare_ranks
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
-from moewright.spec.finding import Finding
+from moewright.report.run_outcome import describe_saved, list_outcome_lines
+from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.record import Record, Row, format_json
 from moewright.spec.run import RunRecord
 from moewright.view.page import render_page
@@ -59,12 +60,34 @@ def build_report(run: Path) -> RunReport:
     )
 
 
+def _build_waterfall(report: RunReport) -> Waterfall | None:
+    if not report.findings:
+        return None
+    run = report.run
+    return build_run_waterfall(run, find_critical_rank(run), run.plan)
+
+
+def describe_outcome(report: RunReport, folder: Path, written: Sequence[Path]) -> tuple[str, ...]:
+    """Return whether the run of a folder was good and what to do now, in six lines."""
+    from moewright.engine.checkpoint.commit import find_latest
+
+    run = report.run
+    return tuple(
+        list_outcome_lines(
+            run,
+            report.comparisons,
+            report.findings,
+            _build_waterfall(report),
+            saved=describe_saved(find_latest(folder / "checkpoints"), run, written),
+            next_steps=(f"moewright diagnose {folder}", "--extend trains as many steps again"),
+        )
+    )
+
+
 def view_run(report: RunReport) -> RunView:
     """Return what the page of a run shows, with fixes priced by the planner."""
     run = report.run
-    waterfall = None
-    if report.findings:
-        waterfall = build_run_waterfall(run, find_critical_rank(run), run.plan)
+    waterfall = _build_waterfall(report)
     context = FixContext(job=run.plan, trainer=Trainer.OURS)
     findings = price_findings(report.findings, context)
     return build_run_view(run, report.comparisons, findings, waterfall, name=report.name)

@@ -24,6 +24,7 @@ from moewright.codec import (
     parse_layout,
     read_json,
 )
+from moewright.engine.observe.display import STEP_LINES, RunDisplay
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
 from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.intake import catalogue
@@ -84,12 +85,15 @@ def prepare_training(request: TrainingRequest, tell: Tell) -> Plan:
     return _choose_plan(job, request, hardware, tell)
 
 
-def run_training(plan: Plan, request: TrainingRequest) -> int:
+def run_training(plan: Plan, request: TrainingRequest, display: RunDisplay = STEP_LINES) -> int:
     """Train a plan in the run folder of a request, and return the exit code of the run.
+
+    `display` shows it; under torchrun, where every rank is a program, lines alone do.
 
     Raises:
         BadInput: the plan cannot be run here; fields are named as keys of the job.
     """
+    from moewright.engine.run.launch import LaunchHooks
     from moewright.engine.run.supervise import Elasticity, supervise
     from moewright.engine.run.train import train
 
@@ -97,12 +101,22 @@ def run_training(plan: Plan, request: TrainingRequest) -> int:
     with translate_fields(to_job_keys(request.path)):
         if not request.supervises or torchrun is not None:
             falls_back = request.falls_back or request.supervises
-            return int(train(plan, request.run_dir, extend=request.extend, falls_back=falls_back))
+            hooks = LaunchHooks(display=STEP_LINES if torchrun is not None else display)
+            code = train(
+                plan, request.run_dir, extend=request.extend, falls_back=falls_back, hooks=hooks
+            )
+            return int(code)
         elasticity = None
         if request.min_ranks is not None:
             replan = partial(plan_for_ranks, plan)
             elasticity = Elasticity(replan=replan, min_ranks=request.min_ranks)
-        code = supervise(plan, request.run_dir, extend=request.extend, elasticity=elasticity)
+        code = supervise(
+            plan,
+            request.run_dir,
+            extend=request.extend,
+            elasticity=elasticity,
+            display=display,
+        )
         return int(code)
 
 

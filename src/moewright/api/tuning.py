@@ -36,6 +36,7 @@ from moewright.codec import (
     write_text,
     write_toml,
 )
+from moewright.engine.observe.display import STEP_LINES, RunDisplay
 from moewright.engine.run.env import read_torchrun_env
 from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.intake.job import JobFile, read_job
@@ -107,10 +108,11 @@ def tune_by_trials(
     budget_minutes: float,
     tell: Tell,
     place: TrialPlace = HERE,
+    display: RunDisplay = STEP_LINES,
 ) -> TuningAnswer:
     """Tune by short runs, of the engine on this machine or as the place says.
 
-    A budget of 0 minutes is none.
+    A budget of 0 minutes is none. `display` shows each run of the engine here.
 
     Raises:
         TrialStoppedError: a signal stopped a trial; the same call goes on with the folder.
@@ -118,7 +120,7 @@ def tune_by_trials(
     rules = AcceptanceRules()
     budget_s = 60 * budget_minutes
     if place.is_in_process:
-        run_one = partial(run_trial, folder)
+        run_one = partial(run_trial, folder, display)
         return _tune(request, folder, run_one, rules=rules, budget_s=budget_s, tell=tell)
     with launch_trials(folder, place, tell) as trials:
         return _tune(
@@ -290,7 +292,7 @@ def _tune(
     return TuningAnswer(result=result, plan=plan, folder=folder)
 
 
-def run_trial(folder: Path, request: TrialRequest) -> TrialOutcome:
+def run_trial(folder: Path, display: RunDisplay, request: TrialRequest) -> TrialOutcome:
     """Run the engine in a folder of its own, with its output in a file of that folder.
 
     The state that the run saved is deleted, its records stay.
@@ -298,6 +300,7 @@ def run_trial(folder: Path, request: TrialRequest) -> TrialOutcome:
     Raises:
         TrialStoppedError: a signal stopped the run.
     """
+    from moewright.engine.run.launch import LaunchHooks
     from moewright.engine.run.train import train
     from moewright.engine.run.worker import ExitCode
 
@@ -307,7 +310,7 @@ def run_trial(folder: Path, request: TrialRequest) -> TrialOutcome:
     log = run_dir / "output.txt"
     try:
         with _redirect_output(log):
-            code = train(request.plan, run_dir)
+            code = train(request.plan, run_dir, hooks=LaunchHooks(display=display))
     except BadInput as error:
         return TrialOutcome(failure=TrialFailure.REFUSED, said=Verbatim(str(error)))
     finally:

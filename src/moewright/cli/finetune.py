@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_nothing, print_now
-from moewright.cli.options import PortionOptions, SetOption
+from moewright.cli.displays import open_display
+from moewright.cli.options import PortionOptions, Quiet, SetOption
 from moewright.cli.stop_signals import answer_stops
 from moewright.spec.errors import BadInput, Reason
 
@@ -21,6 +22,7 @@ def finetune(
     on: str = "",
     options: PortionOptions = _NO_OPTIONS,
     set_: SetOption = None,
+    quiet: Quiet = False,
 ) -> int:
     """Fine-tune a Hugging Face folder on chats: build the data, plan, train, and export.
 
@@ -40,6 +42,8 @@ def finetune(
         Hardware as count x device, such as 8xH100; this machine, which is measured, when not given.
     set_
         Another value for a key of the job, section.key=value; may be given again.
+    quiet
+        Show nothing while it trains, neither a panel on a terminal nor a line a step elsewhere.
     """
     from moewright.api.finetuning import finetune as run_finetuning
     from moewright.api.finetuning_job import FineTuningRequest
@@ -58,4 +62,4 @@ def finetune(
         overrides=tuple(set_ or ()),
     )
     tell = print_now if is_first_rank() else print_nothing
-    return answer_stops(lambda: run_finetuning(request, tell))
+    return answer_stops(lambda: run_finetuning(request, tell, open_display(is_quiet=quiet)))

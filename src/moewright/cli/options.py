@@ -98,6 +98,7 @@ JsonOption = Annotated[
     Parameter(name="--json", allow_leading_hyphen=True, converter=_read_json_path),
 ]
 Verbose = Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")]
+Quiet = Annotated[bool, Parameter(name=("--quiet", "-q"), negative="")]
 Count = Annotated[int, Parameter(converter=_read_count)]
 # Words that begin with hyphens are the value here, not options.
 ShellWords = Annotated[str, Parameter(allow_leading_hyphen=True)]
@@ -318,6 +319,8 @@ class TrialOptions(TrialPlace):
         Options of sbatch, in quotes: "--partition gpu --account me --time 30".
     at_once
         Trials that may run at the same time in Slurm's queue; those known ahead are one job array.
+    quiet
+        Show no panel of a trial of the engine on a terminal.
     html
         Write the answer to this file, one page that opens offline.
     """
@@ -328,6 +331,7 @@ class TrialOptions(TrialPlace):
     setup: ShellWords = ""
     sbatch: ShellWords = ""
     at_once: Count = 1
+    quiet: Quiet = False
     html: Path | None = None
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_nothing, print_now
+from moewright.cli.displays import open_display
 from moewright.cli.exit_codes import STOPPED
-from moewright.cli.options import EnduranceOptions, Flag, OptionalCount, SetOption
+from moewright.cli.options import EnduranceOptions, Flag, OptionalCount, Quiet, SetOption
 from moewright.cli.stop_signals import answer_stops
 from moewright.spec.errors import BadInput, Reason
 
@@ -21,6 +22,7 @@ def train(
     out: Path | None = None,
     set_: SetOption = None,
     extend: Flag = False,
+    quiet: Quiet = False,
     endurance: EnduranceOptions = _NO_OPTIONS,
 ) -> int:
     """Train a job, and resume it where its run folder stands.
@@ -41,9 +43,16 @@ def train(
         Another value for a key of the job, section.key=value; may be given again.
     extend
         When the run has done all its steps, do as many again.
+    quiet
+        Show nothing while it trains, neither a panel on a terminal nor a line a step elsewhere.
     """
     from moewright.api.planning import is_plan_file
-    from moewright.api.reporting import build_report, write_comparisons, write_page
+    from moewright.api.reporting import (
+        build_report,
+        describe_outcome,
+        write_comparisons,
+        write_page,
+    )
     from moewright.api.training import (
         TrainingRequest,
         describe_stop,
@@ -51,7 +60,6 @@ def train(
         prepare_training,
         run_training,
     )
-    from moewright.report.ledger_document import describe_comparisons
 
     endurance.check()
     if out is None:
@@ -73,15 +81,15 @@ def train(
 
     def run() -> int:
         plan = prepare_training(request, print_now if reports else print_nothing)
-        code = run_training(plan, request)
+        code = run_training(plan, request, open_display(is_quiet=quiet))
         if code == STOPPED and reports:
             print_now(describe_stop(out))
         if code == 0 and reports:
             report = build_report(out)
+            written = [write_page(report, out / "report.html")]
             if report.comparisons:
-                print(*describe_comparisons(report.comparisons), sep="\n")
-                print(f"wrote {write_comparisons(report, out)}")
-            print(f"wrote {write_page(report, out / 'report.html')}")
+                written.append(write_comparisons(report, out))
+            print(*describe_outcome(report, out, written), sep="\n")
         return code
 
     return answer_stops(run)

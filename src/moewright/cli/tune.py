@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_now, write_answer
+from moewright.cli.displays import open_display
 from moewright.cli.exit_codes import STOPPED
 from moewright.cli.options import Flag, SetOption, TrialOptions
 from moewright.spec.errors import BadInput, Reason
@@ -72,7 +73,12 @@ def tune(
             answer = tuning.tune_by_predictions(request, folder, print_now)
         else:
             answer = tuning.tune_by_trials(
-                request, folder, budget_minutes=budget_minutes, tell=print_now, place=trials
+                request,
+                folder,
+                budget_minutes=budget_minutes,
+                tell=print_now,
+                place=trials,
+                display=open_display(is_quiet=trials.quiet, is_kept=False),
             )
     except TrialStoppedError:
         print(f"stopped; the same command goes on with {folder}", flush=True)

@@ -128,6 +128,11 @@ def _describe_copies(record: RunRecord) -> Tile:
     )
 
 
+def describe_learning(record: RunRecord) -> str:
+    """Say whether the model learned, as a clause."""
+    return _judge_learning(record).clause
+
+
 def _judge_learning(record: RunRecord) -> _Learning:
     if not record.steps:
         tile = Tile(label="Training loss", value="none", note="no step was recorded")

@@ -13,7 +13,6 @@ from typing import Protocol, TextIO, cast
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moewright.codec import (
     RANK_TIMINGS_FILE,
@@ -184,24 +183,11 @@ class _FailSafeStream:
 
 
 class ConsoleWriter:
-    """A writer that shows a progress bar on a terminal, and plain lines elsewhere."""
+    """A writer that prints a line a step."""
 
-    def __init__(self, *, first_step: int, last_step: int, stream: TextIO) -> None:
+    def __init__(self, *, last_step: int, stream: TextIO) -> None:
         self._last = last_step
-        console = Console(file=cast(TextIO, _FailSafeStream(stream)))
-        self._bar: Progress | None = None
-        self._console = console
-        if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-                console=console,
-            )
-            self._task = self._bar.add_task("", total=last_step, completed=first_step - 1)
-            self._bar.start()
+        self._console = Console(file=cast(TextIO, _FailSafeStream(stream)))
 
     def write_session(self, record: Session) -> None:
         self._line(
@@ -238,11 +224,7 @@ class ConsoleWriter:
             parts.append("SKIPPED: gradient not finite")
         if record.is_repeated:
             parts.append("run twice: rows over rank_capacity")
-        text = "  ".join(parts)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=record.step, description=text)
-        else:
-            self._line(f"step {record.step}/{self._last}  {text}")
+        self._line(f"step {record.step}/{self._last}  {'  '.join(parts)}")
 
     def write_timings(self, step: int, timings: Sequence[RankTiming]) -> None:
         pass
@@ -264,8 +246,7 @@ class ConsoleWriter:
         """Do nothing: what a terminal showed is gone with it."""
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        pass
 
     def _line(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)

@@ -15,6 +15,7 @@ from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 
 from moewright.codec.folder_lock import lock_folder
+from moewright.engine.observe.display import STEP_LINES, RunDisplay
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
 from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.engine.run.rendezvous import Rendezvous
@@ -55,11 +56,13 @@ class LaunchHooks:
     `before_start` is called once a job, when the lock is held and no rank has started;
     `report_failure` when all ranks have ended because of that failure; `wants_stop` several times a
     second, with whether the user has asked for a stop: where it returns True, ranks save and end.
+    `display` shows the run while its ranks run here.
     """
 
     before_start: Callable[[], None] = lambda: None
     report_failure: Callable[[RankFailure], None] = print_failure
     wants_stop: Callable[[bool], bool] = lambda is_requested: False
+    display: RunDisplay = STEP_LINES
 
 
 def launch(
@@ -119,6 +122,7 @@ def launch(
             for rank in range(nproc)
         ]
         failure_or_exit = _run_ranks(worker, infos, folder, hooks)
+    hooks.display.end()
     if isinstance(failure_or_exit, ExitCode):
         return failure_or_exit
     return _report(failure_or_exit, hooks)
@@ -232,7 +236,7 @@ def _run_ranks(
                     )
                 )
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            failure = watch_ranks(ranks, stop, hooks.wants_stop)
+            failure = watch_ranks(ranks, stop, hooks.wants_stop, hooks.display.refresh)
         finally:
             _end_ranks(ranks)
     if failure is not None:

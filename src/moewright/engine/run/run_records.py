@@ -32,18 +32,20 @@ _MOST_SPANS = 5
 
 
 def open_recorder(
-    plan: Plan, run_dir: Path, rank: int, first_step: int, last_step: int
+    plan: Plan, run_dir: Path, rank: int, first_step: int, last_step: int, *, prints_steps: bool
 ) -> Recorder:
-    """Open the files that rank 0 records in; on other ranks the recorder writes nothing."""
+    """Open the files that rank 0 records in; on other ranks the recorder writes nothing.
+
+    With `prints_steps` it prints a line a step as well.
+    """
     if rank != 0:
         return Recorder(writers=())
     journal = JsonLinesWriter(run_dir, first_step=first_step)
     if journal.missing:
         _tell_missing(run_dir, journal.missing)
-    writers: list[RecordWriter] = [
-        journal,
-        ConsoleWriter(first_step=first_step, last_step=last_step, stream=sys.stdout),
-    ]
+    writers: list[RecordWriter] = [journal]
+    if prints_steps:
+        writers.append(ConsoleWriter(last_step=last_step, stream=sys.stdout))
     writers.append(open_trackers(plan, run_dir, first_step=first_step))
     return Recorder(writers=tuple(writers))
 

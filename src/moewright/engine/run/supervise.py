@@ -24,6 +24,7 @@ from types import FrameType
 
 from moewright.codec import format_layout
 from moewright.engine.checkpoint import checkpoint_path, latest_step
+from moewright.engine.observe.display import STEP_LINES, RunDisplay
 from moewright.engine.run.incidents import note_end, note_return
 from moewright.engine.run.launch import LaunchHooks
 from moewright.engine.run.train import train
@@ -59,7 +60,12 @@ class Elasticity:
 
 
 def supervise(
-    plan: Plan, run_dir: Path, *, extend: bool = False, elasticity: Elasticity | None = None
+    plan: Plan,
+    run_dir: Path,
+    *,
+    extend: bool = False,
+    elasticity: Elasticity | None = None,
+    display: RunDisplay = STEP_LINES,
 ) -> ExitCode:
     """Train as `train` does, and start the ranks again when they fail; return the last exit code.
 
@@ -72,7 +78,11 @@ def supervise(
     with supervisor.listen():
         while True:
             failures: list[RankFailure] = []
-            hooks = LaunchHooks(report_failure=failures.append, wants_stop=supervisor.wants_stop)
+            hooks = LaunchHooks(
+                report_failure=failures.append,
+                wants_stop=supervisor.wants_stop,
+                display=display,
+            )
             try:
                 code = train(
                     supervisor.plan,

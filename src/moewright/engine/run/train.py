@@ -167,8 +167,9 @@ def train(
     copy_failure = _probe_copies(plan, must_answer=not steps_done)
     hooks = hooks or LaunchHooks()
     report_failure = partial(_report_failure, plan, run_dir, hooks.report_failure)
+    hooks.display.begin(plan, run_dir, last_step)
     return launch(
-        partial(_train_rank, plan, run_dir, last_step, falls_back),
+        partial(_train_rank, plan, run_dir, last_step, falls_back, hooks.display.prints_steps),
         nproc=plan.layout.world_size,
         run_dir=run_dir,
         device=kind,
@@ -294,7 +295,12 @@ def _find_last_step(workload: Workload, steps_done: int, extend: bool) -> int:
 
 
 def _train_rank(
-    plan: Plan, run_dir: Path, last_step: int, falls_back: bool, context: RankContext
+    plan: Plan,
+    run_dir: Path,
+    last_step: int,
+    falls_back: bool,
+    prints_steps: bool,
+    context: RankContext,
 ) -> RankOutcome:
     """Train as one rank, from its first tensor to its last checkpoint."""
     workload = plan.workload
@@ -337,7 +343,7 @@ def _train_rank(
     repeated = count_repeated_steps(run_dir, first_step) if rank == 0 else None
     if rank == 0 and context.attempt:
         note_restart(run_dir, plan.layout, "torchrun")
-    recorder = open_recorder(plan, run_dir, rank, first_step, last_step)
+    recorder = open_recorder(plan, run_dir, rank, first_step, last_step, prints_steps=prints_steps)
     recorder.write_session(build_session(plan, first_step, device))
     timer = StepTimer(rank=rank)
     device_meter = DeviceMeter(device)

@@ -121,11 +121,15 @@ def read_process_stat(pid: int) -> list[str]:
 
 
 def watch_ranks(
-    ranks: Sequence[RankProcess], stop: StopFlag, wants_stop: Callable[[bool], bool]
+    ranks: Sequence[RankProcess],
+    stop: StopFlag,
+    wants_stop: Callable[[bool], bool],
+    refresh: Callable[[], None] = lambda: None,
 ) -> RankFailure | None:
     """Wait until all ranks are done, or one has failed or hangs; return that rank's failure.
 
     They are asked to stop when the user asks for it, or `wants_stop` does, which is told of that.
+    `refresh` is called several times a second.
     """
     started_s = time.monotonic()
     has_forwarded_stop = False
@@ -134,6 +138,7 @@ def watch_ranks(
         if should_stop and not has_forwarded_stop:
             send_signal(live, signal.SIGTERM)
             has_forwarded_stop = True
+        refresh()
         wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
         if any(rank.has_failed for rank in ranks):
             break
