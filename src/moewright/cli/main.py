@@ -23,6 +23,9 @@ _EXTRAS = (
     ("tokenizers", "engine"),
     ("starlette", "studio"),
     ("uvicorn", "studio"),
+    ("mcp_types", "mcp"),
+    ("mcp", "mcp"),
+    ("anyio", "mcp"),
 )
 
 

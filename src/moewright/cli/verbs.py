@@ -19,6 +19,7 @@ from moewright.cli.estimate import estimate
 from moewright.cli.export import export
 from moewright.cli.finetune import finetune
 from moewright.cli.fit import fit
+from moewright.cli.mcp import mcp
 from moewright.cli.plan import plan
 from moewright.cli.report import report
 from moewright.cli.studio import studio
@@ -55,6 +56,7 @@ def build_app() -> App:
     app.command(compare)
     app.command(check)
     app.command(studio)
+    app.command(mcp)
     app.command(tune)
     app.command(export)
     app.command(capture)

@@ -45,7 +45,7 @@ def serve(
         nearest = str(root / "runs" / "studio")
         reason = Reason(field="--folder", value=str(confinement.folder), rule=rule, nearest=nearest)
         raise BadInput(reason)
-    listener = _listen_at_port(port) if socket_path is None else _listen_at_path(socket_path)
+    listener = listen_at_port(port) if socket_path is None else _listen_at_path(socket_path)
     port = 0 if socket_path is not None else listener.getsockname()[1]
     access = Access(port=port, is_read_only=confinement.is_read_only)
     config = uvicorn.Config(
@@ -74,7 +74,12 @@ def serve(
             socket_path.unlink(missing_ok=True)
 
 
-def _listen_at_port(port: int) -> socket.socket:
+def listen_at_port(port: int) -> socket.socket:
+    """Listen at a port of this machine alone, 0 for a free one.
+
+    Raises:
+        BadInput: the port is taken or no port.
+    """
     if not 0 <= port <= 65535:
         nearest = str(min(max(port, 0), 65535))
         rule = "must be in 0..65535, 0 for a free one"

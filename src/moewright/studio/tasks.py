@@ -7,8 +7,9 @@ import json
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
+from typing import Any
 
 from moewright.spec.errors import Reason
 from moewright.studio.confinement import Confinement
@@ -22,11 +23,20 @@ _MOST_WAITING = 8
 class Workers:
     """Starts a worker for each task, and ends it when its answers are no longer read.
 
-    Few work at a time, the others wait for their turn.
+    Few work at a time, the others wait for their turn. A worker runs the program `module`; `refuse`
+    writes why a task has no answer, as its worker would.
     """
 
-    def __init__(self, confinement: Confinement) -> None:
+    def __init__(
+        self,
+        confinement: Confinement,
+        *,
+        module: str = "moewright.studio.worker",
+        refuse: Callable[[Reason], bytes] = encode_refusal,
+    ) -> None:
         self._confinement = confinement
+        self._module = module
+        self._encode_refusal = refuse
         self._ready: Process | None = None
         self._turns = asyncio.Semaphore(_MOST_AT_WORK)
         self._starting = asyncio.Lock()
@@ -42,14 +52,14 @@ class Workers:
     async def _start(self) -> Process:
         walls = self._confinement
         # -P: modules are never taken from the folder that the program stands in.
-        command = [sys.executable, "-P", "-m", "moewright.studio.worker"]
+        command = [sys.executable, "-P", "-m", self._module]
         command += [str(walls.root), str(walls.folder), str(walls.hub_cache)]
         command += ["--read-only"] * walls.is_read_only
         return await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, limit=_LONGEST_LINE
         )
 
-    async def ask(self, task: str, params: Mapping[str, str]) -> bytes:
+    async def ask(self, task: str, params: Mapping[str, Any]) -> bytes:
         """Return the last line that a worker answers."""
         answer = b""
         async with aclosing(self.run(task, params)) as lines:
@@ -57,10 +67,10 @@ class Workers:
                 answer = line
         return answer
 
-    async def run(self, task: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+    async def run(self, task: str, params: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """Yield the lines that a worker answers; closing the iterator kills it."""
         if self._waiting >= _MOST_WAITING:
-            yield _refuse("has more questions than it can answer: ask again later")
+            yield self._refuse("has more questions than it can answer: ask again later")
             return
         self._waiting += 1
         try:
@@ -74,7 +84,7 @@ class Workers:
         finally:
             self._turns.release()
 
-    async def _answer(self, task: str, params: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+    async def _answer(self, task: str, params: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         process = self._ready or await self._start()
         self._ready = None
         assert process.stdin is not None
@@ -90,13 +100,16 @@ class Workers:
                 yield line
             code = await process.wait()
             if code or not has_answered:
-                yield _refuse(_explain_end(code))
+                yield self._refuse(_explain_end(code))
         finally:
             _kill(process)
             # A task of its own: this one may be cancelled, and could wait for nothing any more.
             replacing = asyncio.create_task(self._replace(process))
             self._replacing.add(replacing)
             replacing.add_done_callback(self._replacing.discard)
+
+    def _refuse(self, rule: str) -> bytes:
+        return self._encode_refusal(Reason(field="server", rule=rule)) + b"\n"
 
     async def _replace(self, process: Process) -> None:
         await process.wait()
@@ -118,10 +131,6 @@ def _explain_end(code: int) -> str:
     if code < 0:
         return f"had no answer: its worker was killed by {signal.Signals(-code).name}"
     return "had no answer: its worker failed"
-
-
-def _refuse(rule: str) -> bytes:
-    return encode_refusal(Reason(field="studio", rule=rule)) + b"\n"
 
 
 def _kill(process: Process) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,20 @@ _MOST_BYTES = 4 * 2**30
 _MOST_CPU_S = 300
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Answer one question: {"task": ..., "params": {...}}, within the walls that are named."""
+Answer = Callable[[str, Mapping[str, Any], Confinement], Iterator[bytes]]
+
+
+def work(
+    arguments: Sequence[str],
+    answer_task: Answer,
+    refuse: Callable[[Reason], bytes],
+    warm_up: tuple[str, Mapping[str, Any]],
+) -> None:
+    """Answer one question: {"task": ..., "params": {...}}, within the walls that are named.
+
+    `warm_up` is a task whose answer fills caches before anybody asks; `refuse` writes that there
+    is no memory for an answer.
+    """
     root, folder, hub_cache, *options = arguments
     confinement = Confinement(
         root=Path(root),
@@ -40,25 +52,31 @@ def main(arguments: Sequence[str]) -> None:
     )
     confinement.enter()
     _limit(resource.RLIMIT_AS, _MOST_BYTES)
-    next(answer("search", _WARM_UP, confinement), None)
+    next(answer_task(*warm_up, confinement), None)
     line = sys.stdin.readline()
     if not line:
         return  # nobody asks any more
     _limit(resource.RLIMIT_CPU, _used_cpu_s() + _MOST_CPU_S)
     question = json.loads(line)
     try:
-        for answered in answer(question["task"], question["params"], confinement):
+        for answered in answer_task(question["task"], question["params"], confinement):
             _write(answered)
-    except (BadInput, OSError) as error:
-        _write(encode_failure(error))
     except Exception as error:
         if not lacks_memory(error):
             raise
         rule = f"needs more memory for an answer than {format_bytes(_MOST_BYTES)}"
-        _write(encode_refusal(Reason(field="studio", rule=rule)))
+        _write(refuse(Reason(field="server", rule=rule)))
 
 
 def answer(task: str, params: Mapping[str, Any], confinement: Confinement) -> Iterator[bytes]:
+    """Yield the records that answer a task, or why there is none."""
+    try:
+        yield from _answer(task, params, confinement)
+    except (BadInput, OSError) as error:
+        yield encode_failure(error)
+
+
+def _answer(task: str, params: Mapping[str, Any], confinement: Confinement) -> Iterator[bytes]:
     """Yield the records that answer a task; `path` names a file for the tasks about one."""
     path = Path(params.get("path", ""))
     match task:
@@ -94,4 +112,4 @@ def _write(data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    work(sys.argv[1:], answer, encode_refusal, ("search", _WARM_UP))

@@ -1,0 +1,62 @@
+#!/bin/sh
+# runs out of memory
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+torchrun --nnodes 2 --nproc-per-node 8 --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port ${MASTER_PORT:-29500} pretrain_gpt.py \
+  --num-layers 48 \
+  --hidden-size 2048 \
+  --max-position-embeddings 40960 \
+  --tokenizer-type NullTokenizer \
+  --vocab-size 151936 \
+  --padded-vocab-size 151936 \
+  --null-tokenizer-eod-id 151935 \
+  --position-embedding-type rope \
+  --normalization RMSNorm \
+  --norm-epsilon 1e-06 \
+  --init-method-std 0.02 \
+  --attention-dropout 0 \
+  --hidden-dropout 0 \
+  --swiglu \
+  --disable-bias-linear \
+  --untie-embeddings-and-output-weights \
+  --num-attention-heads 32 \
+  --kv-channels 128 \
+  --group-query-attention \
+  --num-query-groups 4 \
+  --qk-layernorm \
+  --rotary-base 1000000 \
+  --num-experts 128 \
+  --moe-ffn-hidden-size 768 \
+  --moe-router-topk 8 \
+  --moe-router-score-function softmax \
+  --moe-router-dtype fp32 \
+  --moe-router-load-balancing-type none \
+  --moe-grouped-gemm \
+  --tensor-model-parallel-size 2 \
+  --sequence-parallel \
+  --context-parallel-size 1 \
+  --pipeline-model-parallel-size 1 \
+  --expert-model-parallel-size 8 \
+  --expert-tensor-parallel-size 1 \
+  --moe-token-dispatcher-type alltoall \
+  --use-distributed-optimizer \
+  --seq-length 4096 \
+  --micro-batch-size 4 \
+  --global-batch-size 512 \
+  --lr-warmup-iters 0 \
+  --seed 1234 \
+  --log-interval 1 \
+  --log-throughput \
+  --bf16 \
+  --accumulate-allreduce-grads-in-fp32 \
+  --lr 0.0003 \
+  --min-lr 3e-05 \
+  --lr-decay-style cosine \
+  --adam-beta1 0.9 \
+  --adam-beta2 0.95 \
+  --adam-eps 1e-08 \
+  --weight-decay 0.1 \
+  --clip-grad 1 \
+  --ddp-bucket-size 40000000 \
+  --mock-data \
+  --eval-iters 0

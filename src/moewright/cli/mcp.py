@@ -1,0 +1,71 @@
+"""`moewright mcp`: the planner's questions as tools of an agent."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from moewright.cli.answers import print_now
+from moewright.cli.options import Count, Flag
+from moewright.spec.errors import BadInput, Reason
+
+_DEFAULT_PORT = 8766
+_LIMIT_S = 120.0
+_TOKEN = "MOEWRIGHT_MCP_TOKEN"
+
+
+def mcp(
+    *,
+    http: Flag = False,
+    port: Count | None = None,
+    root: Path = Path(),
+    time_limit: float = _LIMIT_S,
+) -> int:
+    """Serve plan, estimate, diagnose and other verbs to an agent, by the Model Context Protocol.
+
+    It answers on standard input and output; with --http on 127.0.0.1 alone, to those who send a
+    token: that of the variable MOEWRIGHT_MCP_TOKEN, or a new one that is printed. A tool's answer
+    is what the verb of its name writes as --json, and a refusal is data too. No tool writes a file
+    or asks another machine. It needs the extra: pip install 'moewright[mcp]'.
+
+    Parameters
+    ----------
+    http
+        Listen on a port of this machine in place of standard input.
+    port
+        The port of --http, 8766 when not given; 0 takes a free one.
+    root
+        The folder that tools may read: no file outside of it is opened. Relative paths begin there.
+    time_limit
+        Seconds that an answer may take.
+    """
+    from moewright.agents.server import serve_http, serve_stdio
+    from moewright.studio.confinement import Confinement
+
+    if port is not None and not http:
+        raise BadInput(Reason(field="--port", rule="goes with --http", nearest="--http"))
+    if not 0 < time_limit < 1e6:
+        rule = "must be seconds, above 0"
+        raise BadInput(
+            Reason(field="--time-limit", value=f"{time_limit:g}", rule=rule, nearest="120")
+        )
+    if not root.is_dir():
+        raise BadInput(Reason(field="--root", value=str(root), rule="no such folder"))
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    hub_cache = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
+    confinement = Confinement(
+        root=root.resolve(), folder=root.resolve(), hub_cache=hub_cache.resolve(), is_read_only=True
+    )
+    with suppress(KeyboardInterrupt):  # it is how a server ends
+        if http:
+            serve_http(
+                confinement,
+                time_limit,
+                print_now,
+                port=_DEFAULT_PORT if port is None else port,
+                token=os.environ.get(_TOKEN, ""),
+            )
+        else:
+            serve_stdio(confinement, time_limit)
+    return 0
