@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moewright.cli.verbs import build_app
+from moewright.view.course.chapter import RunBlock, list_chapters, load_chapter
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -38,3 +39,13 @@ def test_the_commands_of_a_page_can_be_given(page: Path) -> None:
 
 def test_the_pages_show_commands() -> None:
     assert sum(len(_find_commands(page)) for page in PAGES) > 40
+
+
+@pytest.mark.parametrize("name", list_chapters())
+def test_the_command_that_ends_a_chapter_can_be_given(name: str) -> None:
+    app = build_app()
+    (run,) = (block for block in load_chapter(name).blocks if isinstance(block, RunBlock))
+    for line in run.command.splitlines():
+        program, *words = shlex.split(line)
+        assert program == "moewright"
+        app.parse_args(words, print_error=False, exit_on_error=False)

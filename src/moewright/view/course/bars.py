@@ -18,6 +18,7 @@ class BarPart:
     amount: float
     colour: str
     text: str = ""
+    kind: str = ""  # class of the box
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,8 @@ def draw_bars(
         x = float(names)
         for part in bar.parts:
             width = part.amount * scale
-            drawing.box(x, y, (width, _ROW - 5), part.colour, hint=f"{part.name}: {part.text}")
+            hint = f"{part.name}: {part.text}"
+            drawing.box(x, y, (width, _ROW - 5), part.colour, hint=hint, kind=part.kind)
             x += width
         wall = names + limit.amount * scale if limit else 0.0
         if x < wall < x + figures:  # text does not stand across the limit

@@ -12,6 +12,10 @@ from moewright.view.course.glossary import load_glossary
 from moewright.view.course.lesson import Lesson
 from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
 
+# What the commands of chapters find on the disk.
+PREPARATION = """moewright data build --out runs/quickstart_data
+moewright bench machine --nproc 2 --out runs/machine.toml"""
+
 
 def write_article(lesson: Lesson) -> Html:
     """Return a chapter in its state, with ways to its neighbours."""
@@ -62,9 +66,13 @@ def write_contents() -> Html:
         "every picture is the planner's own answer to the job that you set; so are the answers to "
         "the questions.</p>"
         '<ol class="contents">{}</ol>'
+        "<p>Chapters end with a command that does the same for real on two cores. Those that train "
+        "need a corpus and the rates of this machine, once:</p>"
+        '<pre class="command" tabindex="0"><code>{}</code></pre>'
         '<p><a href="/learn/glossary">Glossary</a>: every word of the field that the program uses.'
         "</p></article>",
         items,
+        PREPARATION,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from moewright.spec.quoting import Html
 from moewright.view.course.chapter import HeadingBlock, list_chapters, load_chapter
+from moewright.view.course.course_pages import PREPARATION
 from moewright.view.course.glossary import anchor_of_row
 from moewright.view.course.lesson import open_lesson
 from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
@@ -63,6 +64,11 @@ def _write_contents() -> str:
     for name in list_chapters():
         chapter = load_chapter(name)
         lines.append(f"| [{chapter.title}]({name}.md) | {chapter.question} | {chapter.audience} |")
+    lines.append(
+        "\nChapters end with a command that does the same for real on two cores. Those that"
+    )
+    lines.append("train need a corpus and the rates of this machine, once:\n")
+    lines += [f"    {line}" for line in PREPARATION.splitlines()]
     return "\n".join(lines) + "\n"
 
 

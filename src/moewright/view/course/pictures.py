@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
-from moewright.view.course import grid_pictures, memory_pictures, pipeline_pictures
+from moewright.view.course import grid_pictures, memory_pictures, pipeline_pictures, step_pictures
 from moewright.view.course.drawing import CoursePicture
 from moewright.view.course.lesson import Lesson
 
@@ -21,6 +21,9 @@ PICTURES: Mapping[str, Callable[[Lesson], CoursePicture]] = MappingProxyType(
         "expert_shards": grid_pictures.draw_expert_shards,
         "all_groups": grid_pictures.draw_all_groups,
         "timetable": pipeline_pictures.draw_timetable,
+        "step": step_pictures.draw_step,
+        "walls": step_pictures.draw_walls,
+        "roofline": step_pictures.draw_roofline,
         "schedules": pipeline_pictures.draw_schedules,
     }
 )
