@@ -24,6 +24,7 @@ _INTRODUCTION = """# The command line
 | 2 | input that cannot be used; one line on stderr says what, and the nearest legal value |
 | 3 | a rank failed; `estimate`: the layout does not fit; `check`: it fitted before the change |
 | 4 | `check`: a budget is broken |
+| 5 | `watch`: there was an alarm |
 | 130 | interrupted |
 | 141 | the reader of the output closed it |
 | 143 | saved and ended on SIGTERM |

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         sweep,
         train,
         validate,
+        watch,
         why_not,
     )
     from moewright.spec.errors import BadInput, Reason
@@ -66,6 +67,7 @@ __all__ = [
     "sweep",
     "train",
     "validate",
+    "watch",
     "why_not",
 ]
 

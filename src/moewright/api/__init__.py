@@ -17,9 +17,11 @@ from moewright.api.run_comparisons import compare_run
 from moewright.api.running import export, train
 from moewright.api.step_changes import StepChanges, compare_steps
 from moewright.api.views import show
+from moewright.api.watching import watch
 from moewright.diagnosis.checks import Check
 from moewright.diagnosis.judgement import Judgement
 from moewright.diagnosis.run_comparison import RunComparison
+from moewright.diagnosis.run_watch import RunWatch
 
 __all__ = [
     "Budget",
@@ -32,6 +34,7 @@ __all__ = [
     "PlanComparison",
     "Plans",
     "RunComparison",
+    "RunWatch",
     "ScriptPlan",
     "StepChanges",
     "SweepResult",
@@ -56,5 +59,6 @@ __all__ = [
     "sweep",
     "train",
     "validate",
+    "watch",
     "why_not",
 ]

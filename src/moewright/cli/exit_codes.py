@@ -5,6 +5,7 @@ FAILED = 1
 BAD_INPUT = 2
 DOES_NOT_FIT = 3  # of `estimate`; of `train`, 3 is a rank that failed
 OVER_BUDGET = 4  # of `check`
+ALARMED = 5  # of `watch`
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 STOPPED = 143  # by SIGTERM; a run that trained has saved

@@ -97,6 +97,8 @@ JsonOption = Annotated[
     Path | None,
     Parameter(name="--json", allow_leading_hyphen=True, converter=_read_json_path),
 ]
+# A log, or a lone "-" for standard input.
+LogPath = Annotated[Path, Parameter(allow_leading_hyphen=True)]
 Verbose = Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")]
 Quiet = Annotated[bool, Parameter(name=("--quiet", "-q"), negative="")]
 Count = Annotated[int, Parameter(converter=_read_count)]
@@ -389,6 +391,36 @@ class ScriptOptions:
     model: str = ""
     script_args: ShellWords = ""
     network: str = ""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchOptions(AnswerOptions):
+    """How a log is followed, whom alarms are told, and where the answer goes.
+
+    Parameters
+    ----------
+    layout
+        The layout of --model, such as "tp2,ep8,pp4".
+    once
+        Read what is there, and end.
+    interval
+        Seconds between two looks at the log.
+    patience
+        End when no step has come for so many seconds; 0: wait for ever.
+    webhook
+        Post each alarm to this address as JSON, with the `text` that Slack and others show.
+    json
+        Write the last state (speed, changes, what recurs, alarms) to this file; "-": to standard
+        output, and the text to standard error.
+    """
+
+    layout: str = ""
+    once: Flag = False
+    interval: float = 10.0
+    patience: float = 0.0
+    webhook: str = ""
+    json: JsonOption = None
 
 
 @Parameter(name="*")

@@ -29,6 +29,7 @@ from moewright.cli.tune import tune
 from moewright.cli.upcycle import upcycle
 from moewright.cli.validate import validate
 from moewright.cli.verify import verify
+from moewright.cli.watch import watch
 from moewright.version import __version__
 
 
@@ -53,6 +54,7 @@ def build_app() -> App:
     app.command(upcycle)
     app.command(report)
     app.command(diagnose)
+    app.command(watch)
     app.command(compare)
     app.command(check)
     app.command(studio)

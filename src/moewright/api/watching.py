@@ -1,0 +1,277 @@
+"""A run watched by its log: what it shows as it grows, beside what its plan expects."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from moewright.api.launch_scripts import read_flags, read_logged_flags
+from moewright.api.planning import estimate_request
+from moewright.codec import PLAN_FILE, STEPS_FILE, read_json
+from moewright.diagnosis.run_watch import (
+    Alarm,
+    LoggedFacts,
+    RunWatch,
+    WatchedChange,
+    find_grown_part,
+    raise_alarms,
+    watch_steps,
+)
+from moewright.diagnosis.traces.megatron_log import MegatronLog, MemoryReport, parse_log
+from moewright.diagnosis.traces.megatron_timers import TimerBlock
+from moewright.diagnosis.traces.step_lines import (
+    SortedSteps,
+    StepSeries,
+    read_head,
+    read_lines_between,
+    read_new_steps,
+)
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.options import WorkloadOptions
+from moewright.spec.plan import Plan
+
+_TIMED_STEPS = 60  # on either side of a change whose timers are compared
+_WEBHOOK_S = 10.0
+_PIECE_BYTES = 1 << 20
+_MEMORY_BYTES = 1 << 20  # at the end of a log, in which the newest report of memory is looked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchedJob:
+    """What states the job of a log: a plan or a job, a script, or a model and a layout.
+
+    Without any of them it is that of the arguments that the log has printed, where `on` says the
+    hardware; `on` is count x device, or the device alone.
+    """
+
+    plan: Path | None = None
+    script: Path | None = None
+    model: str = ""
+    on: str = ""
+    layout: str = ""
+    options: WorkloadOptions = field(default_factory=WorkloadOptions)
+
+
+class LogWatcher:
+    """Reads a log as it grows, and says what it shows."""
+
+    def __init__(self, path: Path, job: WatchedJob) -> None:
+        self._path = _find_log(path)
+        self._series = StepSeries()
+        self._head = _read_head_of(self._path)
+        self._plan = _state_plan(self._path, self._head, job)
+        self._parts: dict[int, tuple[str, float]] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step that the log announces is there."""
+        numbers = self._series.numbers
+        return bool(numbers) and 0 < self._series.total <= max(numbers[-_TIMED_STEPS:])
+
+    def look(self) -> RunWatch:
+        """Return what the log shows now.
+
+        Raises:
+            BadInput: it has no step.
+        """
+        read_new_steps(self._path, self._series)
+        if not self._series.numbers:
+            rule = "holds no step of Megatron-LM, Bridge, NeMo, torchtitan or moewright"
+            nearest = "the console output of a trainer, or a run folder"
+            raise BadInput(Reason(field=str(self._path), rule=rule, nearest=nearest))
+        steps = self._series.sort()
+        total = self._series.total
+        if not total and self._plan is not None:
+            total = self._plan.workload.steps
+        watch = watch_steps(
+            str(self._path),
+            self._series.trainer,
+            steps,
+            LoggedFacts(arguments=dict(self._head.arguments), memory=self._find_memory()),
+            self._plan,
+            total=total,
+            has_rates=self._series.has_rates,
+        )
+        return raise_alarms(self._name_parts(watch, steps), steps)
+
+    def _find_memory(self) -> MemoryReport | None:
+        """Return the fullest device of the newest reports, those of the log's end or beginning."""
+        end = self._series.end
+        tail = parse_log(read_lines_between(self._path, max(0, end - _MEMORY_BYTES), end))
+        reports = tail.memory_reports or self._head.memory_reports
+        return max(reports, key=lambda report: report.peak_bytes, default=None)
+
+    def _name_parts(self, watch: RunWatch, steps: SortedSteps) -> RunWatch:
+        """Return the watch with the parts that grew at its changes."""
+        changes = tuple(self._name_part(change, steps) for change in watch.changes)
+        return replace(watch, changes=changes)
+
+    def _name_part(self, change: WatchedChange, steps: SortedSteps) -> WatchedChange:
+        if change.step not in self._parts:
+            place = steps.numbers.index(change.step)
+            sighting = steps.numbers.index(change.sighting)
+            before = self._read_timers(steps, place - _TIMED_STEPS, place)
+            after = self._read_timers(steps, place + 1, sighting + 1)
+            self._parts[change.step] = ("", 0.0)
+            if before and after:
+                self._parts[change.step] = find_grown_part(before, after, change.before_s)
+        part, growth_s = self._parts[change.step]
+        return replace(change, part=part, part_growth_s=growth_s)
+
+    def _read_timers(self, steps: SortedSteps, first: int, end: int) -> tuple[TimerBlock, ...]:
+        """Return the timers between two steps, by their places in the file."""
+        offsets = steps.offsets[max(0, first) : end + 1]
+        if len(offsets) < 2:
+            return ()
+        text = read_lines_between(self._path, min(offsets), max(offsets))
+        return parse_log(text).timer_blocks
+
+
+def _find_log(path: Path) -> Path:
+    """Return the file that grows: steps.jsonl of a run folder, the newest log of another."""
+    if not path.exists():
+        raise BadInput(Reason(field=str(path), rule="no such log or run folder"))
+    if not path.is_dir():
+        return path
+    if (path / STEPS_FILE).is_file():
+        return path / STEPS_FILE
+    logs = [file for suffix in ("*.log", "*.out", "*.txt") for file in path.glob(suffix)]
+    if not logs:
+        rule = f"holds no {STEPS_FILE} and no .log, .out or .txt"
+        raise BadInput(Reason(field=str(path), rule=rule))
+    return max(logs, key=lambda file: file.stat().st_mtime)
+
+
+def _read_head_of(path: Path) -> MegatronLog:
+    if not path.is_file():
+        raise BadInput(Reason(field=str(path), rule="is not a regular file"))
+    return parse_log(read_head(path))
+
+
+def _state_plan(path: Path, head: MegatronLog, job: WatchedJob) -> Plan | None:
+    if job.plan is not None:
+        return estimate_request(job.plan, "", on="", options=job.options)[0]
+    if job.script is not None:
+        return read_flags(job.script, on=job.on, model=job.model).plan
+    if job.model:
+        sizes = (head.find_argument(name) for name in ("global_batch_size", "seq_length"))
+        batch, seq_len = (int(size) if size.isdecimal() else None for size in sizes)
+        options = replace(
+            job.options,
+            global_batch=job.options.global_batch or head.global_batch or batch,
+            seq_len=job.options.seq_len or seq_len,
+        )
+        return estimate_request(job.model, job.layout, on=job.on, options=options)[0]
+    if (path.parent / PLAN_FILE).is_file():
+        return read_json(Plan, path.parent / PLAN_FILE)
+    if job.on and head.arguments:
+        reading = read_logged_flags(head.arguments, path, model="", on=job.on)
+        return None if reading is None else reading.plan
+    return None
+
+
+def watch(
+    log: Path | str,
+    *,
+    plan: Path | str | None = None,
+    script: Path | str | None = None,
+    model: str = "",
+    on: str = "",
+    layout: str = "",
+) -> RunWatch:
+    """Say what a log shows so far: changes of its speed, what recurs, and what the plan expects.
+
+    Args:
+        log: a console log of Megatron-LM, Megatron Bridge, NeMo or torchtitan; the folder of a run
+            of this engine; or a folder with logs, of which the newest is taken.
+        plan: a plan.json or a job .toml, which says what is expected.
+        script: the launch script, in place of a plan.
+        model: the model, beside `on` and `layout`, in place of a plan.
+        on: the hardware; alone, of the arguments that the log has printed.
+        layout: the layout.
+
+    Raises:
+        BadInput: there is no step to read, or the job cannot be planned.
+
+    Example:
+        >>> import moewright as mw
+        >>> shown = mw.watch("runs/quickstart")
+        >>> shown.trainer
+        'moewright'
+    """
+    job = WatchedJob(
+        plan=None if plan is None else Path(plan),
+        script=None if script is None else Path(script),
+        model=model,
+        on=on,
+        layout=layout,
+    )
+    return LogWatcher(Path(log), job).look()
+
+
+def follow(
+    watcher: LogWatcher,
+    *,
+    interval_s: float,
+    patience_s: float = 0.0,
+    has_ended: Callable[[], bool] | None = None,
+) -> Iterator[RunWatch]:
+    """Yield what a log shows whenever it has new steps, until its last step.
+
+    It ends too when nothing has come for `patience_s` seconds, 0: it waits for ever; and when the
+    writer `has_ended`.
+
+    Raises:
+        BadInput: it ends, and the log has no step.
+    """
+    told_steps = -1
+    changed_s = time.monotonic()
+    while True:
+        is_last = has_ended is not None and has_ended()
+        is_last = is_last or (0 < patience_s < time.monotonic() - changed_s)
+        try:
+            shown = watcher.look()
+        except BadInput:
+            if is_last:
+                raise
+        else:
+            if shown.steps != told_steps:
+                told_steps, changed_s = shown.steps, time.monotonic()
+                yield shown
+            if watcher.is_over or is_last:
+                return
+        time.sleep(interval_s)
+
+
+def post_alarm(url: str, alarm: Alarm, source: str) -> str:
+    """Post an alarm to a webhook as JSON; return why that failed, "" where it did not.
+
+    `text` is what Slack, Mattermost and Teams show of it.
+    """
+    data = {
+        "text": f"{source}: {alarm.text}",
+        "source": source,
+        "kind": alarm.kind.value,
+        "step": alarm.step,
+    }
+    request = urllib.request.Request(
+        url, json.dumps(data).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_WEBHOOK_S):
+            return ""
+    except (OSError, ValueError) as error:
+        return f"the webhook does not answer: {error}"
+
+
+def copy_stream(stream: BinaryIO, path: Path) -> None:
+    """Write what comes from a stream into a file, until it ends, as it comes."""
+    with path.open("wb", buffering=0) as file:
+        while piece := os.read(stream.fileno(), _PIECE_BYTES):
+            file.write(piece)

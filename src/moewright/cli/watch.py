@@ -1,0 +1,137 @@
+"""`moewright watch`: a run by its log, as it grows."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from moewright.cli.answers import STANDARD_OUTPUT, open_console, write_answer
+from moewright.cli.exit_codes import ALARMED, DONE
+from moewright.cli.options import BatchOptions, LogPath, WatchOptions
+from moewright.spec.errors import BadInput, Reason
+
+if TYPE_CHECKING:
+    from moewright.api.watching import LogWatcher
+    from moewright.diagnosis.run_watch import RunWatch
+
+_NO_OPTIONS = BatchOptions()
+_NO_WATCH = WatchOptions()
+
+
+def watch(
+    log: LogPath,
+    /,
+    *,
+    plan: Path | None = None,
+    script: Path | None = None,
+    model: str = "",
+    on: str = "",
+    workload: BatchOptions = _NO_OPTIONS,
+    watching: WatchOptions = _NO_WATCH,
+) -> int:
+    """Follow the log of a run: its speed beside the plan, changes of it, and alarms.
+
+    Shifts and drifts of the step time are told from spikes; what recurs (checkpoints, evaluations,
+    garbage collection) is named with what it costs. Each new alarm is a line, and one request to
+    --webhook. Exit codes: 0 the run has ended, or all is read, without an alarm; 2 bad input; 5
+    there was an alarm.
+
+    Parameters
+    ----------
+    log
+        A console log of Megatron-LM, Megatron Bridge, NeMo or torchtitan, "-" for standard input; a
+        run folder of this engine; or a folder of logs, of which the newest is taken.
+    plan
+        A plan.json or a job .toml: what is expected.
+    script
+        The launch script of the run, in place of a plan; --on says its devices.
+    model
+        The model, beside --on and --layout, in place of a plan.
+    on
+        The devices, count x device; alone, for the arguments that the log has printed.
+    """
+    from moewright.api.watching import LogWatcher, WatchedJob, copy_stream
+
+    if watching.interval <= 0:
+        rule = "must be seconds, above 0"
+        value = f"{watching.interval:g}"
+        raise BadInput(Reason(field="--interval", value=value, rule=rule, nearest="10"))
+    job = WatchedJob(
+        plan=plan,
+        script=script,
+        model=model,
+        on=on,
+        layout=watching.layout,
+        options=workload,
+    )
+    with ExitStack() as stack:
+        path = log
+        reader: threading.Thread | None = None
+        if log == Path("-"):
+            folder = stack.enter_context(TemporaryDirectory(prefix="moewright-"))
+            path = Path(folder) / "stdin.log"
+            path.touch()
+            arguments = (sys.stdin.buffer, path)
+            reader = threading.Thread(target=copy_stream, args=arguments, daemon=True)
+            reader.start()
+            if watching.once:
+                reader.join()
+        return _watch(LogWatcher(path, job), watching, reader)
+
+
+def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread | None) -> int:
+    """Tell alarms as they come, and the state of the run at the end."""
+    from moewright.api.watching import post_alarm
+    from moewright.report.document_text import print_document
+    from moewright.report.watch_document import build_watch_document
+
+    told: set[tuple[str, int]] = set()
+    shown: RunWatch | None = None
+    console = open_console(watching.json)
+    try:
+        for shown in _look(watcher, watching, reader):
+            for alarm in shown.alarms:
+                # A run that stays slow is told once, and not at each step.
+                key = (alarm.kind.value, alarm.step if alarm.kind in ("slower", "drift") else 0)
+                if key in told:
+                    continue
+                told.add(key)
+                if not watching.once:
+                    console.print(f"{alarm.kind}: {alarm.text}", soft_wrap=True, markup=False)
+                if watching.webhook and (
+                    failure := post_alarm(watching.webhook, alarm, shown.source)
+                ):
+                    print(f"moewright: {failure}", file=sys.stderr)
+            if not watching.once and sys.stdout.isatty() and watching.json != STANDARD_OUTPUT:
+                console.print(shown.title(), soft_wrap=True, markup=False)
+    except KeyboardInterrupt:  # it is how a watch ends
+        if shown is None:
+            raise
+    assert shown is not None
+    document = build_watch_document(shown)
+    with write_answer(
+        shown, watching.json, html=watching.html, views=lambda: [document]
+    ) as console:
+        print_document(console, document, verbose=watching.verbose)
+    return ALARMED if told else DONE
+
+
+def _look(
+    watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread | None
+) -> Iterator[RunWatch]:
+    from moewright.api.watching import follow
+
+    if watching.once:
+        yield watcher.look()
+        return
+    yield from follow(
+        watcher,
+        interval_s=watching.interval,
+        patience_s=watching.patience,
+        has_ended=None if reader is None else lambda: not reader.is_alive(),
+    )

@@ -1,0 +1,273 @@
+"""Steps of a log that grows, or is larger than memory: iterations alone, of several trainers.
+
+The file is mapped, not read, and only lines with a mark of a trainer are looked at. A line of
+Megatron-LM is taken apart at its usual places, and by the reader of whole logs where these differ.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf, isfinite, nan
+from pathlib import Path
+
+import numpy as np
+
+from moewright.diagnosis.change_points import Floats
+from moewright.diagnosis.traces.megatron_log import parse_log
+from moewright.spec.errors import BadInput, Reason
+
+_ELAPSED = b"elapsed time per iteration"
+_MS = b"elapsed time per iteration (ms): "
+_LOSS = b"lm loss: "
+_LONGEST_LINE = 1 << 17
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLine:
+    """A step as its line says; `total` is 0 where it does not say how many there are.
+
+    `tokens_per_s` is of a device, where the line has a rate in place of seconds; else 0.
+    """
+
+    number: int
+    step_s: float
+    loss: float = nan
+    total: int = 0
+    tokens_per_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StepSeries:
+    """The steps of a log, in the order of their numbers once `sort` has been called.
+
+    `offsets` are the places of their lines in the file, `end` that of the first line that is not
+    read yet. Where the log has rates alone, seconds are those of a token of a device.
+    """
+
+    trainer: str = ""
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    steps_s: array[float] = field(default_factory=lambda: array("d"))
+    losses: array[float] = field(default_factory=lambda: array("d"))
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    total: int = 0
+    end: int = 0
+    has_rates: bool = False
+
+    def add(self, step: StepLine, offset: int) -> None:
+        seconds = step.step_s
+        if step.tokens_per_s:
+            self.has_rates = True
+            seconds = 1 / step.tokens_per_s
+        if not (isfinite(seconds) and seconds > 0):
+            return
+        self.numbers.append(step.number)
+        self.steps_s.append(seconds)
+        self.losses.append(step.loss)
+        self.offsets.append(offset)
+        self.total = step.total or self.total
+
+    def sort(self) -> SortedSteps:
+        """Return the steps by number; of one that is printed twice the last."""
+        numbers = np.array(self.numbers, dtype=np.int64)
+        order = np.lexsort((np.arange(len(numbers)), numbers))
+        ordered = numbers[order]
+        last = np.ones(len(ordered), dtype=bool)
+        last[:-1] = ordered[1:] != ordered[:-1]
+        kept = order[last]
+        return SortedSteps(
+            numbers=tuple(numbers[kept].tolist()),
+            steps_s=np.array(self.steps_s, dtype=float)[kept],
+            losses=np.array(self.losses, dtype=float)[kept],
+            offsets=tuple(np.array(self.offsets, dtype=np.int64)[kept].tolist()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SortedSteps:
+    """The steps of a log by number, each once."""
+
+    numbers: tuple[int, ...]
+    steps_s: Floats
+    losses: Floats
+    offsets: tuple[int, ...]
+
+
+def read_new_steps(path: Path, series: StepSeries) -> None:
+    """Add the steps of a log that are complete and not read yet.
+
+    Raises:
+        BadInput: the file cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        if size <= series.end:
+            return
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            stop = text.rfind(b"\n") + 1
+            _scan(text, series, stop)
+            series.end = max(series.end, stop)
+    except (OSError, ValueError) as error:
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise BadInput(Reason(field=str(path), rule=rule)) from None
+
+
+def _scan(text: mmap.mmap, series: StepSeries, stop: int) -> None:
+    for trainer, mark, parse in _DIALECTS:
+        if series.trainer not in ("", trainer):
+            continue
+        if parse is _parse_whole and _scan_usual(text, series, stop):
+            series.trainer = trainer
+            return
+        place = series.end
+        has_steps = False
+        while (place := text.find(mark, place, stop)) >= 0:
+            start = text.rfind(b"\n", max(0, place - _LONGEST_LINE), place) + 1
+            end = text.find(b"\n", place, stop)
+            step = parse(text[start : min(end, start + _LONGEST_LINE)])
+            if step is not None:
+                series.add(step, start)
+                has_steps = True
+            place = end
+        if has_steps:
+            series.trainer = trainer
+            return
+
+
+def _scan_usual(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
+    """Add the steps of lines that are as Megatron-LM prints them; False where none is.
+
+    A log may have a hundred thousand lines a second to be read: this does nothing but find the
+    number, the milliseconds and the loss. A line with another order is read as any other.
+    """
+    find = text.find
+    numbers, steps_s, losses, offsets = (
+        series.numbers,
+        series.steps_s,
+        series.losses,
+        series.offsets,
+    )
+    first = len(numbers)
+    place = series.end
+    while (place := find(_MS, place, stop)) >= 0:
+        start = text.rfind(b"\n", max(0, place - _LONGEST_LINE), place) + 1
+        value = place + len(_MS)
+        place = find(b" ", value, stop)
+        begin = find(b"iteration ", start, value)
+        slash = find(b"/", begin, value)
+        try:
+            step_s = float(text[value:place]) / 1e3
+            number = int(text[begin + 10 : slash])
+            begin = find(b"\n", place, stop)
+            loss_place = find(_LOSS, place, begin) + len(_LOSS)
+            loss = nan
+            if loss_place >= len(_LOSS):
+                loss = float(text[loss_place : find(b" ", loss_place, begin)])
+        except ValueError:
+            step = _parse_whole(text[start : find(b"\n", value, stop)])
+            if step is not None:
+                series.add(step, start)
+            continue
+        if 0 < step_s < inf:
+            numbers.append(number)
+            steps_s.append(step_s)
+            losses.append(loss)
+            offsets.append(start)
+    if len(numbers) == first:
+        return False
+    match = _OF.search(text[offsets[-1] : offsets[-1] + _LONGEST_LINE])
+    series.total = int(match[1]) if match else series.total
+    return True
+
+
+def _parse_whole(line: bytes) -> StepLine | None:
+    """Return the step of any line of Megatron-LM, Megatron Bridge or Megatron-DeepSpeed."""
+    log = parse_log(line.decode("utf-8", "replace"))
+    if not log.iterations:
+        return None
+    (iteration, *_) = log.iterations
+    match = _OF.search(line)
+    return StepLine(
+        number=iteration.number,
+        step_s=iteration.step_s,
+        loss=iteration.loss,
+        total=int(match[1]) if match else 0,
+    )
+
+
+_OF = re.compile(rb"iteration[ =]+\d+\s*/\s*(\d+)")
+_NUMBER = rb"([-+]?[\d,]+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan)"
+_NEMO = re.compile(rb"train_step_timing in s\W+" + _NUMBER)
+_NEMO_STEP = re.compile(rb"(?:iteration|global_step)\W+(\d+)(?:\s*/\s*(\d+))?")
+_NEMO_LOSS = re.compile(rb"reduced_train_loss\W+" + _NUMBER)
+_TITAN = re.compile(
+    rb"step:\s*(?:\x1b\[\d+m)*(\d+).*?loss:\s*" + _NUMBER + rb".*?tps:\s*(?:\x1b\[\d+m)*([\d,]+)"
+)
+_COLOUR = re.compile(rb"\x1b\[[\d;]*m")
+
+
+def _parse_nemo(line: bytes) -> StepLine | None:
+    timing, step = _NEMO.search(line), _NEMO_STEP.search(line)
+    if timing is None or step is None:
+        return None
+    loss = _NEMO_LOSS.search(line)
+    return StepLine(
+        number=int(step[1]) + 1,
+        step_s=_to_float(timing[1]),
+        loss=_to_float(loss[1]) if loss else nan,
+        total=int(step[2]) + 1 if step[2] else 0,
+    )
+
+
+def _parse_torchtitan(line: bytes) -> StepLine | None:
+    match = _TITAN.search(_COLOUR.sub(b"", line))
+    if match is None:
+        return None
+    rate = _to_float(match[3])
+    return StepLine(number=int(match[1]), step_s=0.0, loss=_to_float(match[2]), tokens_per_s=rate)
+
+
+def _parse_engine(line: bytes) -> StepLine | None:
+    try:
+        record = json.loads(line)
+        return StepLine(number=record["step"], step_s=record["step_s"], loss=record["loss"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _to_float(text: bytes) -> float:
+    try:
+        return float(text.replace(b",", b""))
+    except ValueError:
+        return nan
+
+
+# What a line of each trainer has, and no other's.
+_DIALECTS: tuple[tuple[str, bytes, Callable[[bytes], StepLine | None]], ...] = (
+    ("Megatron-LM", _ELAPSED, _parse_whole),
+    ("NeMo", b"train_step_timing in s", _parse_nemo),
+    ("torchtitan", b"tps: ", _parse_torchtitan),
+    ("moewright", b'"kind": "step"', _parse_engine),
+)
+
+
+def read_head(path: Path) -> str:
+    """Return the beginning of a log, in which its trainer has told its arguments."""
+    text = bytearray()
+    with path.open("rb") as file:
+        text += file.read(_HEAD_BYTES)
+    return text.decode("utf-8", "replace")
+
+
+_HEAD_BYTES = 4 << 20
+
+
+def read_lines_between(path: Path, begin: int, end: int) -> str:
+    """Return the text of a log between two places."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read(max(0, end - begin)).decode("utf-8", "replace")

@@ -1,0 +1,90 @@
+"""A watched run as a document: where it stands, what changed, what recurs, and the alarms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+
+from moewright.diagnosis.run_watch import RunWatch, describe_change, describe_least_shift
+from moewright.report.document import (
+    Document,
+    DocumentSection,
+    Face,
+    ItemList,
+    Line,
+    Phrase,
+    Table,
+    Tone,
+    build_table,
+    numbers,
+    words,
+)
+from moewright.spec.units import format_bytes, format_seconds
+
+_MAX_SHOWN = 8
+
+
+def build_watch_document(watch: RunWatch) -> Document:
+    """Build the state of a run and what was seen in its steps."""
+    tone = Tone.BAD if watch.alarms else Tone.GOOD
+    heading = watch.title()
+    changes = tuple(map(describe_change, watch.changes))
+    sections = [DocumentSection(facts=tuple(_list_facts(watch)))]
+    if watch.alarms:
+        alarms = tuple(
+            (Phrase(text=f"{alarm.kind}: ", tone=tone, face=Face.STRONG), alarm.text)
+            for alarm in watch.alarms
+        )
+        sections.append(
+            DocumentSection(title="Alarms", items=ItemList(items=alarms, short=_MAX_SHOWN))
+        )
+    if changes:
+        sections.append(
+            DocumentSection(title="Changes", items=ItemList(items=changes, short=_MAX_SHOWN))
+        )
+    if watch.recurrences:
+        sections.append(DocumentSection(title="What recurs", table=_build_recurrences(watch)))
+    return Document(subject=watch.source, heading=heading, sections=tuple(sections))
+
+
+def _list_facts(watch: RunWatch) -> Iterator[tuple[str, Line]]:
+    of = f" of {watch.total:,}" if watch.total else ""
+    yield "trainer", watch.trainer
+    yield "step", f"{watch.latest:,}{of}, {watch.steps:,} read"
+    unit = "a token of a device" if watch.has_rates else "a step"
+    yield "now", f"{format_seconds(watch.step_s)} {unit}, the median of the latest 50"
+    if watch.predicted_s:
+        low, high = watch.band_s
+        ends = f"{format_seconds(low)} to {format_seconds(high)}"
+        yield (
+            "plan",
+            f"{format_seconds(watch.predicted_s)} a step, {ends} in 95 of 100 cases; the run takes "
+            f"{watch.step_s / watch.predicted_s:.2f} of it",
+        )
+    if isfinite(watch.loss):
+        yield "loss", f"{watch.loss:.4g}"
+    if watch.peak_bytes:
+        expected = ""
+        if watch.predicted_peak_bytes:
+            expected = f"; the plan expects {format_bytes(watch.predicted_peak_bytes)}"
+            expected += f" of {format_bytes(watch.capacity_bytes)}"
+        yield "memory", f"{format_bytes(watch.peak_bytes)} on the fullest device{expected}"
+    if watch.days_left:
+        yield "left", f"{watch.days_left:.2f} days at the pace of the latest 500 steps"
+    yield "sees", describe_least_shift(watch.least_shift)
+
+
+def _build_recurrences(watch: RunWatch) -> Table:
+    return build_table(
+        (*words("what"), *numbers("every", "times", "adds", "of all time")),
+        (
+            (
+                item.name or ("" if item.period else "no regular time"),
+                f"{item.period:,} steps" if item.period else "",
+                f"{item.count:,}",
+                format_seconds(item.added_s),
+                f"{item.share:.2%}",
+            )
+            for item in watch.recurrences
+        ),
+    )

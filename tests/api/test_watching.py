@@ -1,0 +1,264 @@
+"""Logs that are watched: planted slowdowns, what recurs, several trainers, and alarms."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+import moewright as mw
+from moewright.cli.main import main
+from moewright.diagnosis.traces.megatron_log import parse_log
+from moewright.diagnosis.traces.step_lines import StepSeries, read_new_steps
+from moewright.spec.errors import BadInput
+
+HEAD = """using world size: 16, tensor-model-parallel size: 2, pipeline-model-parallel size: 1
+------------------------ arguments ------------------------
+  save_interval ................................... 50
+  eval_interval ................................... 1000
+  global_batch_size ............................... 512
+  seq_length ...................................... 4096
+-------------------- end of arguments ---------------------
+[Rank 0] (after 2 iterations) memory (MB) | max allocated: 60210.1 | max reserved: 66120.0
+"""
+LINE = (
+    " [2026-03-01 12:00:00] iteration {n:8d}/{total:8d} | consumed samples: {n:12d} | "
+    "elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.000000E-04 | "
+    "global batch size:   512 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: 3.210 | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+)
+TIMERS = """(min, max) time across ranks (ms):
+    forward-backward ...............................: ({forward:.2f}, {forward:.2f})
+    all-grads-sync .................................: ({sync:.2f}, {sync:.2f})
+    optimizer ......................................: (500.00, 510.00)
+"""
+JOB = ["--model", "Qwen3-30B-A3B", "--on", "16xH100", "--layout", "tp2,ep8,recompute=select"]
+
+
+def write_log(
+    *, steps: int = 400, slower: float = 0.05, since: int = 300, total: int = 5000
+) -> str:
+    """Return a log whose steps take longer from one on, by the sum of gradients."""
+    rng = random.Random(3)
+    text = [HEAD]
+    for n in range(1, steps + 1):
+        extra = 27100 * slower if n >= since else 0.0
+        ms = 27100 * (1 + 0.006 * rng.gauss(0, 1)) + extra + 9000 * (n % 50 == 0)
+        loss = 11 / (1 + n / 200) + 0.02 * rng.gauss(0, 1)
+        text.append(LINE.format(n=n, total=total, ms=ms, loss=loss))
+        text.append(TIMERS.format(forward=24000 + extra, sync=900 + extra))
+    return "".join(text)
+
+
+@pytest.mark.parametrize("slower", [0.03, 0.05, 0.10])
+def test_a_planted_slowdown_is_found_with_the_part_that_grew(tmp_path: Path, slower: float) -> None:
+    (tmp_path / "run.log").write_text(write_log(slower=slower))
+    watch = mw.watch(tmp_path)  # the newest log of the folder
+    (change,) = watch.changes
+    assert abs(change.step - 300) <= 3
+    assert change.sighting < 350
+    assert change.growth == pytest.approx(slower, abs=0.004)
+    assert change.part == "all-grads-sync"
+    assert change.part_growth_s == pytest.approx(27.1 * slower, rel=1e-3)
+    (alarm,) = watch.alarms
+    assert f"({change.growth:+.1%})" in alarm.text
+    assert "all-grads-sync grew by" in alarm.text
+    (checkpoint,) = watch.recurrences
+    assert (checkpoint.name, checkpoint.period, checkpoint.count) == ("checkpoint", 50, 8)
+    assert watch.days_left == pytest.approx(4600 * 27.1 * (1 + slower / 4) / 86400, rel=0.05)
+
+
+def test_a_run_without_a_change_has_no_alarm_and_exit_code_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(write_log(slower=0.0))
+    answer = tmp_path / "watch.json"
+    command = ["watch", str(log), "--once", *JOB, "--json", str(answer)]
+    assert main(command) == 0
+    data = json.loads(answer.read_text())
+    assert data["alarms"] == []
+    assert data["band_s"][0] < data["step_s"] < data["band_s"][1]
+    assert data["peak_bytes"] == 66120 * 2**20
+    assert "a change of 3% is found within 50 steps" in capsys.readouterr().out
+    log.write_text(write_log(slower=1.0))
+    assert main(command) == 5
+    kinds = [alarm["kind"] for alarm in json.loads(answer.read_text())["alarms"]]
+    assert kinds == ["slower", "slow"]
+
+
+def test_a_log_is_followed_to_its_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "run.log"
+    lines = write_log(total=400).splitlines(keepends=True)
+    log.write_text("".join(lines[:600]))
+
+    def write_on() -> None:
+        with log.open("a") as file:
+            for begin in range(600, len(lines), 250):
+                time.sleep(0.05)
+                # A line in two pieces, as a reader may meet it.
+                text = "".join(lines[begin : begin + 250])
+                file.write(text[:-40])
+                file.flush()
+                file.write(text[-40:])
+                file.flush()
+
+    writer = threading.Thread(target=write_on)
+    writer.start()
+    assert main(["watch", str(log), "--interval", "0.02"]) == 5
+    writer.join()
+    out = capsys.readouterr().out
+    assert out.count("slower: from step 300 on") == 2  # when it came, and at the end
+    assert "step      400 of 400, 400 read" in out
+
+
+def test_a_pipe_is_watched_as_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "piped").write_text(write_log())
+    with (tmp_path / "piped").open() as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        assert main(["watch", "-", "--interval", "0.01", "--json", "-"]) == 5
+    assert json.loads(capsys.readouterr().out)["latest"] == 400
+
+
+def read_numbers(path: Path, text: str) -> StepSeries:
+    path.write_text(text)
+    series = StepSeries()
+    read_new_steps(path, series)
+    return series
+
+
+def test_lines_of_other_trainers_are_read(tmp_path: Path) -> None:
+    nemo = "".join(
+        f"Training epoch 0, iteration {n}/99 | lr: 0.0001 | global_step: {n}"
+        f" | reduced_train_loss: {10 - n / 20:.4} | train_step_timing in s: {8.25 + n / 1000:.5}\n"
+        for n in range(30)
+    )
+    series = read_numbers(tmp_path / "nemo.log", nemo)
+    assert (series.trainer, series.total) == ("NeMo", 100)
+    assert series.numbers[:2].tolist() == [1, 2]
+    assert series.steps_s[0] == 8.25
+    assert series.losses[20] == 9.0
+    titan = "".join(
+        f"[rank0]:[titan] 2026-01-01 - root - INFO - \x1b[31mstep: {n:2}  \x1b[32mloss: "
+        f"{8 - n / 50:7.4f}  \x1b[33mmemory: 30.52GiB(38.55%)  \x1b[34mtps: 5,{n:03}  \x1b[36m"
+        f"tflops: 260.1  \x1b[35mmfu: 26.30%\x1b[39m\n"
+        for n in range(1, 31)
+    )
+    series = read_numbers(tmp_path / "titan.log", titan)
+    assert (series.trainer, series.has_rates, len(series.numbers)) == ("torchtitan", True, 30)
+    assert series.steps_s[9] == pytest.approx(1 / 5010)
+    plan = mw.estimate("Llama-3.1-8B", "recompute=full", on="8xH100")
+    plan_file = tmp_path / "plan.json"
+    main(["estimate", "Llama-3.1-8B", "--on", "8xH100", "--json", str(plan_file)])
+    watch = mw.watch(tmp_path / "titan.log", plan=plan_file)
+    tokens = plan.workload.tokens_per_step / 8
+    assert watch.step_s == pytest.approx(tokens / 5020, rel=0.01)
+    bridge = "".join(
+        f" iteration {n:8d}/     100 | elapsed time per iteration (s): 2.5 | lm loss: 3.5E+00 |\n"
+        for n in range(1, 31)
+    )
+    series = read_numbers(tmp_path / "bridge.log", bridge)
+    assert (series.trainer, series.total, series.steps_s[3]) == ("Megatron-LM", 100, 2.5)
+
+
+def test_the_fast_reader_says_what_the_reader_of_whole_logs_says(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    pieces = ["[rank3]: noise about iteration 12/ and nothing else\n", "\n", "x" * 300 + "\n"]
+    text = "".join(
+        rng.choice(pieces) * rng.randrange(2)
+        + LINE.format(n=n, total=99, ms=10 ** rng.uniform(1, 5), loss=rng.uniform(0, 12))
+        for n in rng.choices(range(1, 90), k=200)
+    )
+    text = text.replace("lm loss: 1", "lm loss: nan | other: 1", 3)
+    series = read_numbers(tmp_path / "run.log", text + " [2026] iteration 99/ 99 | elap")
+    steps = series.sort()
+    whole = parse_log(text)
+    assert steps.numbers == tuple(iteration.number for iteration in whole.iterations)
+    assert steps.steps_s.tolist() == [iteration.step_s for iteration in whole.iterations]
+    losses = [iteration.loss for iteration in whole.iterations]
+    assert steps.losses.tolist() == pytest.approx(losses, nan_ok=True)
+
+
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, list[dict]]]:
+    """Give the address of a server, and what is posted to it."""
+    posts: list[dict] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers["content-length"])
+            posts.append(json.loads(self.rfile.read(length)))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", posts
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_alarm_is_posted_once_and_a_dead_webhook_stops_nothing(
+    tmp_path: Path,
+    webhook: tuple[str, list[dict]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    address, posts = webhook
+    log = tmp_path / "run.log"
+    log.write_text(write_log(total=400))
+    assert main(["watch", str(log), "--interval", "0.01", "--webhook", address]) == 5
+    (post,) = posts
+    assert (post["kind"], post["source"]) == ("slower", str(log))
+    assert post["text"].startswith(f"{log}: from step ")
+    assert main(["watch", str(log), "--once", "--webhook", "http://127.0.0.1:1/x"]) == 5
+    assert "the webhook does not answer" in capsys.readouterr().err
+
+
+def test_losses_that_rise_or_are_lost_raise_an_alarm(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    text = write_log(slower=0.0)
+    log.write_text(text)
+    assert mw.watch(log).alarms == ()
+    lines = text.split("lm loss: ")
+    risen = [line if n < 300 else f"6.0E+00{line[12:]}" for n, line in enumerate(lines)]
+    log.write_text("lm loss: ".join(risen))
+    (alarm,) = mw.watch(log).alarms
+    assert (alarm.kind, alarm.step) == ("loss", 400)
+    assert "the loss rises: from " in alarm.text
+    lost = [line if n < 290 else f"nan{line[12:]}" for n, line in enumerate(lines)]
+    log.write_text("lm loss: ".join(lost))
+    (alarm,) = mw.watch(log).alarms
+    assert alarm.text == "the latest losses are no numbers"
+
+
+def test_what_cannot_be_watched_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "none.log").write_text("nothing\n")
+    with pytest.raises(BadInput, match="holds no step"):
+        mw.watch(tmp_path / "none.log")
+    with pytest.raises(BadInput, match="no such log"):
+        mw.watch(tmp_path / "gone.log")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match=r"holds no steps\.jsonl and no \.log"):
+        mw.watch(tmp_path / "empty")
+    assert main(["watch", str(tmp_path / "none.log"), "--interval", "0"]) == 2
+    assert "--interval=0: must be seconds, above 0" in capsys.readouterr().err
+    assert (
+        main(["watch", str(tmp_path / "none.log"), "--patience", "0.05", "--interval", "0.02"]) == 2
+    )
