@@ -61,7 +61,6 @@ from moewright.spec.workload import (
     FusedKernels,
     LossSpec,
     OptimizerSpec,
-    RouterForce,
     Routing,
     Workload,
 )
@@ -394,17 +393,16 @@ def prove_job(plan: Plan, folder: Path) -> None:
 def is_layout_free(plan: Plan) -> bool:
     """Return whether a job computes the same in every layout, but for the rounding of fp32.
 
-    It does not where numbers are rounded to fewer bits, or where a rank or a source of rows decides
-    by itself: which rows a capacity drops, and what skewed benchmark routing draws. Nor do ranks
-    that share a batch know of each other's rows what a global balance loss counts so far.
+    It does not where numbers are rounded to fewer bits, or where a source of rows decides by itself
+    which rows a capacity drops. Nor do ranks that share a batch know of each other's rows what a
+    global balance loss counts so far.
     """
     workload = plan.workload
     if workload.loss.global_aux_coeff and plan.layout.dp > 1:
         return False
     dtypes = (workload.precision, workload.grad_dtype, *workload.optimizer.moment_dtypes)
     is_wide = all(dtype is Dtype.FP32 for dtype in dtypes)
-    is_skewed = workload.router.force is RouterForce.SKEWED
-    return is_wide and not plan.layout.capacity and not is_skewed
+    return is_wide and not plan.layout.capacity
 
 
 def count_layout(plan: Plan, folder: Path) -> None:

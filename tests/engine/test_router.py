@@ -346,6 +346,16 @@ def test_forced_experts() -> None:
     assert loads[0].max() > 1.5 * loads[0].float().mean()
 
 
+def test_forced_preferences_draw_by_the_numbers_of_tokens() -> None:
+    """However ranks and micro-batches part the sequences, a token has the same experts."""
+    training = RouterTraining(force=RouterForce.SKEWED)
+    router = build_router(RouterSpec(top_k=2), training=training)
+    x = torch.randn(96, MODEL.hidden_size)
+    together = router(x, first_sequence=0)[0].experts
+    assert torch.equal(router(x[32:], first_sequence=1)[0].experts, together[32:])
+    assert not torch.equal(together[:32], together[32:64])
+
+
 @pytest.mark.parametrize("policy", list(DropPolicy))
 def test_a_capacity_keeps_the_likeliest_rows_or_the_first(policy: DropPolicy) -> None:
     selection = select_experts(draw_logits(), RouterSpec(top_k=4), torch_kernels())

@@ -11,7 +11,7 @@ import pytest
 from job_draws import draw_job, list_seeds, plan_draw
 from layout_proof import WORKLOAD, count_layout, prove_job, prove_layout
 from layout_space import SHAPES
-from moewright.spec.layout import ExpertPlacement, Layout, Overlap, Recompute
+from moewright.spec.layout import ExpertPlacement, Layout, Offload, Overlap, Recompute
 from moewright.spec.plan import Plan
 from moewright.spec.workload import FineTuningSpec, FrozenPart, Task, Workload
 from selection import thorough
@@ -83,3 +83,8 @@ def test_sequences_shorter_than_a_block_train(tmp_path: Path) -> None:
     layout = Layout(world_size=2, tp=2, sp=True, ep=2, mbs=2)
     plan = build_plan(WORKLOAD, "", world_size=2, model=replace(base, attention=attention))
     count_layout(replace(plan, layout=layout), tmp_path)
+
+
+def test_gradients_on_the_host_are_not_there_before_backward(tmp_path: Path) -> None:
+    layout = Layout(world_size=2, mbs=2, zero=2, offload=(Offload.OPTIMIZER,))
+    count_layout(build("qwen", WORKLOAD, layout), tmp_path)

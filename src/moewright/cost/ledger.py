@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moewright.cost.memory.activations import ActivationContext, ledger_saved_rows
-from moewright.cost.memory.fsdp_states import flat_bucket_sets, unit_state_rows
+from moewright.cost.memory.fsdp_states import flat_bucket_sets, unit_gradient_bytes, unit_state_rows
 from moewright.cost.memory.hosted_activations import hosted_rows
 from moewright.cost.memory.model_states import frozen_rows
 from moewright.cost.memory.paired_memory import paired_saved_rows
@@ -99,18 +99,23 @@ def predict_rank_ledger(
     )
     # Of what lies on the host, a CPU holds states where it computes.
     host_bytes = sum(row.bytes for row in hosted)
-    if device is not DeviceKind.CPU:
+    is_host = device is DeviceKind.CPU
+    if not is_host:
         host_bytes = sum(row.bytes for row in memory if row.component is Component.HOST)
+    gradient_bytes = unit_gradient_bytes(job.layout, units, with_host=is_host)
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
         memory=sum_memory(memory),
-        storages=list_storages(job, memory, host_bytes=host_bytes),
+        storages=list_storages(
+            job, memory, host_bytes=host_bytes, unit_gradient_bytes=gradient_bytes
+        ),
         allowance=bound_allowance(
             job,
             memory,
             flat_sets,
             units,
+            unit_gradient_bytes=gradient_bytes,
             recorded_micro_batches=rows.micro_batches,
             is_repeated=selection is not None and selection.is_repeated,
         ),

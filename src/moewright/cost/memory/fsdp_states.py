@@ -41,6 +41,20 @@ def unit_state_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
     )
 
 
+def unit_gradient_bytes(layout: Layout, units: Sequence[fsdp.FsdpUnit], *, with_host: bool) -> int:
+    """Return the bytes of the gradients that fully_shard makes as backwards end.
+
+    `with_host`: those that are in host memory too.
+    """
+    offloaded = fsdp.offloaded_names(layout, units)
+    return sum(
+        MASTER_BYTES * shard.padded_numel
+        for unit in units
+        for shard in unit.shards
+        if with_host or shard.param.name not in offloaded
+    )
+
+
 def fsdp_rows(
     workload: Workload, layout: Layout, units: Sequence[fsdp.FsdpUnit]
 ) -> tuple[MemoryRow, ...]:

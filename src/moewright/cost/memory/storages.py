@@ -32,16 +32,18 @@ _HASH_KEYS_BYTES = 8 << 16  # of checks that no bit has changed
 _KEY_TABLE_RATES = 3  # the rates at which keys of a few tokens are made, at most
 
 
-def list_storages(job: Job, rows: Sequence[MemoryRow], *, host_bytes: int) -> StorageBytes:
+def list_storages(
+    job: Job, rows: Sequence[MemoryRow], *, host_bytes: int, unit_gradient_bytes: int
+) -> StorageBytes:
     """Return the least bytes at each moment: what `rows` list, but `host_bytes` on the host.
 
-    fully_shard makes gradients as backwards end: before, and when the most activations are kept,
-    there may be none yet. Where two passes run beside each other, the fullest moment lies between
-    their segments, and no row of the timetable ends there.
+    fully_shard makes its `unit_gradient_bytes` of gradients as backwards end: before, and when the
+    most activations are kept, there may be none yet. Where two passes run beside each other, the
+    fullest moment lies between their segments, and no row of the timetable ends there.
     """
     states = sum(row.bytes for row in rows if row.component not in _SAVED) - host_bytes
     saved = sum(row.bytes for row in rows if row.component in _SAVED)
-    without_gradients = states - _later_bytes(job, rows)
+    without_gradients = states - unit_gradient_bytes
     fullest = without_gradients + saved
     return StorageBytes(
         resident=without_gradients,
@@ -53,19 +55,13 @@ def list_storages(job: Job, rows: Sequence[MemoryRow], *, host_bytes: int) -> St
     )
 
 
-def _later_bytes(job: Job, rows: Sequence[MemoryRow]) -> int:
-    """Return the bytes of gradients that are made in the step."""
-    if job.layout.zero < 2:
-        return 0
-    return sum(row.bytes for row in rows if row.component is Component.GRADIENTS)
-
-
 def bound_allowance(
     job: Job,
     rows: Sequence[MemoryRow],
     flat_sets: Sequence[BucketSet],
     units: Sequence[FsdpUnit],
     *,
+    unit_gradient_bytes: int,
     recorded_micro_batches: int,
     is_repeated: bool = False,
 ) -> StorageBytes:
@@ -85,8 +81,7 @@ def bound_allowance(
         steady += inputs + _reduced_bytes(job, flat_sets, units)
     on_their_way = _weights_on_their_way(job, rows, units)
     rest = steady + on_their_way
-    later = _later_bytes(job, rows)
-    in_passes = rest + inputs + _message_bytes(job) + later
+    in_passes = rest + inputs + _message_bytes(job) + unit_gradient_bytes
     kept = in_passes
     if can_pair(job.layout, job.micro_batches):
         kept += sum(row.bytes for row in rows if row.component in _SAVED)
@@ -95,7 +90,7 @@ def bound_allowance(
     if is_delayed(job.workload):  # histories move on in a copy
         update += 2 * sum(row.bytes for row in rows if row.component is Component.BUFFERS)
     return StorageBytes(
-        resident=rest + later,
+        resident=rest + unit_gradient_bytes,
         kept=kept,
         peak=max(in_passes + on_their_way + _working_set_bytes(job, rows), update),
         reduced=rest + inputs + products + _reduced_bytes(job, flat_sets, units),

@@ -73,6 +73,8 @@ class AllGatherDispatcher:
         """Gather the choices of all ranks and find the rows of the local experts."""
         local = len(self._local_experts)
         ids = all_gather_rows(experts_Tk, self._group) - self._local_experts.start
+        # Experts of other ranks become one id past the last, as dropped slots: neither has a row
+        # here.
         ids = ids.masked_fill((ids < 0) | (ids >= local), local)
         counts = count_ids(ids, local + 1)[:-1]
         if self._forced_counts:

@@ -111,6 +111,7 @@ class AllToAllDispatcher:
         """Return `counts`, `received` and `gathered` of MappedRows."""
         ep = self._ep_group.size
         local = self._local_experts
+        # Dropped slots have id E: they are counted in a place of their own, which is cut off.
         counts = count_ids(experts_Tk, self._experts + 1)[:-1]
         splits = [local] * ep
         received = all_to_all(counts, self._ep_group, send=splits, receive=splits).view(ep, local)
@@ -143,6 +144,7 @@ class AllToAllDispatcher:
         counts, received, gathered = (
             mapped_rows[:3] if mapped_rows else self._exchange_counts(experts_Tk)
         )
+        # The host must know the sizes of what it sends and allocates: its one wait in a layer.
         if self._forced_counts:
             sizes = self._forced_sizes(self._forced_counts)
         else:
@@ -155,6 +157,7 @@ class AllToAllDispatcher:
         else:
             row_map = self._restore_map(mapped_rows, is_complete=True)
         padded_length = max(etp_rows)
+        # One source, or one expert: the rows come sorted by expert already.
         expert_order = source_order = unpadded_rows = None
         if self._etp_group.size > 1:
             unpadded_rows = _find_unpadded_rows(gathered, padded_length, sum(etp_rows))
@@ -170,12 +173,15 @@ class AllToAllDispatcher:
             receive=receive,
             expert_order=expert_order,
             source_order=source_order,
+            # torch's grouped product takes its offsets as int32.
             expert_ends=gathered.sum((0, 1)).cumsum(0).to(torch.int32),
             sent_counts=counts,
             unpadded_rows=unpadded_rows,
             padded_length=padded_length,
         )
         rows = row_map.permute(x_TH)
+        # Where every slot has a row the order is a permutation, whose backward is a gather by the
+        # inverse; with dropped slots it is a scatter into zeros.
         if self._may_drop:
             weights = SelectRows.apply(weights_Tk.flatten(), row_map.slot_of_row)
         else:
@@ -210,6 +216,8 @@ class AllToAllDispatcher:
             receive=route.receive,
         )
         if route.unpadded_rows is not None:
+            # An all-gather has equal parts, and the ranks of an ETP group received as many rows as
+            # their EP groups sent them: each is padded to the longest.
             rows, weights = (
                 AllGatherRows.apply(pad_rows(x, route.padded_length), self._etp_group)
                 for x in (rows, weights)
@@ -263,6 +271,8 @@ def _sort_by_expert(received: torch.Tensor, rows: int) -> torch.Tensor:
     sources, local = received.shape
     experts = torch.arange(local, device=received.device).repeat(sources)
     expert_of_row = experts.repeat_interleave(received.flatten(), output_size=rows)
+    # Stable: the rows of an expert stay in the order of their sources, so that the sums over them
+    # are the same in every run.
     return torch.argsort(expert_of_row, stable=True)
 
 
@@ -283,4 +293,6 @@ def _find_unpadded_rows(gathered: torch.Tensor, padded_length: int, rows: int) -
     expert_of_row = experts.repeat(etp).repeat_interleave(
         lengths.flatten(), output_size=etp * padded_length
     )
+    # Padding has the highest id and lies last. The clone lets go of its part of the storage, which
+    # the route would keep until backward.
     return torch.argsort(expert_of_row, stable=True)[:rows].clone()

@@ -57,6 +57,8 @@ class BudgetedAllToAllDispatcher(AllToAllDispatcher):
         counts = count_ids(experts_Tk, self._experts + 1)[:-1]
         ends = counts.view(ep, local).cumsum(1)
         self._budget.note((ends[:, -1] - budget_rows).clamp(min=0).sum())
+        # Slots are sorted by expert, so what is over the budget of a rank is cut from its last
+        # experts.
         kept_ends = ends.clamp(max=budget_rows)
         kept = kept_ends.diff(dim=1, prepend=kept_ends.new_zeros(ep, 1)).flatten()
         splits = [local] * ep
@@ -71,6 +73,7 @@ class BudgetedAllToAllDispatcher(AllToAllDispatcher):
             source_order = torch.empty_like(expert_order)
             source_order[expert_order] = torch.arange(len(expert_order), device=received.device)
         rows_by_expert = gathered.sum((0, 1))
+        # The grouped product must cover every row: the last expert multiplies the padding too.
         rows_by_expert[-1] += padding.sum()
         row_map = build_padded_map(
             experts_Tk, ranks=ep, ids_a_rank=local, rows_a_rank=budget_rows, kernels=self._kernels
@@ -86,6 +89,7 @@ class BudgetedAllToAllDispatcher(AllToAllDispatcher):
             unpadded_rows=unpadded_rows,
             padded_length=ep * budget_rows,
         )
+        # A padding row has slot number T * k: the weight 0 that is appended here.
         weights = torch.cat((weights_Tk.flatten(), weights_Tk.new_zeros(1)))
         return (
             RoutedRows(

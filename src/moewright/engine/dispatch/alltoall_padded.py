@@ -42,6 +42,8 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
         )
         return MappedRows(
             counts=counts,
+            # Every rank receives `capacity` rows an expert, whatever was chosen: these two are read
+            # by nobody.
             received=counts,
             gathered=counts,
             token_of_row=row_map.token_of_row,
@@ -82,6 +84,7 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
             padded_length=ep * local * capacity,
         )
         rows = row_map.permute(x_TH)
+        # A padding row has slot number T * k: the weight 0 that is appended here.
         weights = torch.cat((weights_Tk.flatten(), weights_Tk.new_zeros(1)))
         return RoutedRows(rows=rows, weights=SelectRows.apply(weights, row_map.slot_of_row)), route
 

@@ -88,7 +88,9 @@ def build_row_map(ids_Tk: torch.Tensor, kept: int, kernels: KernelSet) -> RowMap
     rows[order] = torch.arange(order.numel(), device=order.device)
     is_complete = kept == order.numel()
     if not is_complete:
+        # A slice would keep the whole storage; the plan counts the rows that are kept.
         order = order[:kept].clone()
+        # Slots past the last row point at row R, which unpermute takes for none.
         rows = rows.clamp_(max=kept)
     return RowMap(
         token_of_row=order // ids_Tk.shape[1],
@@ -116,6 +118,8 @@ def build_padded_map(
     starts = counts.cumsum(0) - counts
     place = torch.arange(slots, device=flat.device) - starts[sorted_ranks]
     row = sorted_ranks * rows_a_rank + place
+    # Slots without room all write to one row past the end, which is cut off below: a scatter of a
+    # fixed size, where a selection would make the host wait for a count.
     row = row.masked_fill((sorted_ranks == ranks) | (place >= rows_a_rank), rows)
     row_of_slot = torch.empty_like(order)
     row_of_slot[order] = row
@@ -123,6 +127,7 @@ def build_padded_map(
     slot_of_row = slot_of_row.scatter_(0, row, order)[:-1].clone()
     token_of_row = slot_of_row // ids_Tk.shape[1]
     return RowMap(
+        # A padding row must hold some token; its weight is 0, so that it adds nothing to any sum.
         token_of_row=token_of_row.masked_fill_(slot_of_row == slots, 0),
         row_of_slot=row_of_slot.view(ids_Tk.shape),
         slot_of_row=slot_of_row,

@@ -112,6 +112,7 @@ def count_ids(ids: torch.Tensor, extent: int) -> torch.Tensor:
     Unlike torch.bincount this does not wait for the device.
     """
     flat = ids.flatten()
+    # In integers: sums of ones in fp32 stop at 2**24, and their order would not be free.
     counts = torch.zeros(extent, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
 

@@ -232,7 +232,7 @@ class Router(Weight):
         experts = decisions.experts if decisions else None
         is_first = experts is None and first_sequence is not None
         if experts is None:
-            experts = self._force_experts(*logits.shape)
+            experts = self._force_experts(first_sequence, *logits.shape)
         if is_first and first_sequence is not None and self._replayed is not None:
             numbers = self._number_tokens(first_sequence, len(x_TH))
             experts = self._replayed.read(numbers).to(x_TH.device)
@@ -403,10 +403,13 @@ class Router(Weight):
         return (counts / totals)[sequence_of_token]
 
     @torch.no_grad()
-    def _force_experts(self, tokens: int, experts: int) -> torch.Tensor | None:
+    def _force_experts(
+        self, first_sequence: int | None, tokens: int, experts: int
+    ) -> torch.Tensor | None:
         """Return the forced experts [T,k] of a benchmark, None where routing is not forced.
 
-        They are taken in turn along each sequence, or by a fixed preference with noise.
+        They are taken in turn along each sequence, or by a fixed preference with noise. A token's
+        noise depends on its number, in an evaluation on its position, and not on the layout.
         """
         training = self._training
         top_k = self._spec.top_k
@@ -417,10 +420,18 @@ class Router(Weight):
             # ForcedCounts relies on this order: the host then knows the counts by itself.
             first_slots = self._token_positions(tokens)[:, None] * top_k
             return (first_slots + torch.arange(top_k, device=device)) % experts
-        generator = torch.Generator().manual_seed(self._runtime.workload.seed + self.layer_number)
+        seed = self._runtime.workload.seed
+        generator = torch.Generator().manual_seed(seed + self.layer_number)
         preference = training.force_std * torch.randn(experts, generator=generator)
-        noise = -torch.empty(tokens, experts).exponential_(generator=generator).log()
-        return (preference + noise).topk(top_k, -1).indices.to(device)
+        if first_sequence is None:
+            numbers = self._token_positions(tokens)
+        else:
+            numbers = self._number_tokens(first_sequence, tokens).to(device)
+        # Jitter has the streams from 0 on.
+        uniform = uniform_noise(numbers, experts, seed=seed, stream=-1 - self.layer_number)
+        # Gumbel noise: the chosen experts are then drawn in proportion to exp(preference).
+        gumbel = uniform.log_().neg_().log_().neg_()
+        return gumbel.add_(preference.to(device)).topk(top_k, -1).indices
 
 
 def list_routers(model: torch.nn.Module) -> tuple[Router, ...]:
