@@ -11,8 +11,19 @@ from moewright.api.requests import read_plan_request
 from moewright.codec import parse_layout
 from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput
+from moewright.spec.hardware import Collective
+from moewright.spec.layout import (
+    CpComm,
+    CudaGraphScope,
+    DispatcherKind,
+    Overlap,
+    Recompute,
+    Schedule,
+)
+from moewright.spec.ledger import Component, Module
 from moewright.spec.options import WorkloadOptions
-from moewright.spec.workload import Dtype
+from moewright.spec.plan import TimePart, Verdict
+from moewright.spec.workload import Dtype, Routing
 from moewright.view.course.chapter import (
     PictureBlock,
     QuestionBlock,
@@ -22,12 +33,15 @@ from moewright.view.course.chapter import (
     load_chapter,
     read_chapter,
 )
+from moewright.view.course.course_questions import load_questions, write_questions
 from moewright.view.course.course_site import list_site_pages, replace_mathematics
 from moewright.view.course.figures import compute_figure
+from moewright.view.course.glossary import find_term
 from moewright.view.course.inline import read_figure
 from moewright.view.course.lesson import open_lesson
 from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
 from moewright.view.course.mathematics import write_mathematics
+from moewright.view.course.tiny_router import load_tiny_router
 
 CHAPTERS = list_chapters()
 HEAD = """+++
@@ -189,3 +203,47 @@ def test_formulas_are_written_as_mathml_and_code_stays():
     assert replace_mathematics("so $x^2$ is") == (
         "so <math><mrow><msup><mi>x</mi><mn>2</mn></msup></mrow></math> is"
     )
+
+
+def test_ten_questions_are_answered_each_from_a_chapter():
+    questions = load_questions()
+    assert len(questions) == 10
+    assert {question.chapter for question in questions} == set(CHAPTERS)
+    assert "{{" not in write_questions(ReadingPlace.SITE)
+
+
+def test_what_the_small_model_routed_is_whole():
+    router = load_tiny_router()
+    assert {sum(counts) for counts in router.counts} == {router.token_count * router.top_k}
+    for layer in range(router.layers):
+        for token, word in enumerate(router.words):
+            assert sum(router.probabilities[layer][token]) == pytest.approx(1, abs=1e-3)
+            assert sum(router.weights(layer, token)) == pytest.approx(1)
+            assert len({*router.choose(layer, token)}) == router.top_k
+            assert load_chapter("route").control("token").steps[token].label == word
+        assert router.dropped_share(layer, 0) == 0
+        shares = [router.dropped_share(layer, factor) for factor in (1, 1.25, 1.5, 2)]
+        assert shares == sorted(shares, reverse=True)
+    assert router.dropped_share(0, 1) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("enum", "prefix"),
+    [
+        (Component, "component "),
+        (Module, "module "),
+        (TimePart, "time "),
+        (Collective, "collective "),
+        (DispatcherKind, "dispatcher="),
+        (Recompute, "recompute="),
+        (Overlap, "overlap="),
+        (CudaGraphScope, "graphs="),
+        (CpComm, "cp_comm="),
+        (Verdict, "verdict "),
+        (Routing, "routing "),
+        (Schedule, ""),
+    ],
+)
+def test_every_value_of_an_enum_is_a_word_of_the_glossary(enum, prefix):
+    for member in enum:
+        assert find_term(f"{prefix}{member.value}").meaning

@@ -8,6 +8,7 @@ from itertools import groupby
 from moewright.spec.errors import Reason
 from moewright.spec.quoting import Html
 from moewright.view.course.chapter import Chapter, list_chapters, load_chapter
+from moewright.view.course.course_questions import write_questions
 from moewright.view.course.glossary import load_glossary
 from moewright.view.course.lesson import Lesson
 from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
@@ -69,10 +70,12 @@ def write_contents() -> Html:
         "<p>Chapters end with a command that does the same for real on two cores. Those that train "
         "need a corpus and the rates of this machine, once:</p>"
         '<pre class="command" tabindex="0"><code>{}</code></pre>'
+        "<h2>Ten questions that students ask</h2>{}"
         '<p><a href="/learn/glossary">Glossary</a>: every word of the field that the program uses.'
         "</p></article>",
         items,
         PREPARATION,
+        write_questions(ReadingPlace.STUDIO),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from moewright.spec.quoting import Html
 from moewright.view.course.chapter import HeadingBlock, list_chapters, load_chapter
 from moewright.view.course.course_pages import PREPARATION
+from moewright.view.course.course_questions import write_questions
 from moewright.view.course.glossary import anchor_of_row
 from moewright.view.course.lesson import open_lesson
 from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
@@ -69,6 +70,8 @@ def _write_contents() -> str:
     )
     lines.append("train need a corpus and the rates of this machine, once:\n")
     lines += [f"    {line}" for line in PREPARATION.splitlines()]
+    lines.append("\n## Ten questions that students ask\n")
+    lines.append(f"<div>{write_questions(ReadingPlace.SITE)}</div>")
     return "\n".join(lines) + "\n"
 
 

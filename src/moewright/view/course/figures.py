@@ -18,11 +18,12 @@ from moewright.view.course.job_figures import JOB_FIGURES
 from moewright.view.course.lesson import Lesson
 from moewright.view.course.pipeline_counts import PIPELINE_FIGURES
 from moewright.view.course.quantity import Quantity, Unit
+from moewright.view.course.route_pictures import ROUTE_FIGURES
 from moewright.view.course.step_pictures import STEP_FIGURES
 
 # name or name.part -> the quantity; the part is "" where there is none.
 NAMES: Mapping[str, Callable[[Lesson, str], Quantity]] = MappingProxyType(
-    {**JOB_FIGURES, **PIPELINE_FIGURES, **STEP_FIGURES}
+    {**JOB_FIGURES, **PIPELINE_FIGURES, **STEP_FIGURES, **ROUTE_FIGURES}
 )
 _FUNCTIONS: Mapping[str, Callable[..., float]] = MappingProxyType(
     {"ceil": math.ceil, "floor": math.floor, "min": min, "max": max, "sqrt": math.sqrt}

@@ -14,13 +14,13 @@ from moewright.intake import catalogue
 from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Dtype, Routing, Workload
+from moewright.spec.workload import Dtype, Workload
 from moewright.view.course.chapter import Chapter, ChapterControl, ControlStep
 
 # What settings may say beside keys of the layout.
 _JOB_KEYS = ("model", "layers", "device", "devices")
-_WORKLOAD_KEYS = ("seq_len", "global_batch", "precision", "routing", "load_factor", "load_skew")
-_SCENE_KEYS = ("token", "layer", "rank", "capacity_factor")  # of pictures alone
+_WORKLOAD_KEYS = ("seq_len", "global_batch", "precision", "load_factor")
+_SCENE_KEYS = ("token", "layer")  # of pictures alone
 SETTING_KEYS = frozenset((*_JOB_KEYS, *_WORKLOAD_KEYS, *_SCENE_KEYS, *LAYOUT_KEYS))
 _KEPT_PLANS = 256
 
@@ -123,10 +123,7 @@ def _plan_settings(items: tuple[tuple[str, str], ...]) -> Plan:
         "global_batch": int(settings["global_batch"]),
         "precision": Dtype(settings.get("precision", "bf16")),
     }
-    if "routing" in settings:
-        values["routing"] = Routing(settings["routing"])
-    for key in ("load_factor", "load_skew"):
-        if key in settings:
-            values[key] = float(settings[key])
+    if settings.get("load_factor", "none") != "none":
+        values["load_factor"] = float(settings["load_factor"])
     layout = parse_layout(format_settings(settings), world_size=hardware.count)
     return build_plan(model, Workload(**values), hardware, layout)

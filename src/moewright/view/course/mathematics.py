@@ -72,7 +72,7 @@ _SIGNS: Mapping[str, str] = MappingProxyType(
         " ": "\u2004",
     }
 )
-_WORDS = ("max", "min", "log", "exp", "mod", "arg", "softmax", "sigmoid", "top")
+_WORDS = ("max", "min", "log", "ln", "exp", "mod", "arg", "softmax", "sigmoid", "top")
 _LARGE = ("∑", "∏")
 _TOKEN = re.compile(r"\\([A-Za-z]+|.)|(\d+(?:\.\d+)?(?:,\d{3})*)|([A-Za-z])|(\S)|(\s+)")
 

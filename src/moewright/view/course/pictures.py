@@ -7,7 +7,13 @@ from types import MappingProxyType
 
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
-from moewright.view.course import grid_pictures, memory_pictures, pipeline_pictures, step_pictures
+from moewright.view.course import (
+    grid_pictures,
+    memory_pictures,
+    pipeline_pictures,
+    route_pictures,
+    step_pictures,
+)
 from moewright.view.course.drawing import CoursePicture
 from moewright.view.course.lesson import Lesson
 
@@ -21,6 +27,11 @@ PICTURES: Mapping[str, Callable[[Lesson], CoursePicture]] = MappingProxyType(
         "expert_shards": grid_pictures.draw_expert_shards,
         "all_groups": grid_pictures.draw_all_groups,
         "timetable": pipeline_pictures.draw_timetable,
+        "router": route_pictures.draw_router,
+        "dispatch": route_pictures.draw_dispatch,
+        "combine": route_pictures.draw_combine,
+        "expert_loads": route_pictures.draw_expert_loads,
+        "load_cost": route_pictures.draw_load_cost,
         "step": step_pictures.draw_step,
         "walls": step_pictures.draw_walls,
         "roofline": step_pictures.draw_roofline,
