@@ -12,6 +12,7 @@ from moewright.view.course.course_site import (
     add_anchors,
     list_site_pages,
     replace_mathematics,
+    replace_pictures,
 )
 from moewright.view.page import read_asset
 
@@ -38,10 +39,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Write formulas between dollars as MathML, and give the glossary its anchors."""
+    """Write formulas as MathML, draw pictures of chapters, and give the glossary its anchors."""
     path = page.file.src_uri
     if path.startswith("learn/"):
         return markdown
     if path == "glossary.md":
         markdown = add_anchors(markdown)
-    return replace_mathematics(markdown)
+    return replace_pictures(replace_mathematics(markdown))

@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
@@ -34,7 +35,11 @@ from moewright.view.course.chapter import (
     read_chapter,
 )
 from moewright.view.course.course_questions import load_questions, write_questions
-from moewright.view.course.course_site import list_site_pages, replace_mathematics
+from moewright.view.course.course_site import (
+    list_site_pages,
+    replace_mathematics,
+    replace_pictures,
+)
 from moewright.view.course.figures import compute_figure
 from moewright.view.course.glossary import find_term
 from moewright.view.course.inline import read_figure
@@ -247,3 +252,19 @@ def test_what_the_small_model_routed_is_whole():
 def test_every_value_of_an_enum_is_a_word_of_the_glossary(enum, prefix):
     for member in enum:
         assert find_term(f"{prefix}{member.value}").meaning
+
+
+def test_pages_of_the_documentation_have_pictures_and_formulas_that_can_be_written():
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    pictures = 0
+    for page in sorted(docs.glob("*.md")):
+        text = page.read_text("utf-8")
+        written = replace_pictures(replace_mathematics(text))
+        pictures += text.count("<!-- course:")
+        assert "<!-- course:" not in written, page.name
+        assert "/view/course/chapters/" not in written, page.name
+        long_pages = ("accuracy.md",)  # tables of measurements
+        assert len(text.split()) <= 4000 or page.name in long_pages, page.name
+    assert pictures >= 6
+    with pytest.raises(BadInput, match="no such picture"):
+        replace_pictures("<!-- course: memory timetable -->")

@@ -18,7 +18,7 @@ from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
 class StudentQuestion:
     """A question as it is asked, the chapter that answers it, and the answer."""
 
-    asked: str
+    text: str
     chapter: str
     answer: tuple[Span, ...]
 
@@ -33,9 +33,7 @@ def load_questions() -> tuple[StudentQuestion, ...]:
     file = resources.files(__package__).joinpath("questions.toml")
     rows = tomllib.loads(file.read_text("utf-8"))["question"]
     return tuple(
-        StudentQuestion(
-            asked=row["asked"], chapter=row["chapter"], answer=read_inline(row["answer"])
-        )
+        StudentQuestion(text=row["text"], chapter=row["chapter"], answer=read_inline(row["answer"]))
         for row in rows
     )
 
@@ -51,6 +49,6 @@ def _write_question(question: StudentQuestion, place: ReadingPlace) -> Html:
     root = "/learn/" if place is ReadingPlace.STUDIO else ""
     return Html.write(
         '<details class="asked"><summary>{}</summary><p>{} <a href="{}">{}</a></p></details>',
-        *(question.asked, writer.write_spans(question.answer)),
+        *(question.text, writer.write_spans(question.answer)),
         *(f"{root}{chapter.name}", chapter.title),
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.quoting import Html
-from moewright.view.course.chapter import HeadingBlock, list_chapters, load_chapter
+from moewright.view.course.chapter import HeadingBlock, PictureBlock, list_chapters, load_chapter
 from moewright.view.course.course_pages import PREPARATION
 from moewright.view.course.course_questions import write_questions
 from moewright.view.course.glossary import anchor_of_row
@@ -17,6 +18,8 @@ from moewright.view.course.mathematics import write_mathematics
 _FENCED = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 _BLOCK_FORMULA = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.DOTALL | re.MULTILINE)
 _FORMULA = re.compile(r"(?<![\w$\\])\$(?=[^\s$\d])([^$\n]+?)(?<=\S)\$(?![\w$])")
+_PICTURE = re.compile(r"<!-- course: (\w+) (\w+) -->")
+_CHAPTER_LINK = re.compile(r"\(\.\./src/moewright/view/course/chapters/(\w+)\.md(#[^)]*)?\)")
 
 
 def list_site_pages() -> Iterator[tuple[str, str]]:
@@ -92,6 +95,29 @@ def _replace_formulas(text: str) -> str:
         text,
     )
     return _FORMULA.sub(lambda match: str(write_mathematics(match[1])), text)
+
+
+def replace_pictures(markdown: str) -> str:
+    """Return Markdown with pictures of chapters for comments like <!-- course: memory device -->.
+
+    Links to the sources of chapters lead to their pages.
+
+    Raises:
+        BadInput: a chapter or a picture does not exist.
+    """
+    markdown = _PICTURE.sub(lambda match: _draw_for_page(match[1], match[2]), markdown)
+    return _CHAPTER_LINK.sub(lambda match: f"(learn/{match[1]}.md{match[2] or ''})", markdown)
+
+
+def _draw_for_page(name: str, picture: str) -> str:
+    chapter = load_chapter(name)
+    writer = LessonWriter(lesson=open_lesson(chapter, {}), place=ReadingPlace.SITE)
+    for place, block in enumerate(chapter.blocks):
+        if isinstance(block, PictureBlock) and block.name == picture:
+            return _one_block(writer.write_block(block, place))
+    raise BadInput(
+        Reason(field="course", value=f"{name} {picture}", rule="the chapter has no such picture")
+    )
 
 
 def add_anchors(glossary: str) -> str:

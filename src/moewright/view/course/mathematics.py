@@ -4,7 +4,7 @@ r"""Formulas: a part of LaTeX, written as MathML, which browsers draw by themsel
     '<math><mrow><msub><mi>a</mi><mi>i</mi></msub></mrow></math>'
 
 What it reads: letters, numbers, operators, groups, `^`, `_`, \frac, \sqrt, \text, \mathrm, sums and
-the letters and signs of `_SIGNS`. Everything else is refused.
+the letters, signs and spaces listed below. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -66,11 +66,10 @@ _SIGNS: Mapping[str, str] = MappingProxyType(
         "partial": "∂",
         "nabla": "∇",
         "forall": "∀",
-        "quad": "\u2003",
-        ",": "\u2009",
-        ";": "\u2005",
-        " ": "\u2004",
     }
+)
+_SPACES: Mapping[str, str] = MappingProxyType(
+    {"quad": "1em", ",": "0.17em", ";": "0.28em", " ": "0.25em"}
 )
 _WORDS = ("max", "min", "log", "ln", "exp", "mod", "arg", "softmax", "sigmoid", "top")
 _LARGE = ("∑", "∏")
@@ -164,6 +163,8 @@ class _FormulaReader:
             return _element("mi", command)
         if command in _LETTERS:
             return _element("mi", _LETTERS[command])
+        if command in _SPACES:
+            return Html.write('<mspace width="{}"/>', _SPACES[command])
         if command in _SIGNS:
             return _element("mo", _SIGNS[command])
         raise self._refuse(f"\\{command} is not known")
