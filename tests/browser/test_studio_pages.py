@@ -132,7 +132,7 @@ def test_what_is_taken_away_opens_alone(studio, open_page, find_barriers, tmp_pa
 
 
 def test_where_nothing_fits_the_page_says_how_near_it_is_and_what_would_fit(studio, open_page):
-    page = open_page(f"{studio}top?model=Qwen3-30B-A3B&on=2xH100&seq_len=4096&global_batch=32")
+    page = open_page(f"{studio}top?model=Mixtral-8x22B-v0.1&on=2xH100&seq_len=4096&global_batch=32")
     page.wait_for_selector("[data-enough]", timeout=90_000)
     assert "Nothing fits 2 × H100" in page.locator("#verdict h1").inner_text()
     assert re.search(r"lacks [\d.]+ GiB a device", page.locator("#verdict").inner_text())

@@ -14,13 +14,14 @@ from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.search import explain
 from moewright.search.ranking import bound_s
-from moewright.search.search import DOES_NOT_FIT, SLOWER, build_plan, search
+from moewright.search.search import DOES_NOT_FIT, NO_HOST_MEMORY, SLOWER, build_plan, search
 from moewright.search.space import build_search_space, degree_groups
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import DeviceKind, Hardware
-from moewright.spec.layout import Layout, Recompute
+from moewright.spec.hardware import Constant, DeviceKind, Hardware
+from moewright.spec.layout import Layout, Offload, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Verdict
+from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import format_seconds
 from moewright.spec.workload import Routing, Workload
 
@@ -174,7 +175,8 @@ def test_a_tpu_has_no_host_time_for_each_layer(model: ModelSpec) -> None:
 def test_where_nothing_fits_no_layout_is_called_slower_than_those_shown() -> None:
     ranked = search(catalogue.model("Qwen3-235B-A22B"), WORK, catalogue.hardware("8xH100"))
     assert not ranked.plans
-    assert dict(ranked.rejected)[DOES_NOT_FIT] == ranked.scored
+    refused = dict(ranked.rejected)
+    assert refused[DOES_NOT_FIT] + refused[NO_HOST_MEMORY] == ranked.scored
     assert SLOWER not in dict(ranked.rejected)
 
 
@@ -257,3 +259,44 @@ def test_plans_differ_in_degrees_where_there_are_so_many(
         for p in plans
     }
     assert len(degrees) == 6
+
+
+def test_what_saves_memory_is_combined_where_one_choice_alone_does_not_fit(
+    model: ModelSpec, hardware: Hardware
+) -> None:
+    """Two H100 hold neither shards of weights beside moments nor whole weights."""
+    small = replace(hardware, count=2)
+    for alone in ("zero1,offload=optimizer", "zero3,offload=none"):
+        assert not search(model, WORK, small, fixed=alone, top=1).plans
+    first = search(model, WORK, small, top=1).plans[0]
+    assert first.layout.zero == 3
+    assert Offload.OPTIMIZER in first.layout.offload
+    assert first.estimate.fit_probability >= 0.9
+
+
+@pytest.mark.parametrize("share", [0.5, 0.95, 1.2])
+def test_states_on_the_host_fit_where_its_memory_holds_them(
+    model: ModelSpec, hardware: Hardware, share: float
+) -> None:
+    """Scores leave out what estimates call out of host memory, and say so."""
+    text = "tp1,pp1,ep16,etp1,cp1,mbs1,zero1,offload=optimizer,recompute=full,dispatcher=deepep"
+    layout = parse_layout(text, world_size=16)
+    kept = estimate(model, WORK, hardware, layout)
+    assert kept.host_verdict is Verdict.FITS
+    node_bytes = 8 * kept.host_bytes / share
+    own = Constant(
+        name="host_memory_bytes",
+        value=Sourced(value=node_bytes, kind=SourceKind.MEASURED, source="free on these hosts"),
+    )
+    others = (item for item in hardware.constants if item.name != own.name)
+    limited = replace(hardware, constants=(*others, own))
+    tried = estimate(model, WORK, limited, layout)
+    verdict = Verdict.OOM
+    if share < 1:
+        verdict = Verdict.FITS if share == 0.5 else Verdict.UNCERTAIN
+    assert (tried.host_verdict, tried.verdict) == (verdict, verdict)
+    assert (share == 0.5) == (not tried.host_shortage)
+    assert ("in host memory" in tried.title()) == bool(tried.host_shortage)
+    found = search(model, WORK, limited, fixed=text, top=1)
+    assert bool(found.plans) == (share == 0.5)
+    assert bool(dict(found.rejected).get(NO_HOST_MEMORY)) == (share > 0.5)

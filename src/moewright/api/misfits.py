@@ -12,8 +12,6 @@ from moewright.spec.errors import BadInput
 from moewright.spec.options import WorkloadOptions
 from moewright.spec.workload import BaseQuantization, Dtype, Task, Workload
 
-# A pair that a search leaves out, for each alone is faster wherever it fits.
-_DEEPEST = "zero3,offload=optimizer"
 _RANK = 16  # of the adapters that are tried
 
 
@@ -37,13 +35,6 @@ def view_misfit(plans: Plans, layout: str = "") -> Iterator[Misfit]:
 def _list_variants(request: PlanRequest) -> Iterator[JobVariant]:
     """Yield the changes of a job that save memory, those that change least of it first."""
     workload = request.workload
-    if request.hardware.device.kind.is_accelerator:
-        yield JobVariant(
-            change="ZeRO-3 beside an optimizer in host memory",
-            setting=f"--layout {_DEEPEST}",
-            workload=workload,
-            pins=_DEEPEST,
-        )
     optimizer = workload.optimizer
     if optimizer.moment_dtypes == (Dtype.FP32, Dtype.FP32):
         narrow = replace(workload, optimizer=replace(optimizer, moment_dtype=Dtype.FP8))

@@ -17,7 +17,12 @@ MEMORY_FINDINGS = "published allocated/reserved pairs and NCCL reports"
 # Devices of the median run that the constants were fitted to.
 FITTED_DEVICES = 256
 # The constants that only offload, only NVFP4, only adapters and only EFA depend on.
-OFFLOAD_CONSTANTS = ("host_link_Bps", "host_link_efficiency", "host_optimizer_s_per_parameter")
+OFFLOAD_CONSTANTS = (
+    "host_link_Bps",
+    "host_link_efficiency",
+    "host_memory_bytes",
+    "host_optimizer_s_per_parameter",
+)
 NVFP4_CONSTANTS = ("gemm_4bit_time_scale", "nvfp4_weight_copies_bytes", "nvfp4_input_bytes")
 LORA_CONSTANTS = ("frozen_weight_bytes",)
 # Nothing in most trainers.
@@ -212,6 +217,7 @@ _ACCELERATOR = (
     _assumed(LOAD_SCALE, 1.0, "excess of the hottest rank's load over the expected one"),
     _datasheet("host_link_Bps", 64e9, "PCIe Gen5 x16, one direction"),
     _assumed("host_link_efficiency", 0.8, "pinned copies reach 50 of 64 GB/s"),
+    _assumed("host_memory_bytes", 0.0, "of a node; 0: no source says how much its hosts have"),
     _measured("host_optimizer_s_per_parameter", 1.68e-9, _OFFLOADED_OPTIMIZER),
     _measured("reserved_share", 0.045, "21 layouts, 2.5-9.3 %; " + MEMORY_FINDINGS),
     _measured("reserved_share_sd", 0.018, MEMORY_FINDINGS),
@@ -313,6 +319,7 @@ _CPU = (
     _assumed("step_tail_s", 0.0, "nothing launched on the side"),
     _assumed("host_link_Bps", 1e12, _ONE_MEMORY),
     _assumed("host_link_efficiency", 1.0, _ONE_MEMORY),
+    _assumed("host_memory_bytes", 0.0, _ONE_MEMORY),
     _assumed("host_optimizer_s_per_parameter", 0.0, _ONE_MEMORY),
     _assumed("reserved_share", 0.0, "what the engine frees it keeps for itself"),
     _assumed("reserved_share_sd", 0.03, "spread of unmodelled temporaries"),

@@ -23,6 +23,7 @@ from moewright.cost.memory.estimate_memory import (
     refuse_illegal_job,
     split_by_rank,
 )
+from moewright.cost.memory.host_memory import judge_host_memory
 from moewright.cost.memory.model_states import BucketSet, stage_bucket_sets
 from moewright.cost.memory.peak import RankMemory, memory_verdict
 from moewright.cost.own_runs import job_factor
@@ -312,6 +313,7 @@ def _join(
     device_flops_per_s = model_flops / step.step_s / devices
     mfu = device_flops_per_s / rates.peak_flops(workload.precision)
     margin_bytes = capacity - peak.peak_bytes
+    host = judge_host_memory(hardware, rates.constants, [rank.rows for rank in peaks])
     evidence = judge_evidence(sym.job, hardware)
     step_sd = float(step_deviation(rates.constants, *count_missing(evidence)))
     return Estimate(
@@ -319,7 +321,7 @@ def _join(
         peak_rank=peak_rank,
         peak_bytes=peak.peak_bytes,
         capacity_bytes=capacity,
-        verdict=memory_verdict(margin_bytes, peak.sd_bytes),
+        verdict=host.join(memory_verdict(margin_bytes, peak.sd_bytes)),
         margin_bytes=margin_bytes,
         peak_sd_bytes=round(peak.sd_bytes),
         largest=f"{largest.component} of {largest.module}",
@@ -344,9 +346,12 @@ def _join(
         step_interval_95=step_interval(step.step_s, step_sd, 0.95),
         peak_interval_80=peak_interval(peak.peak_bytes, peak.sd_bytes, 0.8),
         peak_interval_95=peak_interval(peak.peak_bytes, peak.sd_bytes, 0.95),
-        fit_probability=fit_probability(margin_bytes, peak.sd_bytes),
+        fit_probability=host.fit_probability * fit_probability(margin_bytes, peak.sd_bytes),
         evidence=evidence,
         untimed=describe_untimed(workload, hardware),
+        host_bytes=host.bytes,
+        host_capacity_bytes=host.capacity_bytes,
+        host_verdict=host.verdict,
     )
 
 

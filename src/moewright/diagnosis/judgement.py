@@ -145,6 +145,9 @@ def find_quick_best(plan: Plan, allowed: Objections = no_objections) -> Plan | N
 def describe_fit(plan: Plan) -> str:
     """Say in a few words whether a plan fits."""
     estimate = plan.estimate
+    if estimate.host_shortage:
+        fits = "May not fit" if estimate.host_verdict is Verdict.UNCERTAIN else "Does not fit"
+        return f"{fits}: {estimate.host_shortage}"
     match estimate.verdict:
         case Verdict.FITS:
             return f"Fits, {format_bytes(estimate.margin_bytes)} to spare"

@@ -246,6 +246,8 @@ def _verdict_line(estimate: Estimate) -> Text:
         f"on pipeline rank {estimate.peak_rank}, margin {format_bytes(estimate.margin_bytes)}; "
         f"largest: {estimate.largest}"
     )
+    if estimate.host_shortage:
+        line.append(f"; {estimate.host_shortage}")
     return line
 
 

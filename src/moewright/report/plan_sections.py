@@ -93,6 +93,8 @@ def _estimate_facts(estimate: Estimate) -> tuple[tuple[str, str], ...]:
         ("peak memory", peak),
         ("verdict", f"{estimate.verdict}; largest: {estimate.largest}"),
     ]
+    if estimate.host_shortage:
+        facts.append(("host memory", estimate.host_shortage))
     if estimate.imbalance.even_step_s:
         facts.append(("imbalance", describe_imbalance(estimate)))
     if estimate.load_limit > 1:

@@ -94,6 +94,7 @@ class CandidatePool:
         self._groups: list[BoundedGroup] = []
         self.below_s = np.inf  # a candidate with a higher bound cannot be among those kept
         self.scored = 0  # legal layouts
+        self.without_host_room = 0  # of these, those whose states host memory does not hold
         self.without_room = 0  # of those whose bytes were worked out, those that do not fit
         self.refused: Counter[str] = Counter()  # layouts by the rule of the space's objections
         self.with_more: dict[float, Candidate] = {}  # least bound, by bytes of additional memory
@@ -156,7 +157,9 @@ class CandidatePool:
         """Count the candidates of a group, and keep its best ones."""
         may_fit = scores.legal & (scores.peak_bytes <= self._limit + scores.sd_bytes)
         is_safe = scores.legal & (scores.peak_bytes <= self._screener.safe_bytes(scores.sd_bytes))
-        self.without_room += int(np.count_nonzero(scores.legal & ~may_fit))
+        overflows = scores.legal & np.isinf(scores.peak_bytes)
+        self.without_host_room += int(np.count_nonzero(overflows))
+        self.without_room += int(np.count_nonzero(scores.legal & ~may_fit & ~overflows))
         self._note_least(scores, is_safe)
         self._note_nearest_miss(scores)
         usable = self._without_objections(scores, np.isfinite(scores.step_s))

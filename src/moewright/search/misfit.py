@@ -10,7 +10,6 @@ from moewright.search.search import find_best_plan
 from moewright.search.space import Objections
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
-from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
@@ -26,22 +25,18 @@ ObjectionsByWorkload = Callable[[Workload], Objections]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobVariant:
-    """A change of a job that saves memory, with the setting that makes it.
-
-    `pins` is layout text of choices that a search makes only when asked for them.
-    """
+    """A change of a job that saves memory, with the setting that makes it."""
 
     change: str
     setting: str
     workload: Workload
-    pins: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittingVariant:
     """A change of a job under which a layout fits on the same devices.
 
-    `host_bytes` are those that it holds in host memory a device, whose size nobody states.
+    `host_bytes` are those that it holds in host memory a device.
     """
 
     change: str
@@ -134,9 +129,8 @@ def explain_misfit(
     yield misfit
     pins = fixed or _LEAST_MEMORY
 
-    def find(workload: Workload, hardware: Hardware, more_pins: str = "") -> Plan | None:
-        text = ",".join(filter(None, (pins, more_pins)))
-        return _find_plan(nearest.model, workload, hardware, text, allowed(workload))
+    def find(workload: Workload, hardware: Hardware) -> Plan | None:
+        return _find_plan(nearest.model, workload, hardware, pins, allowed(workload))
 
     enough = _find_enough(nearest.hardware, lambda hardware: find(nearest.workload, hardware))
     if enough is not None:
@@ -148,7 +142,7 @@ def explain_misfit(
         )
         yield misfit
     for variant in variants:
-        plan = find(variant.workload, nearest.hardware, variant.pins)
+        plan = find(variant.workload, nearest.hardware)
         misfit = replace(misfit, tried=(*misfit.tried, variant.change))
         if plan is not None:
             fitting = FittingVariant(
@@ -156,19 +150,11 @@ def explain_misfit(
                 setting=variant.setting,
                 layout=format_layout(plan.layout),
                 step_s=plan.estimate.step_s,
-                host_bytes=_count_host_bytes(plan),
+                host_bytes=plan.estimate.host_bytes,
             )
             misfit = replace(misfit, fitting=(*misfit.fitting, fitting))
             yield misfit
     yield replace(misfit, is_final=True)
-
-
-def _count_host_bytes(plan: Plan) -> int:
-    """Return the most bytes that a rank holds in host memory."""
-    return max(
-        sum(row.bytes for row in ledger.memory if row.component is Component.HOST)
-        for ledger in plan.estimate.ledgers
-    )
 
 
 def _find_plan(

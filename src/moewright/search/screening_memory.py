@@ -17,6 +17,7 @@ from moewright.cost.constants import Constants
 from moewright.cost.memory import model_states, peak
 from moewright.cost.memory.activations import ActivationPolicies, activation_context
 from moewright.cost.memory.buffers import dispatcher_bytes
+from moewright.cost.memory.host_memory import USABLE_SHARE, host_capacity
 from moewright.cost.memory.model_states import LINEAR_MODULES, StateElements
 from moewright.cost.memory.parameter_tree import BucketFill, ParameterTree, local_params
 from moewright.cost.memory.peak_terms import (
@@ -24,6 +25,7 @@ from moewright.cost.memory.peak_terms import (
     RESIDENT_TERMS,
     count_communicators,
     device_bytes,
+    host_bytes,
     runtime_overhead,
 )
 from moewright.cost.memory.rank_batch import Booked, RankBatch, sum_rows
@@ -91,6 +93,7 @@ class ScreeningMemory:
         self._constants = constants
         self._policies = policies
         self._state_policies = states
+        self._host_bytes = USABLE_SHARE * host_capacity(space.hardware, constants)
         self._has_muon = space.workload.optimizer.matrix_update is MatrixUpdate.MUON
         counts_linear = space.workload.precision.is_narrow or holds_packed(space.workload)
         self._follows_linear = counts_linear and any(policy.zero == 3 for policy in states)
@@ -126,11 +129,13 @@ class ScreeningMemory:
 
         Both are [pipelines, activation policies, state policies]. `sym` are the symbols of the
         group's layout with the choices that are made for it. Where `is_searched` [pipelines, state
-        policies] is false, allocated bytes count as 0.
+        policies] is false, allocated bytes count as 0; where the host has no room for the states
+        that lie there, no device has any.
         """
         live = parts_memory.live_bytes(peak.split_counts(batch.live, batch.fetched))
         short_lived: dict[int, Array] = {}
         allocated = np.zeros((*is_searched.shape, len(self._policies.members)))
+        overflows = np.zeros(is_searched.shape, dtype=bool)
         for column, policy in enumerate(self._state_policies):
             some = np.flatnonzero(is_searched[:, column])
             if not len(some):
@@ -147,6 +152,10 @@ class ScreeningMemory:
                 moments = np.maximum(moments, at_step[:, None])
             resident = ranks.spread(device_bytes(ranks, RESIDENT_TERMS))
             allocated[some, column] = batch.fullest_ranks(moments, resident, some)
+            if policy.offload and self._host_bytes < np.inf:
+                hosted = ranks.spread(host_bytes(ranks, RESIDENT_TERMS))
+                fullest = batch.fullest_ranks(hosted[:, None], np.zeros_like(hosted), some)
+                overflows[some, column] = fullest[:, 0] > self._host_bytes
         allocated = allocated.transpose(0, 2, 1)  # activation policies stay neighbours in memory
         device = runtime_overhead(
             self._constants,
@@ -154,7 +163,10 @@ class ScreeningMemory:
             groups=self._count_communicators(sym.layout, batch)[:, None, None],
             buffers=dispatcher_bytes(sym),
         )
-        return sum(device.bytes.values(), start=allocated), device.sd_bytes
+        peak_bytes = sum(device.bytes.values(), start=allocated)
+        if overflows.any():
+            peak_bytes = np.where(overflows[:, None, :], np.inf, peak_bytes)
+        return peak_bytes, device.sd_bytes
 
     def elements(self, cut: Layout, zero: int, batch: PipelineBatch) -> RankElements:
         """Return the elements of every rank of a batch under a layout `cut` and a level of ZeRO."""

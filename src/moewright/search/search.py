@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,7 +33,13 @@ from moewright.search.near_best import NearBest
 from moewright.search.proven import ProvenChoices
 from moewright.search.ranking import bound_s, is_safe
 from moewright.search.screening import Screener
-from moewright.search.space import Objections, SearchSpace, build_search_space, no_objections
+from moewright.search.space import (
+    Objections,
+    SearchSpace,
+    build_search_space,
+    no_objections,
+    state_policies,
+)
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, Overlap
@@ -43,6 +49,7 @@ from moewright.spec.units import GIB
 from moewright.spec.workload import Workload
 
 DOES_NOT_FIT = "does not fit in memory"
+NO_HOST_MEMORY = "does not fit in host memory"
 MAY_NOT_FIT = "may not fit in memory"
 SLOWER = "slower than the layouts shown"
 
@@ -117,10 +124,10 @@ def search(
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):
         raise BadInput(*reasons)
-    screener = Screener(space, rule)
-    pool = _fill_pool(space, screener, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
+    space, screener, pool = _screen(space, rule, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
     rejected: Counter[str] = Counter(pool.refused)
     rejected[DOES_NOT_FIT] += pool.without_room
+    rejected[NO_HOST_MEMORY] += pool.without_host_room
     plans: list[Plan] = []
     gambles: list[Plan] = []
     near_best = NearBest(space, pool.ranked())
@@ -195,10 +202,25 @@ def find_best_plan(
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):
         raise BadInput(*reasons)
-    pool = _fill_pool(space, Screener(space, rule), keep=_SPARE, extra_bytes=())
+    space, _, pool = _screen(space, rule, keep=_SPARE, extra_bytes=())
     candidates = NearBest(space, pool.ranked()).put_simplest_first()
     plans = (_build_legal_plan(space, candidate, Counter()) for candidate in candidates)
     return next((plan for plan in plans if plan and is_safe(plan.estimate, rule)), None)
+
+
+def _screen(
+    space: SearchSpace, rule: RankingRule, *, keep: int, extra_bytes: tuple[float, ...]
+) -> tuple[SearchSpace, Screener, CandidatePool]:
+    """Screen a space; where nothing in it is safe, with what saves memory combined."""
+    for tried in (space, replace(space, combines_savings=True)):
+        if tried is not space and state_policies(tried) == state_policies(space):
+            break
+        screener = Screener(tried, rule)
+        pool = _fill_pool(tried, screener, keep=keep, extra_bytes=extra_bytes)
+        found = tried, screener, pool
+        if pool.ranked():
+            break
+    return found
 
 
 def _build_nearest_miss(space: SearchSpace, pool: CandidatePool) -> Plan | None:

@@ -103,7 +103,7 @@ class StatePolicy:
 
     def is_searched_on(self, shape: PipelineShape, space: SearchSpace) -> bool:
         """Return whether the policy is searched on that pipeline."""
-        if self.zero < 3 or shape.pp == 1 or "zero" in space.fixed:
+        if self.zero < 3 or shape.pp == 1 or "zero" in space.fixed or space.combines_savings:
             return True
         return not space.permits(zero=1)
 
@@ -113,7 +113,9 @@ class SearchSpace:
     """The space of layouts that is searched for a job on some hardware.
 
     `base` has the user's values in the fields that `fixed` names, and defaults in the others.
-    `allowed` returns the reasons against a layout that is legal but cannot be run.
+    `allowed` returns the reasons against a layout that is legal but cannot be run. With
+    `combines_savings` what saves memory of model states is searched together and in pipelines,
+    where each alone is faster wherever it fits.
     """
 
     model: ModelSpec
@@ -122,6 +124,7 @@ class SearchSpace:
     base: Layout
     fixed: frozenset[str]
     allowed: Objections = no_objections
+    combines_savings: bool = False
 
     def job(self, layout: Layout) -> Job:
         """Return the job in a layout."""
@@ -286,8 +289,9 @@ def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
     """Return the choices for the model states, the usual one first.
 
     zero=0 is never smaller nor faster than zero=1 (it reduces the same bytes in two rounds and
-    updates every parameter on every rank), so it is taken only when asked for; so is zero=3 in a
-    pipeline, which gathers every stage anew for every micro-batch (`StatePolicy.is_searched_on`).
+    updates every parameter on every rank), so it is taken only when asked for. Unless the space
+    combines what saves memory, so is zero=3 in a pipeline, which gathers every stage anew for every
+    micro-batch (`StatePolicy.is_searched_on`), and beside an optimizer on the host.
     """
     on_host = (Offload.OPTIMIZER,)
     levels = [zero for zero in FIELD_OF_KEY["zero"].facts.tried if space.permits(zero=zero)]
@@ -298,8 +302,9 @@ def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
     base_offload = on_host if Offload.OPTIMIZER in space.base.offload else ()
     policies = [StatePolicy(zero=zero, offload=base_offload) for zero in levels]
     may_offload = "offload" not in space.fixed and space.permits(offload=on_host)
-    if may_offload and 1 in levels and space.hardware.device.kind.is_accelerator:
-        policies.append(StatePolicy(zero=1, offload=on_host))
+    if may_offload and space.hardware.device.kind.is_accelerator:
+        beside = (1, 3) if space.combines_savings else (1,)
+        policies += [StatePolicy(zero=zero, offload=on_host) for zero in beside if zero in levels]
     return tuple(policies)
 
 

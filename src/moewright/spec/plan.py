@@ -145,10 +145,25 @@ class Estimate(Record):
     # Why there is no time; "" where there is. Seconds are then those of wide products, by which
     # layouts are ordered, and say nothing of a step.
     untimed: str = ""
+    host_bytes: int = 0  # the most that a rank keeps in host memory
+    host_capacity_bytes: int = 0  # a rank's part of its node's host memory; 0: nobody says
+    host_verdict: Verdict = Verdict.FITS  # on host memory alone
+
+    @property
+    def host_shortage(self) -> str:
+        """What a rank keeps in host memory and may have of it; "" where that decides nothing."""
+        if self.host_verdict is Verdict.FITS:
+            return ""
+        return (
+            f"{self.host_bytes / GIB:,.4g} GiB a device in host memory, of "
+            f"{self.host_capacity_bytes / GIB:,.4g}"
+        )
 
     def title(self) -> str:
         """Return the verdict with the peak, and the speed."""
         peak = f"peak {self.peak_bytes / GIB:.4g} of {self.capacity_bytes / GIB:.4g} GiB"
+        if self.host_shortage:
+            peak = f"{peak}; {self.host_shortage}"
         if self.untimed:
             return f"{self.verdict.value}: {peak}; {self.untimed}"
         speed = f"{self.tokens_per_s_per_device:,.4g} tokens/s/device, MFU {self.mfu:.1%}"

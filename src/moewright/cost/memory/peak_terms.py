@@ -205,6 +205,15 @@ def device_bytes(ranks: RankBatch, terms: Sequence[PeakTerm]) -> Array:
     return np.asarray(total.sum(axis=1))
 
 
+def host_bytes(ranks: RankBatch, terms: Sequence[PeakTerm]) -> Array:
+    """Sum what these terms hold in host memory for each rank [ranks]; one 0 where none has any."""
+    total = np.zeros((1, 1))
+    for booked in book_terms(ranks, terms):
+        if Component.HOST in booked:
+            total = total + booked[Component.HOST]
+    return np.asarray(total.sum(axis=1))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOverhead:
     """What a device holds beyond what is allocated, and the standard deviation of the whole.
