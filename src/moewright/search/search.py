@@ -217,10 +217,10 @@ def _screen(
             break
         screener = Screener(tried, rule)
         pool = _fill_pool(tried, screener, keep=keep, extra_bytes=extra_bytes)
-        found = tried, screener, pool
+        screened = tried, screener, pool
         if pool.ranked():
             break
-    return found
+    return screened
 
 
 def _build_nearest_miss(space: SearchSpace, pool: CandidatePool) -> Plan | None:

@@ -303,8 +303,10 @@ def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
     policies = [StatePolicy(zero=zero, offload=base_offload) for zero in levels]
     may_offload = "offload" not in space.fixed and space.permits(offload=on_host)
     if may_offload and space.hardware.device.kind.is_accelerator:
-        beside = (1, 3) if space.combines_savings else (1,)
-        policies += [StatePolicy(zero=zero, offload=on_host) for zero in beside if zero in levels]
+        offloaded_levels = (1, 3) if space.combines_savings else (1,)
+        policies += [
+            StatePolicy(zero=zero, offload=on_host) for zero in offloaded_levels if zero in levels
+        ]
     return tuple(policies)
 
 
