@@ -71,3 +71,21 @@ def test_keys_of_layout_that_no_layout_can_have_are_named(
 ) -> None:
     assert main(("plan", "Qwen3-30B-A3B", "--on", "16xH100", "--layout", "tp3")) == 2
     assert "--layout tp=3: tp * cp = 3 must divide" in capsys.readouterr().err
+
+
+def test_a_budget_by_the_calendar_is_a_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = tmp_path / "budget.json"
+    job = ["budget", "OLMoE-1B-7B-0924", "--on", "8xH200", "--tokens", "1T", "--global-batch", "64"]
+    operations = ["--devices", "8", "--mtbf", "6", "--grid", "0.4", "--price", "2", "--deadline"]
+    assert main([*job, *operations, "1", "--json", str(answer), "-v"]) == 0
+    output = capsys.readouterr().out
+    (line,) = json.loads(answer.read_text())["lines"]
+    calendar = line["calendar"]
+    assert f"{calendar['goodput']:.1%}" in output
+    assert f"{calendar['cost']:,.0f}" in output
+    assert "Failures by part, expected" in output
+    assert "No number of devices above ends within 1 days." in output
+    assert calendar["mtbf_s"] == 6 * 3600
+    assert calendar["cost"] == pytest.approx(2 * calendar["device_hours"])

@@ -106,6 +106,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "--devices=8.5: must be a whole number",
         ),
         (
+            ("budget", "Qwen3-30B-A3B", "--on", "8xH100", "--tokens", "1T", "--mtbf", "soon"),
+            "--mtbf=soon: must be auto or hours above 0.001, such as 8; nearest legal value: auto",
+        ),
+        (
             ("fit", "nowhere.csv", "--on", "H800", "--out", "hw.json"),
             "--out=hw.json: a hardware file is TOML, and is known by its name; "
             "nearest legal value: hw.toml",

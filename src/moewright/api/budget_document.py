@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moewright.api.budgets import Budget
 from moewright.codec import format_layout
+from moewright.report.calendar_section import build_calendar_section
 from moewright.report.document import (
     Document,
     DocumentSection,
@@ -21,9 +22,27 @@ _DAYS_OF_HOURS = 2.0  # below so many days a duration is told in hours
 
 def build_budget_document(budget: Budget) -> Document:
     """Build the table of a budget, then the layout of each number of devices."""
+    calendars = [line.calendar for line in budget.lines if line.calendar is not None]
+    sections = [_build_figures(budget)]
+    if calendars:
+        sections.append(build_calendar_section(calendars))
+    if budget.deadline_days:
+        sections.append(DocumentSection(lines=(_describe_best(budget),)))
     return Document(
         heading=f"{budget.title()}: {budget.lines[0].steps:,} steps",
-        sections=(_build_figures(budget), _list_layouts(budget)),
+        sections=(*sections, _list_layouts(budget)),
+    )
+
+
+def _describe_best(budget: Budget) -> str:
+    """Say which number of devices meets the deadline with the fewest device-hours."""
+    best = budget.best
+    if best is None:
+        return f"No number of devices above ends within {budget.deadline_days:g} days."
+    days = best.days if best.calendar is None else best.calendar.days
+    return (
+        f"{best.devices:,} devices end within {budget.deadline_days:g} days with the fewest "
+        f"device-hours: {days:.3g} days."
     )
 
 
@@ -45,7 +64,7 @@ def _build_figures(budget: Budget) -> DocumentSection:
         )
         for line in budget.lines
     ]
-    notes = ["Days count training steps only, without restarts and evaluations."]
+    notes = ["Days count training steps only; --mtbf auto adds those by the calendar."]
     if budget.without_layout:
         counts = ", ".join(map(str, budget.without_layout))
         notes.append(f"No layout fits with the probability that a plan asks for: {counts}.")

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log
 from pathlib import Path
+from statistics import NormalDist
+from typing import TypedDict, Unpack
 
 import numpy as np
 
+from moewright.api.calendar import read_operations
 from moewright.api.planning import find_best, workload_options
 from moewright.api.requests import PlanRequest, read_plan_request
 from moewright.codec import format_layout
 from moewright.codec.numbers import parse_count
+from moewright.cost.calendar_time import CalendarTime, Operations, estimate_calendar
 from moewright.cost.estimate import estimate
 from moewright.rules.batch_rampup import count_steps
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
-from moewright.spec.options import WorkloadOptions
+from moewright.spec.options import BudgetOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
-from moewright.spec.workload import BatchRampSpec, Dtype
+from moewright.spec.workload import BatchRampSpec, Dtype, SaveMode
 
 _LEAST_TOKENS = 10**6  # a plain number below it is one whose unit was left out
 _DAY_S = 86400
@@ -29,6 +33,26 @@ _HOUR_S = 3600
 _SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the devices named, where no counts are given
 _MAX_DEVICES = 1_000_000
 _ESTIMATED_BATCHES = 8  # of a ramp
+_DEVIATIONS_80 = NormalDist().inv_cdf(0.9)
+_NO_OPTIONS = BudgetOptions()
+
+
+class OperationChoices(TypedDict, total=False):
+    """The keywords of `budget` that say how the job is run (see BudgetOptions)."""
+
+    devices: tuple[int, ...]
+    mtbf: str
+    checkpoint: SaveMode
+    save_every: float
+    restart: float
+    storage: float
+    spares: int
+    repair: float
+    slowdown: float
+    deadline: float
+    watts: float
+    pue: float
+    grid: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +61,7 @@ class BudgetLine:
 
     `days_80` holds the days with a probability of 80 %, as far as steps are as long as predicted;
     restarts and evaluations are not counted. `cost` is device-hours times the user's own price.
+    `calendar` has what failures, saves and stops make of the days, None where it was not asked for.
     """
 
     devices: int
@@ -47,6 +72,7 @@ class BudgetLine:
     device_hours: float
     ramp_days: float  # of the steps whose batch is below the full one
     cost: float | None  # None without a price
+    calendar: CalendarTime | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -61,6 +87,17 @@ class Budget(Record):
     price: float | None  # the user's, for an hour of a device
     lines: tuple[BudgetLine, ...]
     without_layout: tuple[int, ...]
+    deadline_days: float = 0.0  # 0: none
+
+    @property
+    def best(self) -> BudgetLine | None:
+        """The line of fewest device-hours that meets the deadline, None where none does."""
+        in_time = [line for line in self.lines if self._meets_deadline(line)]
+        return min(in_time, key=_count_device_hours, default=None)
+
+    def _meets_deadline(self, line: BudgetLine) -> bool:
+        days = line.days if line.calendar is None else line.calendar.days
+        return not self.deadline_days or days <= self.deadline_days
 
     def title(self) -> str:
         """Return model, tokens, batch and where the price is from."""
@@ -88,6 +125,9 @@ class Budget(Record):
             }
             if line.ramp_days:
                 row["ramp_days"] = line.ramp_days
+            if line.calendar is not None:
+                row["goodput"] = line.calendar.goodput
+                row["calendar_days"] = line.calendar.days
             if line.cost is not None:
                 row["cost"] = line.cost
             rows.append(row | {"layout": format_layout(line.plan.layout)})
@@ -103,6 +143,7 @@ def budget(
     global_batch: int | None = None,
     precision: Dtype | str | None = None,
     price: float | None = None,
+    **operation: Unpack[OperationChoices],
 ) -> Budget:
     """Tell the days and device-hours of training on `tokens`, on more and fewer devices too.
 
@@ -116,6 +157,8 @@ def budget(
         global_batch: sequences a step.
         precision: compute precision.
         price: what an hour of a device costs you; None leaves costs out.
+        **operation: how the job is run, as the options of `moewright budget`: with `mtbf`, "auto"
+            or hours between failures, days are by the calendar too, with goodput, spares, energy.
 
     Raises:
         BadInput: something cannot be used, or nothing fits.
@@ -126,29 +169,30 @@ def budget(
         >>> len(answer.lines) > 1
         True
     """
-    options = workload_options(seq_len, global_batch, precision)
-    return compute_budget(model, on, options, tokens=str(tokens), price=price)
+    workload = workload_options(seq_len, global_batch, precision)
+    choices = BudgetOptions(price=price, **operation)
+    return compute_budget(model, on, workload, tokens=str(tokens), options=choices)
 
 
 def compute_budget(
     model: str | Path | ModelSpec,
     on: str | Hardware,
-    options: WorkloadOptions,
+    workload: WorkloadOptions,
     *,
     tokens: str,
-    price: float | None,
-    counts: Sequence[int] = (),
+    options: BudgetOptions = _NO_OPTIONS,
 ) -> Budget:
     """Return the budget of a job on these counts of devices, or on those around the job's own.
 
     Raises:
         BadInput: something cannot be used, or nothing fits.
     """
+    price = options.price
     total = check_budget_figures(tokens, price)
-    request = read_plan_request(model, on, options)
+    request = read_plan_request(model, on, workload)
+    operations = read_operations(options, request.hardware, request.workload)
     devices = request.hardware.count
-    if not counts:
-        counts = scale_devices(devices)
+    counts = options.devices or tuple(scale_devices(devices))
     for count in counts:
         if not 1 <= count <= _MAX_DEVICES:
             rule = f"must be in 1..{_MAX_DEVICES}"
@@ -156,7 +200,7 @@ def compute_budget(
     lines = []
     without_layout = []
     for count in counts:
-        line = price_devices(request, count, total, price)
+        line = price_devices(request, count, total, price, operations)
         if line is None:
             without_layout.append(count)
         else:
@@ -170,6 +214,7 @@ def compute_budget(
         price=price,
         lines=tuple(lines),
         without_layout=tuple(without_layout),
+        deadline_days=options.deadline,
     )
 
 
@@ -196,7 +241,11 @@ def scale_devices(devices: int) -> list[int]:
 
 
 def price_devices(
-    request: PlanRequest, count: int, tokens: int, price: float | None
+    request: PlanRequest,
+    count: int,
+    tokens: int,
+    price: float | None,
+    operations: Operations | None = None,
 ) -> BudgetLine | None:
     """Return the budget on so many devices; None where no layout fits surely enough."""
     plan = find_best(replace(request, hardware=replace(request.hardware, count=count)))
@@ -211,16 +260,26 @@ def price_devices(
     total_s = full_steps * step_s + ramp_s
     low_s, high_s = plan.estimate.step_interval_80
     device_hours = total_s * count / _HOUR_S
+    steps = full_steps + sum(batches.values())
+    calendar = None
+    if operations is not None:
+        log_deviation = log(high_s / low_s) / (2 * _DEVIATIONS_80)
+        calendar = estimate_calendar(plan, total_s, steps, log_deviation, operations)
     return BudgetLine(
         devices=count,
         plan=plan,
-        steps=full_steps + sum(batches.values()),
+        steps=steps,
         days=total_s / _DAY_S,
         days_80=(total_s * low_s / step_s / _DAY_S, total_s * high_s / step_s / _DAY_S),
         device_hours=device_hours,
         ramp_days=ramp_s / _DAY_S,
         cost=None if price is None else price * device_hours,
+        calendar=calendar,
     )
+
+
+def _count_device_hours(line: BudgetLine) -> float:
+    return line.device_hours if line.calendar is None else line.calendar.device_hours
 
 
 def _step_times(plan: Plan, batch_sizes: Sequence[int]) -> list[float]:

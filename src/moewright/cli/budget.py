@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from cyclopts import Parameter
-
 from moewright.cli.answers import write_answer
-from moewright.cli.options import BatchOptions, BudgetOutputs, Count
+from moewright.cli.options import BatchOptions, BudgetOutputs, CalendarOptions
 
-_NO_OPTIONS = BatchOptions()
+_NO_WORKLOAD = BatchOptions()
+_NO_OPTIONS = CalendarOptions()
 _NO_OUTPUTS = BudgetOutputs()
 
 
@@ -19,14 +16,14 @@ def budget(
     *,
     on: str = "",
     tokens: str,
-    workload: BatchOptions = _NO_OPTIONS,
-    devices: Annotated[tuple[Count, ...], Parameter(negative="", consume_multiple=True)] = (),
-    price: float | None = None,
+    workload: BatchOptions = _NO_WORKLOAD,
+    options: CalendarOptions = _NO_OPTIONS,
     outputs: BudgetOutputs = _NO_OUTPUTS,
 ) -> int:
     """Tell what training MODEL on so many tokens takes in days and device-hours.
 
-    Each number of devices gets its best plan that fits, with the same global batch.
+    Each number of devices gets its best plan that fits, with the same global batch. With --mtbf
+    days are by the calendar too.
 
     Parameters
     ----------
@@ -36,19 +33,15 @@ def budget(
         Hardware as count x device, "256xH800"; a job brings its own.
     tokens
         Tokens to train on, such as 15T or 500B.
-    devices
-        Numbers of devices to compare; a quarter to four times those of --on when not given.
-    price
-        What an hour of a device costs you; without it no costs are shown.
     """
     from moewright.api.budget_document import build_budget_document
     from moewright.api.budgets import compute_budget
     from moewright.report.console import print_defaults
     from moewright.report.document_text import print_document
 
-    answer = compute_budget(model, on, workload, tokens=tokens, price=price, counts=devices)
+    answer = compute_budget(model, on, workload, tokens=tokens, options=options)
     document = build_budget_document(answer)
     with write_answer(answer, outputs.json, html=outputs.html, views=lambda: [document]) as console:
         print_defaults(console, answer.request.defaults)
-        print_document(console, document)
+        print_document(console, document, verbose=outputs.verbose)
     return 0

@@ -19,6 +19,7 @@ from moewright.rules.upcycling import RouterWeighting, UpcyclingScaling, Upcycli
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 from moewright.spec.options import (
+    BudgetOptions,
     FineTuningOptions,
     Launcher,
     SearchOptions,
@@ -26,7 +27,7 @@ from moewright.spec.options import (
     TrialTrainer,
     WorkloadOptions,
 )
-from moewright.spec.workload import BaseQuantization, Dtype, FrozenPart, Task
+from moewright.spec.workload import BaseQuantization, Dtype, FrozenPart, SaveMode, Task
 
 # An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
 SetOption = Annotated[list[str] | None, Parameter(name="--set", negative="")]
@@ -184,6 +185,52 @@ class PlanningOptions(BatchOptions):
     steps: OptionalCount = None
     tokens: OptionalCount = None
     lengths: Path | None = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalendarOptions(BudgetOptions):
+    """Options that say what a budget compares, and how the job is run.
+
+    Parameters
+    ----------
+    devices
+        Numbers of devices to compare; a quarter to four times those of --on when not given.
+    price
+        What an hour of a device costs you; without it no costs are shown.
+    mtbf
+        Hours between failures of the job on the devices of --on, or auto for the published rates;
+        with it, days are by the calendar: failures, saves, planned stops, spares, energy. The
+        other options of this list need it.
+    checkpoint
+        Whether training waits while a checkpoint is written: sync or async; async when neither this
+        nor a job says it.
+    save_every
+        Minutes between saves; those that lose the least when not given.
+    restart
+        Minutes from a failure to where loading begins: detection, replacement, start; 10 when not
+        given.
+    storage
+        GB/s that the whole job writes and reads checkpoints with; 0.122 a device when not given.
+    spares
+        Devices kept as spares, in whole nodes, or NVLink domains of racks; those that cost least
+        when not given.
+    repair
+        Hours until a part that failed is back.
+    slowdown
+        Share by which stragglers lengthen steps, such as 0.03.
+    deadline
+        Days by which training has to end: the cheapest number of devices that meets it is named.
+    watts
+        Watts that a device is rated at; its datasheet's when not given.
+    pue
+        The data centre's energy over that of its machines.
+    grid
+        Kilograms of CO2 that a kWh of the grid emits; without it none are told.
+    """
+
+    devices: Annotated[tuple[Count, ...], Parameter(negative="", consume_multiple=True)] = ()
+    checkpoint: SaveMode | None = None
 
 
 @Parameter(name="*")
@@ -449,8 +496,8 @@ class CheckOutputs(AnswerOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetOutputs(PageOptions):
-    """Where a budget goes besides the terminal.
+class BudgetOutputs(AnswerOptions):
+    """How much of a budget is printed, and where it goes besides the terminal.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from moewright.spec.workload import BaseQuantization, Dtype, FrozenPart, Task
+from moewright.spec.workload import BaseQuantization, Dtype, FrozenPart, SaveMode, Task
 
 # What a plan is written for: a trainer, or what starts ours.
 ExportTarget = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
@@ -49,6 +49,31 @@ class SearchOptions:
     fit_probability: float = 0.9
     risk: float = 0.1
     runs_on: str = ""  # a TargetTrainer that has to start the layouts; "": any layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetOptions:
+    """What a budget compares, and how the job is run, of which its calendar time follows.
+
+    How it is run counts only with a `mtbf`: hours between failures of the job on the devices it
+    names, or "auto" for the published rates. None and zeros leave a choice to published figures or
+    to what is best.
+    """
+
+    devices: tuple[int, ...] = ()  # numbers to compare; (): those around the job's own
+    price: float | None = None  # of an hour of a device
+    mtbf: str = ""
+    checkpoint: SaveMode | None = None  # None: as the job says, else asynchronous
+    save_every: float = 0.0  # minutes
+    restart: float | None = None  # minutes from a failure to where loading begins
+    storage: float = 0.0  # GB/s, of the whole job
+    spares: int | None = None  # devices
+    repair: float = 24.0  # hours
+    slowdown: float = 0.0  # share that stragglers add to a step
+    deadline: float = 0.0  # days
+    watts: float = 0.0  # of a device
+    pue: float = 1.2
+    grid: float = 0.0  # kg of CO2 a kWh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,264 @@
+"""What a training takes by the calendar: failures, saves, stops, spare parts, energy.
+
+The seconds of its steps are those of a plan. What keeps the devices from them has a closed form
+(`rules.goodput`), whose figures are published ones (`reliability`) or the user's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import ceil, exp, hypot, inf, log, sqrt
+from statistics import NormalDist
+
+from moewright.cost.reliability import (
+    COPY_OVERHEAD_S,
+    HOST_COPY_BPS,
+    SAVE_OVERHEAD_S,
+    Reliability,
+    checkpoint_bytes,
+    read_reliability,
+)
+from moewright.rules.goodput import (
+    Goodput,
+    Interruptions,
+    choose_interval_s,
+    compute_goodput,
+    shrunk_throughput,
+    waiting_share,
+)
+from moewright.spec.hardware import Fabric, NetworkKind
+from moewright.spec.plan import Plan
+from moewright.spec.workload import SaveMode, Workload
+
+_DAY_S = 86400.0
+_HOUR_S = 3600.0
+_DEVIATIONS_80 = NormalDist().inv_cdf(0.9)
+# Domains whose ranks are of no use without the others: a failure takes all of them out.
+_WHOLE_DOMAINS = (NetworkKind.NVL36, NetworkKind.NVL72)
+_MOST_SPARES = 4096
+_FORWARD_SHARE = 1 / 3  # of a step, that an evaluation of one global batch takes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operations:
+    """How a job is run: what fails, how it recovers and saves, and what its power is.
+
+    `rate_per_device_s` are failures in a second of one device, with the least and the most that is
+    thought of. Zeros leave a choice to the model: `save_every_s` the best interval, `storage_Bps`
+    the published one.
+    """
+
+    rate_per_device_s: float
+    rate_range: tuple[float, float]
+    mode: SaveMode = SaveMode.ASYNC
+    save_every_s: float = 0.0
+    recovery_s: float = 600.0  # from a failure to where loading begins
+    storage_Bps: float = 0.0  # of the whole job
+    spares: int = -1  # units; -1: as many as cost least
+    repair_s: float = 24 * _HOUR_S
+    slowdown: float = 0.0  # share that stragglers add to a step
+    board_watts: float = 0.0  # 0: not known
+    price: float | None = None  # of an hour of a device
+    pue: float = 1.2
+    grid_kg_per_kWh: float = 0.0  # 0: not said
+
+
+class WhenShort(StrEnum):
+    """What a job does while more units are in repair than it has spares."""
+
+    WAIT = "wait"
+    SHRINK = "shrink"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalendarTime:
+    """A training by the calendar, with shares of it; `goodput` is that of training alone.
+
+    `running` is the share of a whole job's throughput that missing parts leave, and `days_80` holds
+    the days with a probability of 80 % as far as steps, failure rates and luck go. Energy is of
+    whole nodes, with the data centre's overhead; 0 where the power of the part is not known.
+    """
+
+    devices: int
+    mtbf_s: float
+    mtbf_range_s: tuple[float, float]
+    failures: float  # expected over the training
+    checkpoint_bytes: float
+    save_s: float  # that training stands still
+    durable_s: float
+    recovery_s: float
+    save_every_steps: int
+    shares: Goodput
+    goodput: float
+    goodput_range: tuple[float, float]
+    evaluation_days: float
+    unit_devices: int  # that are replaced together
+    spares: int  # units
+    when_short: WhenShort
+    running: float
+    days: float
+    days_80: tuple[float, float]
+    device_hours: float  # spares too
+    cost: float | None  # of them, None without a price
+    energy_kWh: float
+    co2_kg: float  # 0 without the grid's intensity
+
+
+def estimate_calendar(
+    plan: Plan, training_s: float, steps: int, step_log_deviation: float, operations: Operations
+) -> CalendarTime:
+    """Estimate the calendar time of so many seconds of steps under a plan.
+
+    `step_log_deviation` is the deviation of the logarithm of the predicted step.
+    """
+    facts = read_reliability()
+    devices = plan.hardware.count
+    stopped = _list_interruptions(plan, operations, facts)
+    rate = operations.rate_per_device_s * devices
+    step_s = training_s / max(1, steps) * (1 + operations.slowdown)
+    interval_s = _choose_interval_s(stopped, operations.save_every_s, step_s, training_s)
+    shares = compute_goodput(stopped, interval_s)
+    unit = unit_devices(plan.hardware.fabric, devices)
+    spares, running, when_short = _choose_spares(plan, rate, unit, operations, facts)
+    work_s = training_s * (1 + operations.slowdown)
+    evaluation_s = _evaluation_s(plan.workload, steps, step_s)
+    goodput = shares.training * running
+    total_s = (work_s + evaluation_s) / goodput
+    low, high = (_goodput_at(stopped, operations, bound, devices, running) for bound in (1, 0))
+    spread = _log_deviation(total_s, stopped, interval_s, (low, high), step_log_deviation)
+    factor = exp(_DEVIATIONS_80 * spread)
+    days = total_s / _DAY_S
+    device_hours = (devices + spares * unit) * total_s / _HOUR_S
+    watts = operations.board_watts * facts.node_power_share.value
+    energy_kWh = device_hours * watts / 1000 * operations.pue
+    least_rate, most_rate = operations.rate_range
+    return CalendarTime(
+        devices=devices,
+        mtbf_s=stopped.mtbf_s,
+        mtbf_range_s=(_invert(most_rate * devices), _invert(least_rate * devices)),
+        failures=rate * total_s,
+        checkpoint_bytes=checkpoint_bytes(plan.model, plan.workload),
+        save_s=stopped.save_s,
+        durable_s=stopped.durable_s,
+        recovery_s=stopped.recovery_s,
+        save_every_steps=max(1, round(interval_s / step_s)),
+        shares=shares,
+        goodput=goodput,
+        goodput_range=(low, high),
+        evaluation_days=evaluation_s / _DAY_S,
+        unit_devices=unit,
+        spares=spares,
+        when_short=when_short,
+        running=running,
+        days=days,
+        days_80=(days / factor, days * factor),
+        device_hours=device_hours,
+        cost=None if operations.price is None else operations.price * device_hours,
+        energy_kWh=energy_kWh,
+        co2_kg=energy_kWh * operations.grid_kg_per_kWh,
+    )
+
+
+def unit_devices(fabric: Fabric, devices: int) -> int:
+    """Return the devices that are replaced together: a node, or a whole NVLink domain of racks."""
+    whole = fabric.domain in _WHOLE_DOMAINS
+    return min(devices, fabric.domain_size if whole else fabric.devices_per_node)
+
+
+def _list_interruptions(plan: Plan, operations: Operations, facts: Reliability) -> Interruptions:
+    devices = plan.hardware.count
+    nbytes = checkpoint_bytes(plan.model, plan.workload)
+    storage_Bps = operations.storage_Bps or facts.storage_Bps_a_device.value * devices
+    write_s = nbytes / storage_Bps
+    save_s = SAVE_OVERHEAD_S + write_s
+    if operations.mode is SaveMode.ASYNC:
+        save_s = COPY_OVERHEAD_S + nbytes / devices / HOST_COPY_BPS
+    planned_rate = facts.planned.per_device_s * devices
+    is_interrupted = operations.rate_per_device_s > 0
+    recovery_s = operations.recovery_s + write_s
+    return Interruptions(
+        mtbf_s=_invert(operations.rate_per_device_s * devices),
+        recovery_s=recovery_s,
+        save_s=save_s,
+        durable_s=max(save_s, SAVE_OVERHEAD_S + write_s),
+        planned_mtbf_s=1 / planned_rate if is_interrupted else inf,
+        planned_stop_s=save_s + recovery_s,
+    )
+
+
+def _choose_interval_s(
+    stopped: Interruptions, save_every_s: float, step_s: float, training_s: float
+) -> float:
+    """Return whole steps between saves, as asked for or the best; at most the whole training."""
+    wanted_s = save_every_s or choose_interval_s(stopped)
+    least_steps = ceil(max(0.0, stopped.latency_s - stopped.save_s) / step_s)
+    return max(1, least_steps, round(min(wanted_s, training_s) / step_s)) * step_s
+
+
+def _choose_spares(
+    plan: Plan, rate: float, unit: int, operations: Operations, facts: Reliability
+) -> tuple[int, float, WhenShort]:
+    """Return units to spare, the throughput that they leave, and what the job does when short.
+
+    Without a number, it is that with the fewest device-hours for the same steps.
+    """
+    devices = plan.hardware.count
+    failing = facts.hardware_share.value * rate * operations.repair_s
+    replicas = plan.layout.dp
+    units_a_replica = devices / replicas / unit
+    if operations.spares >= 0:
+        counts = range(operations.spares, operations.spares + 1)
+    else:
+        counts = range(min(_MOST_SPARES, ceil(failing + 6 * sqrt(failing))) + 2)
+    best = (inf, 0, 0.0, WhenShort.WAIT)
+    for spares in counts:
+        waiting = 1 - waiting_share(failing, spares)
+        shrunk = shrunk_throughput(failing, spares, replicas, units_a_replica)
+        running = max(waiting, shrunk)
+        when_short = WhenShort.SHRINK if shrunk > waiting else WhenShort.WAIT
+        hours = (devices + spares * unit) / max(running, 1e-9)
+        best = min(best, (hours, spares, running, when_short))
+    return best[1:]
+
+
+def _goodput_at(
+    stopped: Interruptions, operations: Operations, bound: int, devices: int, running: float
+) -> float:
+    """Return the goodput at the least (0) or the most (1) failures, with its own best interval."""
+    mtbf_s = _invert(operations.rate_range[bound] * devices)
+    changed = replace(stopped, mtbf_s=mtbf_s)
+    interval_s = operations.save_every_s or choose_interval_s(changed)
+    return compute_goodput(changed, interval_s).training * running
+
+
+def _log_deviation(
+    total_s: float,
+    stopped: Interruptions,
+    interval_s: float,
+    goodput_range: tuple[float, float],
+    step_log_deviation: float,
+) -> float:
+    """Return the deviation of the logarithm of the days: of steps, of rates, and of luck.
+
+    The range of rates is taken for two deviations each way. By luck failures are Poisson, and each
+    costs a recovery and a part of an interval.
+    """
+    low, high = goodput_range
+    rates = log(high / low) / 4 if low > 0 else 0.0
+    failures = 0.0 if stopped.mtbf_s == inf else total_s / stopped.mtbf_s
+    cost_s = hypot(stopped.recovery_s + interval_s / 2, interval_s / sqrt(12))
+    luck = 0.0 if failures == 0 else sqrt(failures) * cost_s / total_s
+    return hypot(step_log_deviation, hypot(rates, luck))
+
+
+def _evaluation_s(workload: Workload, steps: int, step_s: float) -> float:
+    """Return the seconds of evaluations: forward passes of some global batches each."""
+    if not workload.eval_every_steps:
+        return 0.0
+    rounds = steps // workload.eval_every_steps
+    return rounds * workload.eval_batches * _FORWARD_SHARE * step_s
+
+
+def _invert(rate: float) -> float:
+    return inf if rate == 0 else 1 / rate

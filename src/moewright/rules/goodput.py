@@ -1,0 +1,158 @@
+"""The share of calendar time in which a job trains: saves, failures, replay and planned stops.
+
+Failures come with a constant hazard, also while the job recovers. A failure loses what was trained
+since the start of the newest save that is durable. An asynchronous save stops training for
+`save_s` and is durable `durable_s` after its start; while it is written, the job trains on. With g
+= interval + save_s and L = durable_s - save_s <= g, the expected time of an interval solves two
+linear equations, of intervals that begin with a durable save and with one that is still written:
+
+    E = M exp((R + L)/M) (exp(g/M) - 1)
+
+which is Daly's (2006, eq. 13) with the recovery R lengthened by L.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, expm1, inf, log, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from moewright.rules.checkpoint_interval import expected_work_ratio, optimum_interval_s
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interruptions:
+    """What keeps a whole job from training, in seconds; infinity: never.
+
+    `recovery_s` goes from a failure to the first step after it: detection, replacement, start and
+    loading. Planned stops save before they stop, so that nothing is trained twice.
+    """
+
+    mtbf_s: float
+    recovery_s: float
+    save_s: float  # that training stands still for a save
+    durable_s: float = 0.0  # from the start of a save until the job can start from it
+    planned_mtbf_s: float = inf  # mean time between planned stops
+    planned_stop_s: float = 0.0
+
+    @property
+    def latency_s(self) -> float:
+        """The seconds of training under which a save is still written."""
+        return max(0.0, self.durable_s - self.save_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goodput:
+    """The interval between saves, and the shares of calendar time, which sum to 1."""
+
+    interval_s: float  # of training, between two saves
+    training: float  # goodput: steps that are not done again
+    saves: float
+    recovery: float
+    replay: float  # steps done again, and work that a failure cut off
+    planned: float
+
+
+def choose_interval_s(interruptions: Interruptions) -> float:
+    """Return the interval that loses the least, no shorter than a save takes to be durable."""
+    best_s = optimum_interval_s(interruptions.mtbf_s, interruptions.save_s)
+    return max(best_s, interruptions.latency_s - interruptions.save_s, 1.0)
+
+
+def compute_goodput(interruptions: Interruptions, interval_s: float | None = None) -> Goodput:
+    """Return the goodput with an interval, or with the best one.
+
+    The interval and a save together have to be as long as a save takes to be durable.
+    """
+    if interval_s is None:
+        interval_s = choose_interval_s(interruptions)
+    mtbf_s = interruptions.mtbf_s
+    running = 1 - min(1.0, interruptions.planned_stop_s / interruptions.planned_mtbf_s)
+    if mtbf_s == inf:
+        saves = 0.0 if interval_s == inf else interruptions.save_s / interval_s
+        ratio, recovery = 1 + saves, 0.0
+    else:
+        restart_s = interruptions.recovery_s + interruptions.latency_s
+        ratio = expected_work_ratio(interval_s, mtbf_s, interruptions.save_s, restart_s)
+        saves = interruptions.save_s / interval_s
+        # Of the time after a failure, until it is over or the next one comes.
+        recovery = ratio * -expm1(-interruptions.recovery_s / mtbf_s)
+    return Goodput(
+        interval_s=interval_s,
+        training=running / ratio,
+        saves=running * saves / ratio,
+        recovery=running * recovery / ratio,
+        replay=running * max(0.0, ratio - 1 - saves - recovery) / ratio,
+        planned=1 - running,
+    )
+
+
+def simulate_failures(
+    work_s: float,
+    interruptions: Interruptions,
+    interval_s: float,
+    *,
+    traces: int,
+    seed: int = 0,
+) -> Array:
+    """Return the calendar seconds of so many drawn histories of a job [traces].
+
+    `work_s` are its seconds of training. Planned stops are left out. Every history goes from
+    failure to failure: it keeps what was durable and begins again after a recovery, in which it may
+    fail too.
+    """
+    draws = np.random.default_rng(seed)
+    save_s, mtbf_s = interruptions.save_s, interruptions.mtbf_s
+    segment_s = interval_s + save_s
+    total_s = np.zeros(traces)
+    kept_s = np.zeros(traces)
+    open_traces = np.arange(traces)
+    while len(open_traces):
+        left_s = work_s - kept_s[open_traces]
+        saves = np.maximum(np.ceil(left_s / interval_s - 1e-9) - 1, 0)
+        finish_s = left_s + saves * save_s
+        life_s = draws.exponential(mtbf_s, len(open_traces))
+        fails = life_s < finish_s
+        total_s[open_traces] += np.minimum(life_s, finish_s)
+        open_traces, life_s = open_traces[fails], life_s[fails]
+        durable = np.floor((life_s - interruptions.latency_s) / segment_s)
+        kept_s[open_traces] += interval_s * np.maximum(durable, 0)
+        recovering = open_traces
+        while len(recovering):
+            life_s = draws.exponential(mtbf_s, len(recovering))
+            total_s[recovering] += np.minimum(life_s, interruptions.recovery_s)
+            recovering = recovering[life_s < interruptions.recovery_s]
+    return total_s
+
+
+def waiting_share(failing: float, spares: int) -> float:
+    """Return the share of time in which a job waits for a part, with so many spares.
+
+    `failing` is how many units fail in the time of a repair. A job runs with up to `spares` units
+    in repair and stands still with one more, in which nothing else fails: Erlang's loss formula,
+    which holds for repairs of any distribution with that mean.
+    """
+    blocked = 1.0
+    for units in range(1, spares + 2):
+        blocked = failing * blocked / (units + failing * blocked)
+    return blocked
+
+
+def shrunk_throughput(failing: float, spares: int, replicas: int, units_a_replica: float) -> float:
+    """Return the mean throughput over that of a whole job which runs on with fewer replicas.
+
+    Units in repair are Poisson with mean `failing`; those beyond the spares are missing, and the
+    units that are left make up whole data-parallel replicas.
+    """
+    if failing == 0:
+        return 1.0
+    most = ceil(failing + 12 * sqrt(failing)) + 50
+    units = np.arange(most + 1)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(units[1:]))])
+    probability = np.exp(units * log(failing) - failing - log_factorial)
+    lost = np.ceil(np.maximum(0, units - spares) / units_a_replica)
+    return float(np.sum(probability * np.maximum(0.0, 1 - lost / replicas)))
