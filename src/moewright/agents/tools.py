@@ -27,7 +27,7 @@ from moewright.api.requests import read_plan_request
 from moewright.api.run_comparisons import compare_run
 from moewright.api.running import export
 from moewright.codec import from_data
-from moewright.spec.options import SearchOptions, WorkloadOptions
+from moewright.spec.options import BudgetOptions, SearchOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 
@@ -248,8 +248,7 @@ def _budget(question: BudgetParameters) -> object:
         question.on,
         question,
         tokens=question.budget_tokens,
-        price=question.price,
-        counts=question.devices,
+        options=BudgetOptions(price=question.price, devices=question.devices),
     )
 
 
