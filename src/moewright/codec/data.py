@@ -15,7 +15,9 @@ from cattrs import BaseValidationError, Converter, ForbiddenExtraKeysError
 from cattrs.errors import AttributeValidationNote, IterableValidationError, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn
 
+from moewright.codec.model_sizes import find_size_faults
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
 from moewright.spec.printable import Paragraph, Verbatim, has_controls, is_control
 from moewright.spec.record import to_plain_data
@@ -111,6 +113,7 @@ def _converter(floats: FloatPolicy) -> Converter:
     converter.register_structure_hook_factory(_is_tuple, lambda cls: _tuple(converter, cls))
     converter.register_structure_hook_factory(_is_mapping, lambda cls: _mapping(converter, cls))
     converter.register_structure_hook_factory(is_dataclass, lambda cls: _record(converter, cls))
+    converter.register_structure_hook(ModelSpec, _model(_record(converter, ModelSpec)))
     return converter
 
 
@@ -251,6 +254,23 @@ def _record(converter: Converter, cls: Any) -> Callable[[Any, Any], Any]:
         if not isinstance(value, dict):
             raise _Refused("must be a table of keys", value)
         return build(cast(Any, value), target)
+
+    return structure
+
+
+def _model(build: Callable[[Any, Any], Any]) -> Callable[[Any, Any], ModelSpec]:
+    """Return what builds a model and refuses sizes that no model has."""
+
+    def structure(value: Any, target: Any) -> ModelSpec:
+        model: ModelSpec = build(value, target)
+        faults = []
+        for fault in find_size_faults(model):
+            error = _Refused(fault.rule, fault.value, fault.nearest)
+            error.add_note(AttributeValidationNote(fault.path, fault.path, int))
+            faults.append(error)
+        if faults:
+            raise IterableValidationError("sizes", faults, ModelSpec)
+        return model
 
     return structure
 

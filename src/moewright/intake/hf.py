@@ -25,7 +25,7 @@ from moewright.intake.unknown_fields import require_same_score, skipped_names
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
-from moewright.spec.printable import escape_controls
+from moewright.spec.printable import escape_controls, has_controls
 
 MAX_FILE_BYTES = 16 * 2**20
 
@@ -113,7 +113,20 @@ def _read_table(file: Path) -> Mapping[str, Any]:
     data = read_json_data(file, FloatPolicy.NON_FINITE)
     if not isinstance(data, dict):
         raise BadInput(Reason(field=str(file), rule="must hold a table of fields at its top"))
+    _refuse_unprintable_names(data, file)
     return data
+
+
+def _refuse_unprintable_names(table: Mapping[str, Any], file: Path) -> None:
+    """Refuse a name that no field has: it would be told of where it is skipped."""
+    tables = [table]
+    while tables:
+        for name, value in tables.pop().items():
+            if has_controls(name):
+                rule = "names a field with characters that do not print"
+                raise BadInput(Reason(field=str(file), value=name[:60], rule=rule))
+            if isinstance(value, dict):
+                tables.append(value)
 
 
 def _parse(config: Mapping[str, Any], where: str, name: str) -> _ParsedConfig:

@@ -27,6 +27,7 @@ from moewright.engine.checkpoint.files import (
 from moewright.engine.checkpoint.geometry import find_tiling_fault
 from moewright.engine.checkpoint.index import (
     INDEX_FILE,
+    STEP_LIMIT,
     CheckpointIndex,
     FileEntry,
     StoredShard,
@@ -94,7 +95,7 @@ def checkpoint_step(name: str) -> int | None:
 
 def validate_extra(step: int, extra: Mapping[str, Any]) -> None:
     """Raise ValueError or TypeError, on every rank, for what no index can hold."""
-    if not 0 <= step < 10**8:
+    if not 0 <= step < STEP_LIMIT:
         raise ValueError(f"step {step} is not of 8 digits")
     serialize_index(CheckpointIndex(step=step, extra=extra, files=(), tensors=()))
 

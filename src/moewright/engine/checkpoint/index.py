@@ -24,6 +24,7 @@ from moewright.spec.errors import BadInput, Reason
 INDEX_FILE = "index.json"
 # What a refusal of a damaged checkpoint offers.
 OLDER_CHECKPOINT = "an older checkpoint"
+STEP_LIMIT = 10**8  # names of checkpoints have 8 digits
 _FORMAT = "moewright-checkpoint"
 _VERSION = 1
 _PAYLOAD = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
@@ -171,6 +172,7 @@ def _parse_index(data: Any) -> CheckpointIndex:
         f"version is {body['version']}, and this program reads {_VERSION}",
     )
     _require(body["step"] >= 0, "step is negative")
+    _require(body["step"] < STEP_LIMIT, f"step is not in 0..{STEP_LIMIT - 1}")
     files = tuple(_parse_file(entry) for entry in body["files"])
     _require(len({file.name for file in files}) == len(files), "names a file twice")
     tensors = tuple(_parse_tensor(entry, files) for entry in body["tensors"])
