@@ -10,6 +10,7 @@ from moewright.cost.memory.hosted_activations import hosted_rows
 from moewright.cost.memory.model_states import frozen_rows
 from moewright.cost.memory.paired_memory import paired_saved_rows
 from moewright.cost.memory.peak import sum_memory
+from moewright.cost.memory.peer_copies import peer_copy_rows
 from moewright.cost.memory.replicas import replica_rows
 from moewright.cost.memory.storages import bound_allowance, list_storages
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
@@ -94,6 +95,7 @@ def predict_rank_ledger(
         *replica_rows(job, pp_rank),
         *delayed_scaling_rows(job, pp_rank),
         *graph_rows(job, pp_rank),
+        *peer_copy_rows(job, rank),
         *saved(context, rows, chunks=chunks, table=table),
         *hosted,
     )

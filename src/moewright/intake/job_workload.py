@@ -417,6 +417,7 @@ def _checkpoint_ranges(checkpoint: CheckpointSpec) -> Iterator[_Range]:
     yield "checkpoint.keep", checkpoint.keep, 1, 10**6
     yield "checkpoint.copy_keep", checkpoint.copy_keep, 1, 10**6
     yield "checkpoint.keep_every_steps", checkpoint.keep_every_steps, 0, MAX_STEPS
+    yield "checkpoint.peer_every_steps", checkpoint.peer_every_steps, 0, MAX_STEPS
 
 
 def _dtype_faults(workload: Workload, where: str) -> Iterator[Reason]:

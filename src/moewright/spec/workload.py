@@ -431,6 +431,9 @@ class CheckpointSpec:
     # a folder elsewhere for copies, as a path or a URL that fsspec knows (s3://..., gs://...)
     copy_to: str = ""
     copy_keep: int = 2  # how many of the newest copies are kept
+    # every so many steps each rank copies its state to its own host memory and to that of the next
+    # rank, from which a supervised run goes on in place; 0: never
+    peer_every_steps: int = 0
 
     def keeps_for_good(self, step: int) -> bool:
         """Return whether the checkpoint of a step is kept, however many are newer."""

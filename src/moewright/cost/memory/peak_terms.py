@@ -27,6 +27,7 @@ from moewright.cost.memory.model_states import (
     moves_units,
     step_gradient_bytes,
 )
+from moewright.cost.memory.peer_copies import element_nbytes
 from moewright.cost.memory.rank_batch import Booked, RankBatch
 from moewright.cost.memory.replicas import replica_rows
 from moewright.cost.stage_parts import Array
@@ -34,6 +35,7 @@ from moewright.rules import grid
 from moewright.rules.adapters import is_trained
 from moewright.rules.delayed_scaling import delayed_scaling_rows, is_delayed
 from moewright.rules.job import Job
+from moewright.rules.peer_copies import COPIES
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import SaveMode
@@ -144,10 +146,18 @@ def fsdp_buffers(ranks: RankBatch, _: Booked) -> Booked:
 
 
 def checkpoint_copies(ranks: RankBatch, _: Booked) -> Booked:
-    """Return the copy of an asynchronous checkpoint; a CPU's memory is the host's."""
-    if ranks.sym.workload.checkpoint.mode is SaveMode.SYNC:
+    """Return the copies of states in host memory; a CPU's memory is the host's.
+
+    They are that of an asynchronous checkpoint, and those that ranks keep for each other.
+    """
+    workload = ranks.sym.workload
+    keeps_peers = workload.checkpoint.peer_every_steps > 0 and ranks.sym.layout.world_size > 1
+    if workload.checkpoint.mode is SaveMode.SYNC and not keeps_peers:
         return {}
-    nbytes = checkpoint_bytes(ranks.sym.workload, ranks.count_checkpointed())
+    nbytes = checkpoint_bytes(workload, ranks.count_checkpointed())
+    if keeps_peers:
+        own = ranks.count_elements().own.sum(axis=1)
+        nbytes = nbytes + COPIES * element_nbytes(workload) * own
     component = Component.HOST if ranks.sym.is_fused else Component.BUFFERS
     return {component: ranks.book(nbytes, Module.OTHER)}
 

@@ -102,6 +102,10 @@ class RemoteCopier:
                 self.see_failure(f"{self._spec.copy_to} does not answer: the last copy is left out")
                 return
 
+    def leave(self) -> None:
+        """Leave the copy under way, which ends at its next sign of life; others are dropped."""
+        self._turn.leave()
+
     def copy(self, snapshot: Path, remote: RemoteFolder, note: Callable[[str], None]) -> None:
         """Copy a checkpoint, and remove older copies."""
         journals = snapshot if snapshot.name.startswith(_COPYING) else self._directory.parent

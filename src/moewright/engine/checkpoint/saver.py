@@ -133,6 +133,16 @@ class CheckpointSaver:
         if self._failures:
             raise self._failures.pop()
 
+    def abandon(self) -> None:
+        """Let the save under way end as it will, and leave the copy under way to itself.
+
+        It waits for the thread, which writes into the folder that the next save makes anew.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._copier is not None:
+            self._copier.leave()
+
     def close(self) -> None:
         """Wait until the save under way is committed, and copied where copies are made."""
         self.wait()

@@ -401,17 +401,27 @@ def shift_flat(flat: torch.Tensor, group: Group, *, count: int, distance: int) -
     not counted.
     """
     received = flat.new_empty(count)
+    exchange_flat(flat, received, group, distance=distance)
+    return received
+
+
+def exchange_flat(
+    sent: torch.Tensor, received: torch.Tensor, group: Group, *, distance: int
+) -> None:
+    """Send to the rank `distance` further in the group, and receive from the one as far before.
+
+    An empty tensor is neither sent nor received. It is control traffic, which is not counted.
+    """
     target = group.ranks[(group.index + distance) % group.size]
     source = group.ranks[(group.index - distance) % group.size]
     calls = []
-    if flat.numel():
-        calls.append(dist.P2POp(dist.isend, flat, target, group.handle))
-    if count:
+    if sent.numel():
+        calls.append(dist.P2POp(dist.isend, sent, target, group.handle))
+    if received.numel():
         calls.append(dist.P2POp(dist.irecv, received, source, group.handle))
     if calls:
         for work in dist.batch_isend_irecv(calls):
             TimedWork(work, group, "shift").wait()
-    return received
 
 
 def new_control_group() -> dist.ProcessGroup | None:

@@ -74,7 +74,8 @@ class _Storage(NamedTuple):
 class StorageCensus:
     """A count that weighs the living storages of a device, by the module that made them.
 
-    Storages that were there when the object was made belong to others and are left out.
+    Storages that were there when the object was made belong to others and are left out, but for
+    those of `list_states`.
     `list_saved` returns the ids of the storages that are counted as saved for backward.
     """
 
@@ -106,12 +107,14 @@ class StorageCensus:
         self._live_bytes: dict[Module, int] = defaultdict(int)
         self._total = 0
         gc.collect()  # cycles that nobody holds would count until a pass of the collector
+        self._listed = {storage_id(tensor) for tensor in self.list_states()}
+        for key in self._listed:
+            self._foreign.pop(key, None)
         tensors: dict[int, torch.Tensor] = {}
         for tensor in _list_tensors(self._device_type):
             if not self._is_foreign(storage_id(tensor)):
                 tensors.setdefault(storage_id(tensor), tensor)
                 self._add(tensor)
-        self._listed = {storage_id(tensor) for tensor in self.list_states()}
         self._holders = name_holders(
             {key: tensor for key, tensor in tensors.items() if key not in self._listed}
         )

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 
 from moewright.codec.folder_lock import lock_folder
 from moewright.engine.observe.display import STEP_LINES, RunDisplay
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
 from moewright.engine.run.process_limit import refuse_too_many_processes
+from moewright.engine.run.rank_processes import RankProcesses
 from moewright.engine.run.rendezvous import Rendezvous
 from moewright.engine.run.torchrun_watch import sign_up
-from moewright.engine.run.watch import RankProcess, send_signal, watch_ranks
+from moewright.engine.run.watch import watch_ranks
 from moewright.engine.run.worker import (
     STOP_SIGNALS,
     ExitCode,
@@ -33,13 +30,9 @@ from moewright.engine.run.worker import (
     Timeouts,
     Worker,
     failure_from_error,
-    run_child,
 )
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
-
-# Time between SIGTERM and SIGKILL for the ranks that are left.
-_GRACE_S = 1.0
 
 
 def print_failure(failure: RankFailure) -> None:
@@ -56,6 +49,8 @@ class LaunchHooks:
     `before_start` is called once a job, when the lock is held and no rank has started;
     `report_failure` when all ranks have ended because of that failure; `wants_stop` several times a
     second, with whether the user has asked for a stop: where it returns True, ranks save and end.
+    `keeps_ranks` is asked when a rank has failed: where it returns True, another process takes the
+    place of that rank, and the others stay. Without it none does, and no process waits for that.
     `display` shows the run while its ranks run here.
     """
 
@@ -63,6 +58,7 @@ class LaunchHooks:
     report_failure: Callable[[RankFailure], None] = print_failure
     wants_stop: Callable[[bool], bool] = lambda is_requested: False
     display: RunDisplay = STEP_LINES
+    keeps_ranks: Callable[[RankFailure], bool] | None = None
 
 
 def launch(
@@ -214,34 +210,24 @@ def _launch_folder(run_dir: Path) -> Iterator[Path]:
 def _run_ranks(
     worker: Worker, infos: Sequence[RankInfo], folder: Path, hooks: LaunchHooks
 ) -> ExitCode | RankFailure:
-    context: ForkContext | SpawnContext
-    if infos[0].device is DeviceKind.CPU:
-        context = multiprocessing.get_context("fork")
-    else:
-        context = multiprocessing.get_context("spawn")
-    ranks: list[RankProcess] = []
+    keeps_ranks = hooks.keeps_ranks
+    processes = RankProcesses(worker, infos, folder, has_spare=keeps_ranks is not None)
     with _stop_flag() as stop:
         try:
-            for info in infos:
-                notes, send_end = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=run_child, args=(worker, info, folder, os.getpid(), send_end)
-                )
-                process.start()
-                send_end.close()
-                assert process.pid is not None
-                ranks.append(
-                    RankProcess(
-                        info=info, folder=folder, pid=process.pid, process=process, notes=notes
-                    )
-                )
+            processes.start()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            failure = watch_ranks(ranks, stop, hooks.wants_stop, hooks.display.refresh)
+            failure = watch_ranks(processes.ranks, stop, hooks.wants_stop, hooks.display.refresh)
+            while failure is not None and keeps_ranks is not None:
+                if not (keeps_ranks(failure) and processes.replace_dead(failure)):
+                    break
+                failure = watch_ranks(
+                    processes.ranks, stop, hooks.wants_stop, hooks.display.refresh
+                )
         finally:
-            _end_ranks(ranks)
+            processes.end()
     if failure is not None:
         return failure
-    stopped = any(rank.process.exitcode == ExitCode.STOPPED for rank in ranks)
+    stopped = any(rank.process.exitcode == ExitCode.STOPPED for rank in processes.ranks)
     return ExitCode.STOPPED if stopped else ExitCode.DONE
 
 
@@ -261,17 +247,6 @@ def _stop_flag() -> Iterator[StopFlag]:
         for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _end_ranks(ranks: Sequence[RankProcess]) -> None:
-    """Leave no rank behind: SIGTERM, then SIGKILL, which a suspended rank takes too."""
-    send_signal(ranks, signal.SIGTERM)
-    deadline_s = time.monotonic() + _GRACE_S
-    for rank in ranks:
-        rank.process.join(max(0.0, deadline_s - time.monotonic()))
-    send_signal(ranks, signal.SIGKILL)
-    for rank in ranks:
-        rank.process.join()
 
 
 def _report(failure: RankFailure, hooks: LaunchHooks) -> ExitCode:

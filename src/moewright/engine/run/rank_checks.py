@@ -32,6 +32,19 @@ def missing_devices(plan: Plan) -> tuple[Reason, ...]:
     return (Reason(field=field, value=plan.hardware.name, rule=rule, nearest=nearest),)
 
 
+def refuse_peer_copies(plan: Plan) -> tuple[Reason, ...]:
+    """Return a reason where the job asks for copies that would be of no use; else nothing.
+
+    Ranks of GPUs that wait in NCCL for one that has died do not notice it.
+    """
+    steps = plan.workload.checkpoint.peer_every_steps
+    if not steps or not plan.hardware.device.kind.runs_cuda:
+        return ()
+    field = "checkpoint.peer_every_steps"
+    rule = "ranks go on in place on CPUs alone; on GPUs all start again"
+    return (Reason(field=field, value=str(steps), rule=rule, nearest="0"),)
+
+
 def _count_local_ranks(plan: Plan) -> int:
     env = read_torchrun_env()
     if env is None:

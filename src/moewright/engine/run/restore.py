@@ -18,6 +18,7 @@ from moewright.engine.checkpoint import (
     find_checkpoint,
     find_latest,
     find_resume_point,
+    latest_step,
     load_checkpoint,
     offer_older,
     put_damaged_aside,
@@ -37,6 +38,7 @@ from moewright.engine.hf.folder import (
 from moewright.engine.hf.names import build_name_table
 from moewright.engine.hf.read_parts import read_local_part, read_parameter_box
 from moewright.engine.optim.frozen_weights import FrozenWeights, build_frozen_shards
+from moewright.engine.run.peer_copies import PeerCopies
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_frozen
@@ -204,13 +206,22 @@ def restore(
     comm: Coordinator,
     *,
     falls_back: bool = False,
+    copies: PeerCopies | None = None,
 ) -> int:
     """Load the last checkpoint, or the weights to start from, if there are any.
 
-    With `falls_back`, damaged ones are put aside, and the last whole one is loaded, or a newer copy
-    that lies elsewhere. Returns the number of updates made so far.
+    Where the ranks have `copies` in memory of a step that is not older, these are loaded. With
+    `falls_back`, damaged checkpoints are put aside, and the last whole one is loaded, or a newer
+    copy that lies elsewhere. Returns the number of updates made so far.
     """
     checkpoints = run_dir / "checkpoints"
+    if copies is not None:
+        world = state.runtime.mesh.group("world")
+        step = copies.recover(latest_step(checkpoints), comm, world)
+        if step is not None:
+            state.load(copies.load)
+            state.optimizer.all_gather_params()
+            return step
     try:
         return _load_newest(state, checkpoints, identity, comm)
     except BadInput:

@@ -4,6 +4,9 @@ The rules, which docs/how_to/endure.md states for users:
 
 - After a crash, a hang or a number that is not finite, the ranks start again from the newest whole
   checkpoint, at once and then after 1, 2, 4, ... seconds while no newer checkpoint comes.
+- Where the job keeps copies of its state in other ranks' memory, another process takes the place of
+  a rank that crashed or hangs, and the others stay (engine.run.peer_copies). All start again where
+  that fails, or the next failure comes within ten steps.
 - When the same step fails twice in a row, or two starts in a row fail before their first step, the
   supervisor gives up and says why; so it does when ten starts in a row have come to little.
 - A rank that fails so twice in a row, not by its numbers, is gone for good where fewer ranks may
@@ -78,10 +81,12 @@ def supervise(
     with supervisor.listen():
         while True:
             failures: list[RankFailure] = []
+            keeps_copies = supervisor.plan.workload.checkpoint.peer_every_steps > 0
             hooks = LaunchHooks(
                 report_failure=failures.append,
                 wants_stop=supervisor.wants_stop,
                 display=display,
+                keeps_ranks=supervisor.keeps_ranks if keeps_copies else None,
             )
             try:
                 code = train(
@@ -163,6 +168,22 @@ class _Supervisor:
         self._is_return_requested = False
         self.plan = self._full_plan
         self.slots = tuple(range(self.plan.layout.world_size))
+        return True
+
+    def keeps_ranks(self, failure: RankFailure) -> bool:
+        """Tell whether the other ranks stay and go on, with a new process as the one that failed.
+
+        They do not where the state may be at fault, nor where the last failure is but a few steps
+        back: then all start again, and the rules for that decide.
+        """
+        has_died = failure.cause in (IncidentKind.CRASH, IncidentKind.HANG) and not failure.reasons
+        if not has_died or not failure.step:
+            return False
+        if self._last is not None and failure.step - self._last.step <= _ENDURED_STEPS:
+            return False
+        self._last = failure
+        self._last_slot = self.slots[failure.rank]
+        self._tell(f"{failure}; another process takes its place, the other ranks stay")
         return True
 
     def prepare_restart(self, failure: RankFailure) -> bool:

@@ -29,6 +29,7 @@ from moewright.engine.checkpoint import (
     require_space,
 )
 from moewright.engine.comm import collectives
+from moewright.engine.comm.connections import list_connections, shut_connections
 from moewright.engine.data.corpus_rows import CorpusBlend, blend_entropy, open_corpora
 from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import SampleOrder, count_whole_batches
@@ -70,10 +71,12 @@ from moewright.engine.run.incidents import (
 from moewright.engine.run.launch import LaunchHooks, launch
 from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.nonfinite import report_nonfinite
+from moewright.engine.run.peer_copies import PeerCopies
 from moewright.engine.run.rank_checks import (
     describe_device_queues,
     missing_devices,
     refuse_different_ranks,
+    refuse_peer_copies,
 )
 from moewright.engine.run.reference_pass import attach_references
 from moewright.engine.run.restore import (
@@ -83,6 +86,7 @@ from moewright.engine.run.restore import (
     restore,
 )
 from moewright.engine.run.run_records import build_session, build_step_record, open_recorder
+from moewright.engine.run.sessions import run_in_sessions
 from moewright.engine.run.step import compute_heldout_loss, train_step
 from moewright.engine.run.stragglers import StragglerWatch
 from moewright.engine.run.train_state import TrainState
@@ -143,6 +147,7 @@ def train(
     interpreted = is_triton_interpreted()
     reasons = (
         *missing_devices(plan),
+        *refuse_peer_copies(plan),
         *unavailable_reasons(plan.workload.fused_kernels, kind, interpreted=interpreted),
     )
     if reasons:
@@ -168,6 +173,7 @@ def train(
     hooks = hooks or LaunchHooks()
     report_failure = partial(_report_failure, plan, run_dir, hooks.report_failure)
     hooks.display.begin(plan, run_dir, last_step)
+    keeps_ranks = hooks.keeps_ranks and partial(_keep_ranks, plan, run_dir, hooks.keeps_ranks)
     return launch(
         partial(_train_rank, plan, run_dir, last_step, falls_back, hooks.display.prints_steps),
         nproc=plan.layout.world_size,
@@ -178,6 +184,7 @@ def train(
             hooks,
             before_start=partial(_begin_run, plan, run_dir, steps_done, copy_failure),
             report_failure=report_failure,
+            keeps_ranks=keeps_ranks,
         ),
         local_ranks=local_ranks,
     )
@@ -193,6 +200,16 @@ def _report_failure(
     if failure.kind is FailureKind.CAUSE or read_torchrun_env() is None:
         note_failure(run_dir, plan.layout, failure)
     report(failure)
+
+
+def _keep_ranks(
+    plan: Plan, run_dir: Path, keeps_ranks: Callable[[RankFailure], bool], failure: RankFailure
+) -> bool:
+    """Return whether the ranks that have not failed stay, and note the failure if they do."""
+    is_kept = keeps_ranks(failure)
+    if is_kept:
+        note_failure(run_dir, plan.layout, failure)
+    return is_kept
 
 
 def _choose_timeouts(plan: Plan) -> Timeouts:
@@ -302,9 +319,29 @@ def _train_rank(
     prints_steps: bool,
     context: RankContext,
 ) -> RankOutcome:
-    """Train as one rank, from its first tensor to its last checkpoint."""
+    """Train as one rank, in as many sessions as it takes; copies of the state outlive them."""
+    copies = PeerCopies(
+        rank=context.rank,
+        world_size=context.world_size,
+        every=plan.workload.checkpoint.peer_every_steps,
+    )
+    worker = partial(_train_session, plan, run_dir, last_step, falls_back, prints_steps, copies)
+    return run_in_sessions(worker, context)
+
+
+def _train_session(
+    plan: Plan,
+    run_dir: Path,
+    last_step: int,
+    falls_back: bool,
+    prints_steps: bool,
+    copies: PeerCopies,
+    context: RankContext,
+) -> RankOutcome:
+    """Train as one rank of those that have met, from its first tensor to its last checkpoint."""
     workload = plan.workload
     rank = context.rank
+    connections = list_connections()
     device = init_distributed(context)
     comm = build_coordinator(context)
     refuse_different_ranks(plan, comm)
@@ -319,7 +356,9 @@ def _train_rank(
     )
     fresh.runtime.counters.note = context.note
     identity = build_identity(plan, corpora.fingerprint)
-    steps_done = restore(fresh, run_dir, identity, comm, falls_back=falls_back)
+    copies.allocate(fresh.local_shards(), comm)
+    fresh = replace(fresh, host_copies=copies.buffers)
+    steps_done = restore(fresh, run_dir, identity, comm, falls_back=falls_back, copies=copies)
     first_step = steps_done + 1
     if workload.loss.objective is Objective.DPO:
         blends = [corpora, *([heldout.loader.data] if heldout else [])]
@@ -332,7 +371,9 @@ def _train_rank(
         stop=last_step if workload.data.prefetch else 0,
         step_size=train_data.step_size,
     )
+    context.close_on_loss(batches.close)
     state = replace(fresh, train_data=batches, step_size=train_data.step_size)
+    state.runtime.counters.census.list_states = state.state_tensors
     saver = CheckpointSaver(
         run_dir / "checkpoints",
         spec=workload.checkpoint,
@@ -340,12 +381,18 @@ def _train_rank(
         comm=comm,
         build_background_comm=partial(build_coordinator, context, in_background=True),
     )
+    context.close_on_loss(saver.abandon)
+    connections = list_connections() - connections
+    if copies.is_active:
+        copies.take(steps_done, state.local_shards(), state.runtime.mesh.group("world"))
     repeated = count_repeated_steps(run_dir, first_step) if rank == 0 else None
     if rank == 0 and context.attempt:
         note_restart(run_dir, plan.layout, "torchrun")
     recorder = open_recorder(plan, run_dir, rank, first_step, last_step, prints_steps=prints_steps)
+    context.close_on_loss(recorder.close)
     recorder.write_session(build_session(plan, first_step, device))
     timer = StepTimer(rank=rank)
+    context.close_on_loss(timer.close)
     device_meter = DeviceMeter(device)
     profiler = ProfilerWindow(
         workload.profile,
@@ -355,6 +402,9 @@ def _train_rank(
         module=state.model,
         watches_all_threads=Overlap.EP in state.runtime.mesh.layout.overlap,
     )
+    context.close_on_loss(profiler.close)
+    # First of all, since threads may wait for the rank that is lost.
+    context.close_on_loss(partial(shut_connections, connections))
     if workload.gc_every_steps:
         _disable_automatic_gc()
     wait_clock = state.runtime.counters.wait_clock
@@ -415,6 +465,8 @@ def _train_rank(
         if is_last or _is_due(step, workload.checkpoint.every_steps):
             recorder.sync()  # a checkpoint without the records of its steps would hide them
             saver.save(step, state.local_shards(), verify=verify_saved)
+        if copies.is_due(step) and not is_last:
+            copies.take(step, state.local_shards(), state.runtime.mesh.group("world"))
         if stopped:
             break
     batches.close()

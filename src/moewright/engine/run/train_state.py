@@ -16,12 +16,15 @@ from moewright.engine.run.corpus_loader import BatchSource, StepSizes, planned_s
 from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_adapter, is_frozen
-from moewright.spec.ledger import MemoryRow
+from moewright.spec.ledger import Component, MemoryRow, Module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """The state of this rank: its part of the model, and what trains it."""
+    """The state of this rank: its part of the model, and what trains it.
+
+    `host_copies` is the memory for copies of the state, this rank's and another's.
+    """
 
     runtime: Runtime
     model: Transformer
@@ -29,14 +32,24 @@ class TrainState:
     train_data: BatchSource
     graph: StepGraph | None = None  # where the layout captures whole steps
     step_size: StepSizes = planned_step_size
+    host_copies: tuple[torch.Tensor, ...] = ()
 
     def memory_rows(self) -> tuple[MemoryRow, ...]:
         """Return the bytes held all the time, in rows of component and module."""
-        return *self.optimizer.memory_rows(), *self.runtime.part_graphs.memory_rows()
+        nbytes = sum(copy.nbytes for copy in self.host_copies)
+        return (
+            *self.optimizer.memory_rows(),
+            *self.runtime.part_graphs.memory_rows(),
+            MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=nbytes),
+        )
 
     def state_tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors of which `memory_rows` has the bytes."""
-        return *self.optimizer.state_tensors(), *self.runtime.part_graphs.state_tensors()
+        return (
+            *self.optimizer.state_tensors(),
+            *self.runtime.part_graphs.state_tensors(),
+            *self.host_copies,
+        )
 
     def local_shards(self) -> list[LocalShard]:
         """Return everything that a checkpoint holds of this rank.

@@ -92,10 +92,11 @@ class WatchedRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProcess(WatchedRank):
-    """A rank that this process has started, with the pipe for the note of its failure."""
+    """A rank that this process has started, with pipes for its failure and for calls."""
 
     process: BaseProcess
     notes: Connection
+    calls: Connection
 
     @property
     def is_alive(self) -> bool:

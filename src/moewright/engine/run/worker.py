@@ -12,8 +12,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum, StrEnum
 from multiprocessing.connection import Connection
@@ -138,8 +138,8 @@ class Heartbeat:
         return self._step
 
     def beat(self, step: int) -> None:
-        """Note that the rank starts a step now, or goes on with it."""
-        self._steps_begun += step > self._step
+        """Note that the rank starts a step now, or goes on with it; step 0 begins a session."""
+        self._steps_begun = self._steps_begun + (step > self._step) if step else 0
         self._step = step
         self.note("begins the step")
 
@@ -199,13 +199,25 @@ class RankContext:
     """The context that a worker is called with.
 
     It calls `beat(step)` at the start of every step, and `note` with what it begins to do in it;
-    `stop.requested` is this rank's own flag.
+    `stop.requested` is this rank's own flag. Over `calls` the launcher calls ranks together again
+    when one has died (see run_in_sessions); `on_loss` are closed then.
     """
 
     info: RankInfo
     stop: StopFlag
     beat: Callable[[int], None]
     note: NoteActivity = ignore_activity
+    calls: Connection | None = None
+    on_loss: ExitStack = field(default_factory=ExitStack)
+
+    def close_on_loss(self, close: Callable[[], None]) -> None:
+        """Have `close` called when another rank is lost, before what was registered earlier."""
+
+        def close_quietly() -> None:
+            with suppress(Exception):  # of any kind: what is lost may not be closed in order
+                close()
+
+        self.on_loss.callback(close_quietly)
 
     @property
     def rank(self) -> int:
@@ -325,11 +337,16 @@ class CorruptionError(RuntimeError):
         self.is_certain = is_certain
 
 
+def has_lost_peer(error: Exception) -> bool:
+    """Tell whether an exception says that another rank does not answer any more."""
+    text = " ".join(str(error).split())
+    return any(sign in text for sign in _PEER_LOST)
+
+
 def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure:
     """Describe an exception that a worker raised."""
     text = " ".join(str(error).split())
     name = type(error).__name__
-    lost_peer = any(sign in text for sign in _PEER_LOST)
     cause = IncidentKind.CRASH
     if isinstance(error, FloatingPointError):
         cause = IncidentKind.NOT_FINITE
@@ -345,7 +362,7 @@ def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure
         rank=rank,
         step=step,
         time_s=time.monotonic(),
-        kind=FailureKind.PEER_LOST if lost_peer else FailureKind.CAUSE,
+        kind=FailureKind.PEER_LOST if has_lost_peer(error) else FailureKind.CAUSE,
         event="failed",
         error=f"{name}: {text}" if text else name,
         detail=detail,
@@ -355,14 +372,32 @@ def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure
     )
 
 
-def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int, notes: Connection) -> None:
+def run_child(
+    worker: Worker, info: RankInfo, folder: Path, parent: int, notes: Connection, calls: Connection
+) -> None:
     """Run `worker` as a launched rank, and end the process; this never returns.
 
-    What it fails with goes into the pipe `notes`.
-    Stop signals arrive blocked, and are unblocked once the flag is in place.
+    What it fails with goes into the pipe `notes`; over `calls` the launcher calls the ranks
+    together again.
     """
     die_with_parent(parent)
     gc.freeze()  # the launcher's objects are shared, as long as no pass of the collector marks them
+    _run_rank(worker, info, folder, notes, calls)
+
+
+def run_spare(
+    worker: Worker, folder: Path, parent: int, notes: Connection, calls: Connection
+) -> None:
+    """Wait to be called as a rank whose process has died, and be it; this never returns."""
+    die_with_parent(parent)
+    gc.freeze()
+    _run_rank(worker, calls.recv(), folder, notes, calls)
+
+
+def _run_rank(
+    worker: Worker, info: RankInfo, folder: Path, notes: Connection, calls: Connection
+) -> None:
+    """Be a rank from now on; stop signals are blocked until its flag is in place."""
     stop = StopFlag()
     stop.install()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -376,7 +411,7 @@ def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int, notes: 
     code = ExitCode.RANK_FAILED
     try:
         outcome = worker(
-            RankContext(info=info, stop=stop, beat=heartbeat.beat, note=heartbeat.note)
+            RankContext(info=info, stop=stop, beat=heartbeat.beat, note=heartbeat.note, calls=calls)
         )
         code = ExitCode.DONE if outcome is RankOutcome.DONE else ExitCode.STOPPED
     except Exception as error:

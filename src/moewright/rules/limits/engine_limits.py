@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from itertools import islice
 
 from moewright.rules.adapters import is_frozen, trains_all, trains_module
+from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.job import Job, micro_batch_tokens
 from moewright.rules.limits.divisibility import divisors, nearest_legal
 from moewright.rules.limits.engine_features import unsupported_features
@@ -385,6 +386,7 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
     )
     return (
         *_check_trackers(workload),
+        *_check_peer_copies(workload),
         *(
             Reason(field=f"train.{field}", value=str(value), rule=_NOT_YET, nearest=str(own))
             for field, value, own in choices
@@ -403,6 +405,20 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
             if dtype not in supported
         ),
     )
+
+
+def _check_peer_copies(workload: Workload) -> Iterator[Reason]:
+    """Yield what copies of the states in other ranks' memory do not hold."""
+    steps = workload.checkpoint.peer_every_steps
+    if not steps:
+        return
+    field = "checkpoint.peer_every_steps"
+    if not trains_all(workload.fine_tuning):
+        rule = "copies in other ranks' memory hold no frozen weights"
+        yield Reason(field=field, value=str(steps), rule=rule, nearest="0")
+    if is_delayed(workload):
+        rule = "copies in other ranks' memory hold no delayed scales"
+        yield Reason(field=field, value=str(steps), rule=rule, nearest="0")
 
 
 def _check_objective(model: ModelSpec, workload: Workload) -> Iterator[Reason]:
