@@ -218,8 +218,9 @@ def _run_ranks(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             failure = watch_ranks(processes.ranks, stop, hooks.wants_stop, hooks.display.refresh)
             while failure is not None and keeps_ranks is not None:
-                if not (keeps_ranks(failure) and processes.replace_dead(failure)):
+                if not (processes.can_replace(failure) and keeps_ranks(failure)):
                     break
+                processes.replace_dead()
                 failure = watch_ranks(
                     processes.ranks, stop, hooks.wants_stop, hooks.display.refresh
                 )

@@ -59,11 +59,10 @@ class RankProcesses:
             self.ranks.append(self._start_rank(info))
         self._start_spare()
 
-    def replace_dead(self, failure: RankFailure) -> bool:
-        """Put new processes into the places of dead ranks, and call all ranks together.
+    def can_replace(self, failure: RankFailure) -> bool:
+        """End the rank that has failed, where it hangs, and tell whether others can go on with it.
 
-        The rank that has failed is ended first where it hangs. Return False where that cannot be:
-        no rank is left, or one has ended as it should.
+        They cannot where no rank is left, or one has ended as it should.
         """
         failed = self.ranks[failure.rank]
         if failed.is_alive:
@@ -71,8 +70,10 @@ class RankProcesses:
             failed.process.join()
         codes = [rank.process.exitcode for rank in self.ranks]
         ended = {ExitCode.DONE, ExitCode.STOPPED, ExitCode.BAD_INPUT}
-        if None not in codes or ended.intersection(code for code in codes if code is not None):
-            return False
+        return None in codes and not ended.intersection(code for code in codes if code is not None)
+
+    def replace_dead(self) -> None:
+        """Put new processes into the places of dead ranks, and call all ranks together."""
         self._meetings += 1
         store = self._folder / f"store-{self._meetings}"
         infos = [replace(info, rendezvous=store) for info in self._infos]
@@ -86,7 +87,6 @@ class RankProcesses:
                 rank_file_path(self._folder, "beat", info.rank).unlink(missing_ok=True)
                 self.ranks[number] = self._take_place(info)
         self._start_spare()
-        return True
 
     def end(self) -> None:
         """Leave no process behind: SIGTERM, then SIGKILL, which a suspended rank takes too."""
