@@ -18,29 +18,33 @@ from moewright.exporters.megatron.script import (
     megatron_flags,
     render_megatron_script,
 )
+from moewright.exporters.run_files import RunFiles
 from moewright.exporters.slurm import render_slurm_script
 from moewright.intake import catalogue
 from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.spec.errors import BadInput
-from moewright.spec.workload import Workload
+from moewright.spec.workload import CheckpointSpec, DataSpec, Workload
 from sample_run import plan as cpu_plan
 
 yaml = pytest.importorskip("yaml")
 
 
-def planned(text="tp2,ep8", world=32, name="Qwen/Qwen3-30B-A3B"):
-    return build_plan(
-        name,
-        parse_layout(text, world_size=world),
-        Workload(seq_len=4096, global_batch=256, steps=50),
-    )
+def planned(text="tp2,ep8", world=32, name="Qwen/Qwen3-30B-A3B", **work):
+    workload = Workload(seq_len=4096, global_batch=256, steps=50, **work)
+    return build_plan(name, parse_layout(text, world_size=world), workload)
+
+
+SAVED = {"checkpoint": CheckpointSpec(every_steps=10), "data": DataSpec(train="/data/c/train")}
 
 
 def ran(script, tmp_path):
     """Return the words that srun would start, and the environment, without Slurm."""
     path = tmp_path / "job.sh"
-    fakes = """srun() { env | grep -E '^(CUDA|PYTORCH)_' || true; printf '%s\\n' "$@"; }
-scontrol() { printf 'n1\\nn2\\n'; }
+    fakes = """srun() {
+  [ "$1" != bash ] || return 0  # the check of the nodes
+  env | grep -E '^(CUDA|PYTORCH)_' || true; printf '%s\\n' "$@"
+}
+scontrol() { [ "$1" = show ] && printf 'n1\\nn2\\n' || echo "$@"; }
 """
     head, _, rest = script.partition("set -euo pipefail\n")
     path.write_text(f"{head}set -euo pipefail\n{fakes}{rest}")
@@ -102,8 +106,9 @@ def test_slurm_queues_our_own_engine_again_when_it_fails(tmp_path, restarts, is_
     assert done.stdout == ("requeue 77\n" if is_queued else "")
 
 
-def test_a_slurm_script_is_read_back(tmp_path):
-    options = planned("tp2,pp4,ep4,vpp3")
+@pytest.mark.parametrize("work", [{}, SAVED])
+def test_a_slurm_script_is_read_back(tmp_path, work):
+    options = planned("tp2,pp4,ep4,vpp3", **work)
     path = tmp_path / "job.sh"
     path.write_text(render_slurm_script(options, job="", run_dir=""))
     command = read_launch(path, {})
@@ -117,15 +122,17 @@ def test_a_slurm_script_is_read_back(tmp_path):
 
 def test_kubernetes_gets_nodes_ranks_devices_and_every_word():
     options = planned("tp2,pp4,ep4,layout='Et*12|t*12|t*12|t*12L'")
-    result = yaml.safe_load(
+    runtime, result = yaml.safe_load_all(
         render_train_job(options, job="", run_dir="", image="nvcr.io/nvidia/nemo:26.06")
     )
     assert (result["apiVersion"], result["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert result["metadata"]["name"] == "qwen3-30b-a3b"
-    assert result["spec"]["runtimeRef"]["name"] == "torch-distributed"
+    assert result["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert "failurePolicy" not in runtime["spec"]["template"]["spec"]  # nothing is saved
     trainer = result["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
-    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 8}
+    adapter = {"rdma/rdma_shared_device_a": 1}
+    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 8, **adapter}
     assert trainer["image"] == "nvcr.io/nvidia/nemo:26.06"
     assert trainer["command"] == ["sh", "-c"]
     (line,) = trainer["args"]
@@ -135,9 +142,91 @@ def test_kubernetes_gets_nodes_ranks_devices_and_every_word():
         "pretrain_gpt.py",
         *(word for flag in megatron_flags(options) for word in flag),
     ]
-    assert {item["name"]: item["value"] for item in trainer["env"]} == dict(
-        environment_variables(options.layout)
+    environment = {item["name"]: item["value"] for item in trainer["env"]}
+    assert environment.items() > dict(environment_variables(options.layout)).items()
+    assert environment["NCCL_IB_TIMEOUT"] == "22"
+
+
+def pod_of(runtime):
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    return job["template"]["spec"]["template"]["spec"]
+
+
+def test_pods_share_memory_and_keep_what_a_run_reads_and_saves():
+    options = planned(**SAVED)
+    files = RunFiles(save="/ckpt/run")
+    rendered = render_train_job(options, job="", run_dir="", image="x", files=files)
+    runtime, job = yaml.safe_load_all(rendered)
+    pod = pod_of(runtime)
+    (container,) = pod["containers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {"/dev/shm": "shm", "/ckpt/run": "run", "/data/c": "data"}
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert volumes["shm"] == {"emptyDir": {"medium": "Memory"}}
+    assert volumes["run"]["persistentVolumeClaim"]["claimName"] == "qwen3-30b-a3b-run"
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert runtime["spec"]["template"]["spec"]["failurePolicy"] == {"maxRestarts": 10}
+    assert "torchrun --max-restarts 3" in job["spec"]["trainer"]["args"][0]
+    with pytest.raises(BadInput, match="--save=checkpoints: is a folder of the pod"):
+        render_train_job(options, job="", run_dir="", image="x")
+
+
+@pytest.mark.parametrize(
+    ("part", "resource", "count"),
+    [("H100", "vpc.amazonaws.com/efa", 32), ("H200", "vpc.amazonaws.com/efa", 16)],
+)
+def test_pods_ask_for_the_adapters_of_their_network(part, resource, count):
+    hardware = catalogue.hardware(f"32x{part}")
+    options = replace(
+        planned(), hardware=replace(hardware, fabric=replace(hardware.fabric, network="efa"))
     )
+    rendered = render_train_job(options, job="", run_dir="", image="x")
+    trainer = list(yaml.safe_load_all(rendered))[1]["spec"]["trainer"]
+    assert trainer["resourcesPerNode"]["limits"][resource] == count
+    names = {item["name"] for item in trainer["env"]}
+    assert "FI_PROVIDER" in names
+    assert "NCCL_IB_TIMEOUT" not in names
+
+
+@pytest.mark.parametrize(
+    ("saved", "restarts", "is_queued"),
+    [("20", "", True), ("", "9", True), ("50", "", False), ("20", "10", False)],
+)
+def test_slurm_queues_megatron_again_until_its_last_step_is_saved(
+    tmp_path, saved, restarts, is_queued
+):
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    if saved:
+        (folder / "latest_checkpointed_iteration.txt").write_text(saved)
+    files = RunFiles(save=str(folder))
+    script = render_slurm_script(planned(**SAVED), job="", run_dir="", image="x:1", files=files)
+    assert "#SBATCH --requeue\n" in script
+    path = tmp_path / "job.sh"
+    path.write_text(
+        'srun() { [ "$1" != bash ] || return 0; printf "%s\\n" "$@" >&2; return 3; }\n'
+        'scontrol() { echo "$@"; }\n' + script
+    )
+    environment = {"SLURM_JOB_ID": "77", "PATH": "/usr/bin:/bin", "SLURM_RESTART_COUNT": restarts}
+    environment |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_END_TIME": "4000000000"}
+    done = subprocess.run(["bash", path], env=environment, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert ("requeue 77\n" in done.stdout) == is_queued
+    words = done.stderr.splitlines()
+    assert int(words[words.index("--exit-duration-in-mins") + 1]) > 1e6
+    assert f"--container-mounts={tmp_path.cwd()}:" in words[2]
+    assert words[2].endswith(f",{folder}:{folder},/data/c:/data/c")
+
+
+def test_a_node_without_all_its_gpus_is_named_before_the_start(tmp_path):
+    path = tmp_path / "job.sh"
+    path.write_text(
+        "nvidia-smi() { printf 'GPU 0\\nGPU 1\\n'; }\nexport -f nvidia-smi\n"
+        'srun() { "$@"; }\n' + render_slurm_script(planned(), job="", run_dir="")
+    )
+    done = subprocess.run(["bash", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout.endswith(": a GPU is missing\n")
 
 
 def test_kubernetes_starts_our_own_engine_on_a_job_and_asks_a_cpu_for_no_devices():
@@ -163,6 +252,10 @@ def test_scripts_are_clean_by_shellcheck(tmp_path):
         render_megatron_script(planned()),
         render_megatron_script(planned("pp2,vpp2,recompute=moe_act", name="Qwen/Qwen3-30B-A3B")),
         render_slurm_script(planned(), job="", run_dir=""),
+        render_megatron_script(planned(**SAVED), RunFiles(save="a run", remarks=("a 'remark'",))),
+        render_slurm_script(
+            planned(**SAVED), job="", run_dir="", image="a:b", files=RunFiles(save="/a run")
+        ),
         render_slurm_script(cpu_plan(), job="a job.toml", run_dir="a run"),
     )
     for number, text in enumerate(rendered):
@@ -175,9 +268,9 @@ def test_scripts_are_clean_by_shellcheck(tmp_path):
 def test_kubernetes_asks_for_amds_devices_by_their_own_name():
     options = replace(planned(), hardware=catalogue.hardware("32xMI300X"))
     rendered = render_train_job(options, job="", run_dir="", image="rocm/megatron-lm")
-    assert yaml.safe_load(rendered)["spec"]["trainer"]["resourcesPerNode"]["limits"] == {
-        "amd.com/gpu": 8
-    }
+    trainer = list(yaml.safe_load_all(rendered))[1]["spec"]["trainer"]
+    assert trainer["resourcesPerNode"]["limits"]["amd.com/gpu"] == 8
+    assert not any(item["name"].startswith("NCCL") for item in trainer["env"])
 
 
 @pytest.mark.parametrize(

@@ -113,14 +113,15 @@ def test_what_a_plan_does_not_say_stands_on_top_of_its_script():
     assert message(plan)["--moe-router-load-balancing-type"] == ("none",)
     lines = render_megatron_script(plan).splitlines()
     start = lines.index("# TODO before it trains a model:")
-    todos = [line.split(":")[0] for line in lines[start + 1 : start + 5]]
-    assert todos == ["# - length", "# - data", "# - checkpoints", "# - balance"]
+    todos = [line.split(":")[0] for line in lines[start + 1 : start + 6]]
+    assert todos == ["# - length", "# - data", "# - checkpoints", "# - recipe", "# - balance"]
     whole = replace(
         plan.workload,
         steps=100,
         loss=LossSpec(aux_coeff=0.01),
         data=DataSpec(train="corpus/train"),
         checkpoint=CheckpointSpec(every_steps=50),
+        optimizer=OptimizerSpec(lr=1e-4),
     )
     assert "TODO" not in render_megatron_script(replace(plan, workload=whole))
 

@@ -55,7 +55,14 @@ KNOWN = {
         *("module_fqns_per_model_part", "expert_parallel_degree"),
     },
     "lr_scheduler": {"warmup_steps", "decay_type", "decay_ratio", "min_lr_factor"},
-    "checkpoint": {"enable", "interval", "keep_latest_k", "async_mode"},
+    "checkpoint": {
+        "enable",
+        "folder",
+        "initial_load_path",
+        "interval",
+        "keep_latest_k",
+        "async_mode",
+    },
     "debug": {"seed", "moe_force_load_balance"},
     "optimizer": {"lr", "betas", "eps", "weight_decay"},
 }
@@ -214,6 +221,7 @@ def test_what_else_a_job_says(written):
     assert result["optimizer"]["betas"] == (0.9, 0.95)
     assert result["checkpoint"] == {
         "enable": True,
+        "folder": "checkpoints",
         "interval": 100,
         "keep_latest_k": 2,
         "async_mode": "disabled",
@@ -338,6 +346,9 @@ def test_what_torchtitan_cannot_say_is_refused_by_name(options, field, nearest):
     reason = caught.value.reasons[0]
     assert (reason.field, reason.nearest) == (field, nearest)
     assert reason.rule.startswith("torchtitan ")
+    points = "--runs-on torchtitan" in caught.value.reasons[-1].rule
+    fields = [reason.field for reason in caught.value.reasons]
+    assert points == all(field.startswith("layout.") for field in fields)
 
 
 def test_which_trainers_start_a_plan():

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
+from moewright.api.run_settings import settle_run
 from moewright.codec import read_run
 from moewright.codec.files import name_shards
 from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
@@ -22,10 +23,13 @@ from moewright.rules.limits.trainers import TargetTrainer, job_refusals, trainer
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.extensions import ExtensionPoint, call_extension, list_extensions
 from moewright.spec.names import closest_match
-from moewright.spec.options import ExportTarget
+from moewright.spec.options import ExportTarget, RunOptions
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
 
+_TRAINERS = ("megatron", "bridge", "torchtitan", "slurm", "k8s")  # others than our engine
+_IN_CONTAINERS = ("slurm", "k8s")
+NO_RUN_OPTIONS = RunOptions()
 _STARTERS = ("slurm", "k8s", "torchrun")  # of our own engine, from a job file
 
 
@@ -85,7 +89,15 @@ def check_target(to: str) -> None:
         raise BadInput(Reason(field="--to", value=to[:60], rule=rule, nearest=nearest))
 
 
-def export(plan: Plan, *, to: str, job: str = "", image: str = "", run_dir: str = ".") -> str:
+def export(
+    plan: Plan,
+    *,
+    to: str,
+    job: str = "",
+    image: str = "",
+    run_dir: str = ".",
+    run: RunOptions = NO_RUN_OPTIONS,
+) -> str:
     """Render a plan as the launch file of a trainer; what the target cannot say is refused.
 
     Args:
@@ -96,8 +108,9 @@ def export(plan: Plan, *, to: str, job: str = "", image: str = "", run_dir: str 
             installed package adds.
         job: the job file of the plan; torchrun needs it, slurm and k8s start our engine with it
             and Megatron-LM without.
-        image: the container image of k8s.
-        run_dir: the folder of the run.
+        image: the container image of k8s, and of slurm, which starts it by Pyxis.
+        run_dir: the folder of the run of our engine.
+        run: data, checkpoints and a recipe of other trainers' runs.
 
     Raises:
         BadInput: the target is unknown, or cannot say the plan, or a shard of its data is missing.
@@ -114,19 +127,26 @@ def export(plan: Plan, *, to: str, job: str = "", image: str = "", run_dir: str 
         raise BadInput(Reason(field="--job", value=job, rule=rule, nearest="leave it out"))
     if job and (reasons := unsupported_device(plan.hardware)):
         raise BadInput(*reasons)
+    if image and to not in _IN_CONTAINERS:
+        rule = f"says nothing to {to}, which starts in no container by itself"
+        raise BadInput(Reason(field="--image", value=image[:60], rule=rule, nearest="--to slurm"))
+    if run != NO_RUN_OPTIONS and (job or to not in _TRAINERS):
+        rule = "data, checkpoints and recipes of our own engine stand in its job file"
+        raise BadInput(Reason(field="--data, --save, --recipe", rule=rule, nearest="--job alone"))
+    plan, files = settle_run(plan, run)
     if not job:  # our engine reads shards under their common name
         plan = name_shards(plan)
     match to:
         case "megatron":
-            return render_megatron_script(plan)
+            return render_megatron_script(plan, files)
         case "bridge":
-            return render_bridge_recipe(plan)
+            return render_bridge_recipe(plan, files)
         case "torchtitan":
-            return render_torchtitan_config(plan)
+            return render_torchtitan_config(plan, files)
         case "slurm":
-            return render_slurm_script(plan, job=job, run_dir=run_dir)
+            return render_slurm_script(plan, job=job, run_dir=run_dir, image=image, files=files)
         case "k8s":
-            return render_train_job(plan, job=job, run_dir=run_dir, image=image)
+            return render_train_job(plan, job=job, run_dir=run_dir, image=image, files=files)
         case "torchrun":
             if not job:
                 rule = "is needed for torchrun: the job file of the plan"

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moewright.cli.answers import STANDARD_OUTPUT, write_answer
-from moewright.cli.options import EngineJobOptions, JsonOption, LaunchScriptOptions
+from moewright.cli.options import (
+    JsonOption,
+    LaunchFileOptions,
+    LaunchScriptOptions,
+)
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.options import RunOptions
 
 if TYPE_CHECKING:
     from moewright.spec.plan import Plan
 
-_NO_ENGINE_JOB = EngineJobOptions()
 _NO_SCRIPT = LaunchScriptOptions()
+_NO_RUN = LaunchFileOptions()
 
 
 def export(
@@ -21,8 +27,8 @@ def export(
     /,
     *,
     to: str | None = None,
-    engine: EngineJobOptions = _NO_ENGINE_JOB,
     script: LaunchScriptOptions = _NO_SCRIPT,
+    run: LaunchFileOptions = _NO_RUN,
     on: str = "",
     model: str = "",
     json: JsonOption = None,
@@ -39,7 +45,7 @@ def export(
     to
         megatron: a Megatron-LM launch script. bridge: a Megatron Bridge recipe. torchtitan: its
         configuration. slurm: a batch script. k8s: a TrainJob of Kubeflow Trainer. torchrun: the
-        line that starts our own engine. Or the name of an exporter that an installed package
+        line that starts our own run. Or the name of an exporter that an installed package
         adds.
     on
         The hardware of the script, "H800" or "256xH800".
@@ -68,9 +74,17 @@ def export(
         rule = "exactly one is needed: a plan, or a launch script"
         raise BadInput(Reason(field="PLAN or --from-flags", rule=rule))
     if to is not None:
-        job = str(engine.job) if engine.job else ""
+        job = str(run.job) if run.job else ""
         run_dir = str(plan.parent if plan else Path())
-        text = render_launch_file(exported, to=to, job=job, image=engine.image, run_dir=run_dir)
+        options = {field.name: getattr(run, field.name) for field in fields(RunOptions)}
+        text = render_launch_file(
+            exported,
+            to=to,
+            job=job,
+            image=run.image,
+            run_dir=run_dir,
+            run=RunOptions(**options),
+        )
         print(text, end="")
     return 0
 

@@ -22,6 +22,7 @@ from moewright.spec.options import (
     BudgetOptions,
     FineTuningOptions,
     Launcher,
+    RunOptions,
     SearchOptions,
     TrialPlace,
     TrialTrainer,
@@ -539,8 +540,8 @@ class PictureOptions(PageOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineJobOptions:
-    """Options of a launch file that starts our own engine instead of Megatron-LM.
+class LaunchFileOptions(RunOptions):
+    """What a launch file says of its run beyond the plan.
 
     Parameters
     ----------
@@ -548,11 +549,32 @@ class EngineJobOptions:
         The job file of the plan; torchrun needs it, slurm and k8s start our own engine with it and
         Megatron-LM without.
     image
-        The container image of k8s.
+        The container image of k8s, and of slurm, which starts it by Pyxis.
+    data
+        The prefix of the training .bin/.idx pair, or a blend: "0.7 a/train 0.3 b/train".
+    eval_data
+        The same, of held-out data.
+    tokenizer
+        A tokenizer of Hugging Face: a name or a folder.
+    save
+        The folder of checkpoints, from which a run also goes on.
+    save_interval
+        Steps between checkpoints. Left out, those that lose the least time, by how often so many
+        devices fail and how long a save stops training.
+    load
+        A checkpoint of the trainer whose weights the run starts from.
+    wandb
+        A project of Weights & Biases that gets the run's figures.
+    recipe
+        Write what the model's makers published, or what is usual, where the plan has defaults:
+        learning rate, warm-up, decay, balancing loss, z-loss.
     """
 
     job: Path | None = None
     image: str = ""
+    eval_data: Annotated[str, Parameter(name="--eval")] = ""
+    save_interval: OptionalCount = None
+    recipe: Flag = False
 
 
 @Parameter(name="*")

@@ -16,7 +16,9 @@ from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import PLAIN_FIELDS
 from moewright.exporters.megatron.model import model_flags
 from moewright.exporters.megatron.script import all_flags, comment_lines, environment_variables
+from moewright.exporters.run_files import NO_FILES, RunFiles
 from moewright.exporters.torchrun import torchrun_command
+from moewright.exporters.transport import transport_settings
 from moewright.families.table import find_family
 from moewright.intake import catalogue
 from moewright.intake.megatron.options import MegatronOption, option_table
@@ -72,6 +74,7 @@ _SECTIONS = {
         "moe-router-force-load-balancing",
         "moe-router-force-biased",
         "moe-grouped-gemm",
+        "moe-permute-fusion",
         "mtp-loss-scaling-factor",
         "init-method-std",
         "attention-dropout",
@@ -81,6 +84,9 @@ _SECTIONS = {
         "micro-batch-size",
         "global-batch-size",
         "train-iters",
+        "manual-gc",
+        "manual-gc-interval",
+        "exit-signal-handler",
     ),
     "validation": (
         "eval-interval",
@@ -138,6 +144,8 @@ _SECTIONS = {
     "checkpoint": (
         "save",
         "load",
+        "pretrained-checkpoint",
+        "finetune",
         "save-interval",
         "async-save",
         "ckpt-format",
@@ -149,6 +157,10 @@ _SECTIONS = {
     "logger": (
         "log-interval",
         "log-throughput",
+        "tensorboard-dir",
+        "wandb-project",
+        "wandb-exp-name",
+        "wandb-save-dir",
     ),
     "dist": ("use-tp-pp-dp-mapping",),
 }
@@ -212,7 +224,7 @@ _TAIL = (
 _Field = tuple[str, Python]  # its name and its value
 
 
-def render_bridge_recipe(plan: Plan) -> Python:
+def render_bridge_recipe(plan: Plan, files: RunFiles = NO_FILES) -> Python:
     """Return a Python file for torchrun.
 
     Raises:
@@ -222,8 +234,8 @@ def render_bridge_recipe(plan: Plan) -> Python:
     reasons = tuple(bridge_refusals(plan))
     if reasons:
         raise BadInput(*reasons)
-    flags = all_flags(plan)
-    shape_flags = {name for name, *_ in model_flags(plan.model, plan.workload)}
+    flags = all_flags(plan, files)
+    shape_flags = {name for name, *_ in model_flags(plan.model, plan.workload, files)}
     options = option_table()
     places = _places(options)
     settings: dict[str, list[_Field]] = {}
@@ -235,7 +247,8 @@ def render_bridge_recipe(plan: Plan) -> Python:
         elif name not in shape_flags and name not in _ELSEWHERE:
             raise AssertionError(f"{name} has no place in Megatron Bridge")
     tail = map(Python.write, _TAIL)
-    return Python.lines((*_head_lines(plan), *_config_lines(plan, settings), *tail))
+    head = _head_lines(plan, files)
+    return Python.lines((*head, *_config_lines(plan, settings, files), *tail))
 
 
 def bridge_refusals(plan: Plan) -> Iterator[Reason]:
@@ -323,13 +336,16 @@ def _constant(value: object) -> Python:
     return Python.write("{}", value)
 
 
-def _head_lines(plan: Plan) -> Iterator[Python]:
-    yield from comment_lines(plan, Python)
+def _head_lines(plan: Plan, files: RunFiles) -> Iterator[Python]:
+    yield from comment_lines(plan, Python, files)
     yield Python.comment("Start on every node: {} THIS_FILE.py", torchrun_command(plan))
     yield Python.write("import os")
     yield Python.write("")
     for name, value in environment_variables(plan.layout):
         yield Python.write("os.environ.setdefault({}, {})  # before torch starts", name, str(value))
+    for setting in transport_settings(plan.layout, plan.hardware):
+        yield Python.comment("{}", setting.reason)
+        yield Python.write("os.environ.setdefault({}, {})", setting.name, setting.value)
     yield Python.write("")
     yield Python.write("import torch")
     yield Python.write("from megatron.bridge import AutoBridge")
@@ -348,7 +364,9 @@ def _head_lines(plan: Plan) -> Iterator[Python]:
     yield Python.write("")
 
 
-def _config_lines(plan: Plan, settings: Mapping[str, list[_Field]]) -> Iterator[Python]:
+def _config_lines(
+    plan: Plan, settings: Mapping[str, list[_Field]], files: RunFiles
+) -> Iterator[Python]:
     """Yield the function that builds the ConfigContainer; `settings` are the fields by section."""
     yield Python.write("")
     yield Python.write("def config() -> ConfigContainer:")
@@ -360,7 +378,7 @@ def _config_lines(plan: Plan, settings: Mapping[str, list[_Field]]) -> Iterator[
         yield Python.write("    model.{} = {}", Python.name(field), value)
     yield from _precision_lines(plan, settings.get("mixed_precision", []))
     fields = dict(settings)
-    for section, defaults in _default_fields(plan):
+    for section, defaults in _default_fields(plan, files):
         fields[section] = [*defaults, *fields.get(section, ())]
     yield Python.write("    return ConfigContainer(")
     yield Python.write("        model=model,")
@@ -424,7 +442,7 @@ def _precision_lines(plan: Plan, narrow_fields: list[_Field]) -> Iterator[Python
         yield Python.write("    precision.{} = {}", Python.name(field), value)
 
 
-def _default_fields(plan: Plan) -> Iterator[tuple[str, list[_Field]]]:
+def _default_fields(plan: Plan, files: RunFiles) -> Iterator[tuple[str, list[_Field]]]:
     """Yield fields that no flag sets and that Bridge needs, or has another default for."""
     workload = plan.workload
     layout = plan.layout
@@ -447,14 +465,17 @@ def _default_fields(plan: Plan) -> Iterator[tuple[str, list[_Field]]]:
     )
     yield "ddp", [("grad_reduce_in_fp32", _constant(workload.grad_dtype is Dtype.FP32))]
     yield "dataset", list(_dataset_fields(plan))
-    yield (
-        "tokenizer",
-        [
-            ("tokenizer_type", _constant("NullTokenizer")),
-            ("vocab_size", _constant(vocab_size)),
-            ("null_tokenizer_eod_id", _constant(vocab_size - 1)),
-        ],
-    )
+    tokenizer = [
+        ("tokenizer_type", _constant("NullTokenizer")),
+        ("vocab_size", _constant(vocab_size)),
+        ("null_tokenizer_eod_id", _constant(vocab_size - 1)),
+    ]
+    if files.tokenizer:
+        tokenizer = [
+            ("tokenizer_type", _constant("HuggingFaceTokenizer")),
+            ("tokenizer_model", _constant(files.tokenizer)),
+        ]
+    yield "tokenizer", tokenizer
     if CudaGraphScope.FULL in layout.graphs:  # captured steps cannot look at their own values
         yield "rerun_state_machine", [("check_for_nan_in_loss", _constant(False))]
         yield "ddp", [("check_for_nan_in_grad", _constant(False))]

@@ -8,16 +8,18 @@ at all. Its expert parallelism takes ranks of data, context and tensor paralleli
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import training_steps
+from moewright.exporters.run_files import NO_FILES, RunFiles
 from moewright.exporters.torchrun import torchrun_command
 from moewright.rules.batch_rampup import wsd_decay_steps
 from moewright.rules.job import micro_batches, plan_job
 from moewright.rules.limits.torchtitan_limits import FLAVOURS, torchtitan_refusals
 from moewright.rules.timetable.stages import pipeline_chunks
-from moewright.spec.errors import BadInput
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     Layout,
 )
@@ -43,7 +45,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.common.config_utils import decoder_vocab_size"""
 
 
-def render_torchtitan_config(plan: Plan) -> Python:
+def render_torchtitan_config(plan: Plan, files: RunFiles = NO_FILES) -> Python:
     """Return a Python module for torchtitan's --module; its --config is `config`.
 
     Raises:
@@ -51,17 +53,27 @@ def render_torchtitan_config(plan: Plan) -> Python:
     """
     reasons = tuple(torchtitan_refusals(plan_job(plan), plan.hardware))
     if reasons:
-        raise BadInput(*reasons)
-    return Python.lines((*_head_lines(plan), *_config_lines(plan)))
+        raise BadInput(*_point_to_search(reasons))
+    return Python.lines((*_head_lines(plan, files), *_config_lines(plan, files)))
 
 
-def _head_lines(plan: Plan) -> Iterator[Python]:
+def _point_to_search(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
+    """Name the search that plans for torchtitan, where nothing but the layout is in its way."""
+    if not all(reason.field.startswith("layout.") for reason in reasons):
+        return reasons
+    *others, last = reasons
+    rule = f"{last.rule}; `plan --runs-on torchtitan` finds layouts that it starts"
+    return (*others, replace(last, rule=rule))
+
+
+def _head_lines(plan: Plan, files: RunFiles) -> Iterator[Python]:
     family = Python.name(FLAVOURS[plan.model.name][0])
     layout_text = format_layout(plan.layout)
     yield Python.comment("{}, {}, plan {}", plan.model.name, layout_text, plan.fingerprint)
     if not plan.workload.steps:
         steps = training_steps(plan.workload)
         yield Python.comment("The plan has no length: {} steps are written.", steps)
+    yield from (Python.comment("{}", remark) for remark in files.remarks)
     yield Python.comment("Save as moewright_plan.py and start on every node, in its folder:")
     start = "-m torchtitan.train --module moewright_plan --config config"
     yield Python.comment("{} {}", torchrun_command(plan), start)
@@ -69,12 +81,14 @@ def _head_lines(plan: Plan) -> Iterator[Python]:
     yield Python.write("from torchtitan.models.{} import model_registry", family)
     if plan.model.mtp_layers:
         yield Python.write("from torchtitan.models.{} import MTPLoss", family)
+    if files.tracker:
+        yield Python.write("from torchtitan.components.metrics import MetricsProcessor")
     yield Python.write("from torchtitan.trainer import Trainer")
     yield Python.write("")
     yield Python.write("")
 
 
-def _config_lines(plan: Plan) -> Iterator[Python]:
+def _config_lines(plan: Plan, files: RunFiles) -> Iterator[Python]:
     """Yield the function that builds the configuration."""
     _, flavour = FLAVOURS[plan.model.name]
     optimizer = plan.workload.optimizer
@@ -88,7 +102,7 @@ def _config_lines(plan: Plan) -> Iterator[Python]:
     else:
         loss = Python.write("CrossEntropyLoss.Config({})", vocabulary)
         yield Python.write("        loss=ChunkedLossWrapper.Config(loss_fn={}),", loss)
-    assets = f"./assets/hf/{plan.model.name.rpartition('/')[2]}"
+    assets = files.tokenizer or f"./assets/hf/{plan.model.name.rpartition('/')[2]}"
     yield Python.write("        hf_assets_path={},", assets)
     yield Python.write("        dataloader=GrainDataLoader.Config(")
     yield Python.write('            dataset=ConcatThenSplitPackingConfig(dataset=DATASETS["c4"]),')
@@ -106,7 +120,11 @@ def _config_lines(plan: Plan) -> Iterator[Python]:
     )
     yield from _call("training", "TrainingConfig", _training_fields(plan))
     yield from _call("parallelism", "ParallelismConfig", _parallelism_fields(plan))
-    yield from _call("checkpoint", "CheckpointManager.Config", _checkpoint_fields(plan.workload))
+    yield from _call(
+        "checkpoint", "CheckpointManager.Config", _checkpoint_fields(plan.workload, files)
+    )
+    if files.tracker:
+        yield from _call("metrics", "MetricsProcessor.Config", {"enable_wandb": True})
     replays = Python.name("None")
     if plan.layout.recompute:
         replays = Python.write("FullAC.Config()")
@@ -203,12 +221,15 @@ def _module_names(model: ModelSpec, layout: Layout) -> Iterator[tuple[str, ...]]
         yield tuple(names)
 
 
-def _checkpoint_fields(workload: Workload) -> dict[str, Any]:
+def _checkpoint_fields(workload: Workload, files: RunFiles) -> dict[str, Any]:
     checkpoint = workload.checkpoint
     if not checkpoint.every_steps:
         return {"enable": False}
+    start = {"initial_load_path": files.weights} if files.weights else {}
     return {
         "enable": True,
+        "folder": files.save,
+        **start,
         "interval": checkpoint.every_steps,
         "keep_latest_k": checkpoint.keep,
         "async_mode": "async" if checkpoint.mode is SaveMode.ASYNC else "disabled",

@@ -40,6 +40,25 @@ class WorkloadOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """What a launch file says of a run beyond its plan; "" and None leave it to the plan.
+
+    `eval_data` are held-out data, `load` is a checkpoint of the trainer whose weights the run
+    starts from, `wandb` a project. `recipe` writes the published recipe of the model's family
+    where the plan has defaults.
+    """
+
+    data: str = ""
+    eval_data: str = ""
+    tokenizer: str = ""
+    save: str = ""
+    save_interval: int | None = None  # steps; None: where the least time is lost
+    load: str = ""
+    wandb: str = ""
+    recipe: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
     """How many layouts are wanted, which keys are pinned, and the risks that a ranking takes."""
 

@@ -193,7 +193,7 @@ def _refuse(text: str, rule: str) -> NoReturn:
     raise BadInput(Reason(field="text of an export", value=json.dumps(text[:60]), rule=rule))
 
 
-class Yaml(Target):
+class Yaml(Script):
     """A YAML document in block style."""
 
     __slots__ = ()

@@ -16,6 +16,7 @@ from moewright.codec.megatron_options import (
     dispatcher_options,
 )
 from moewright.exporters.megatron.model import Flag, format_number
+from moewright.exporters.run_files import RunFiles
 from moewright.rules.batch_rampup import batch_sizes, step_samples, wsd_decay_steps
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
@@ -44,6 +45,7 @@ from moewright.spec.workload import (
 
 # The length of training where the plan gives none: long enough to see its speed.
 DEFAULT_STEPS = 100
+GC_STEPS = 100  # as in the release runs of Megatron-LM's tests/functional_tests
 # A skipped step halves our loss scale at once; Megatron-LM's default waits for a second one.
 HYSTERESIS = 1
 
@@ -55,9 +57,11 @@ def layout_flags(job: Job) -> Iterator[Flag]:
     yield from _overlap_flags(job.layout)
 
 
-def workload_flags(workload: Workload, layout: Layout, hardware: Hardware) -> Iterator[Flag]:
-    """Yield the flags of a workload."""
-    yield from _training_flags(workload, layout)
+def workload_flags(
+    workload: Workload, layout: Layout, hardware: Hardware, files: RunFiles
+) -> Iterator[Flag]:
+    """Yield the flags of a workload, and of where its run keeps its files."""
+    yield from _training_flags(workload, layout, files)
     yield from _precision_flags(workload, hardware)
     yield from _optimizer_flags(workload, layout)
     yield from _data_flags(workload)
@@ -159,20 +163,34 @@ def _overlap_flags(layout: Layout) -> Iterator[Flag]:
         yield ("--te-rng-tracker",)
 
 
-def _training_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
+def _training_flags(workload: Workload, layout: Layout, files: RunFiles) -> Iterator[Flag]:
     yield WORKLOAD_OPTIONS["seq_len"], str(workload.seq_len)
     yield LAYOUT_OPTIONS["mbs"], str(layout.mbs)
     yield from _duration_flags(workload)
     yield "--seed", str(workload.seed)
     if workload.checkpoint.every_steps:
-        yield "--save", "checkpoints"
-        yield "--load", "checkpoints"
+        yield "--save", files.save
+        yield "--load", files.save
+        if files.weights:  # of a first start; later ones find what was saved
+            yield "--pretrained-checkpoint", files.weights
         yield "--save-interval", str(workload.checkpoint.every_steps)
         if workload.checkpoint.mode is SaveMode.ASYNC:
             yield ("--async-save",)
             yield ("--use-persistent-ckpt-worker",)
+        yield ("--exit-signal-handler",)  # SIGTERM saves and ends
+    elif files.weights:
+        yield "--load", files.weights
+        yield ("--finetune",)
+    # Pauses of one rank at a time are in no prediction: all ranks collect in the same step.
+    yield ("--manual-gc",)
+    yield "--manual-gc-interval", str(workload.gc_every_steps or GC_STEPS)
     yield "--log-interval", "1"
     yield ("--log-throughput",)
+    if files.tracker:  # what goes there goes through the writer of TensorBoard
+        yield "--tensorboard-dir", f"{files.save}/tensorboard"
+        yield "--wandb-project", files.tracker
+        yield "--wandb-exp-name", files.save.rstrip("/").rpartition("/")[2]
+        yield "--wandb-save-dir", f"{files.save}/wandb"
 
 
 def training_steps(workload: Workload) -> int:

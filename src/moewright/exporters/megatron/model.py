@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from moewright.exporters.run_files import NO_FILES, RunFiles
 from moewright.families.table import find_family
 from moewright.rules.limits.megatron_limits import is_yarn
 from moewright.spec.model import (
@@ -44,9 +45,9 @@ def format_number(value: float) -> str:
     return f"{value:.12g}"
 
 
-def model_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
-    """Yield the flags of a model and of what its router is trained with."""
-    yield from _shape_flags(model, workload)
+def model_flags(model: ModelSpec, workload: Workload, files: RunFiles = NO_FILES) -> Iterator[Flag]:
+    """Yield the flags of a model, its tokenizer and of what its router is trained with."""
+    yield from _shape_flags(model, workload, files)
     yield from trainer_flags(workload.trainer, has_swiglu=has_swiglu(model))
     yield from _attention_flags(model)
     yield from _window_flags(model)
@@ -54,16 +55,21 @@ def model_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
         yield from _moe_flags(model.moe, model, workload)
 
 
-def _shape_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
+def _shape_flags(model: ModelSpec, workload: Workload, files: RunFiles) -> Iterator[Flag]:
     yield "--num-layers", str(model.layers)
     yield "--hidden-size", str(model.hidden_size)
     if model.dense_ffn_size:
         yield "--ffn-hidden-size", str(model.dense_ffn_size)
     yield "--max-position-embeddings", str(max(model.max_position, workload.seq_len))
-    yield "--tokenizer-type", "NullTokenizer"  # data is tokenized already
-    yield "--vocab-size", str(model.vocab_size)
+    if files.tokenizer:
+        yield "--tokenizer-type", "HuggingFaceTokenizer"
+        yield "--tokenizer-model", files.tokenizer
+    else:  # data is tokenized already
+        yield "--tokenizer-type", "NullTokenizer"
+        yield "--vocab-size", str(model.vocab_size)
     yield "--padded-vocab-size", str(model.vocab_size)
-    yield "--null-tokenizer-eod-id", str(model.vocab_size - 1)
+    if not files.tokenizer:
+        yield "--null-tokenizer-eod-id", str(model.vocab_size - 1)
     uses_yarn = model.position is PositionKind.ROPE and is_yarn(model.attention)
     yield "--position-embedding-type", "yarn" if uses_yarn else POSITIONS[model.position]
     yield "--normalization", "RMSNorm" if model.norm is NormKind.RMS else "LayerNorm"
@@ -204,6 +210,8 @@ def _moe_flags(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[F
         yield ("--moe-shared-expert-gate",)
     if workload.trainer.expert_kernels is ExpertKernels.GROUPED:
         yield ("--moe-grouped-gemm",)
+    if workload.trainer.attention_backend is not AttentionBackend.LOCAL:
+        yield ("--moe-permute-fusion",)  # Transformer Engine's, which prices of dispatch assume
 
 
 def _format_layers(layers: tuple[bool, ...]) -> str:

@@ -11,7 +11,10 @@ from typing import TypeVar
 from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import layout_flags, training_steps, workload_flags
 from moewright.exporters.megatron.model import Flag, balance_losses, model_flags
-from moewright.exporters.torchrun import torchrun_command
+from moewright.exporters.recipes import find_recipe
+from moewright.exporters.run_files import NO_FILES, RunFiles
+from moewright.exporters.torchrun import RANK_RESTARTS, torchrun_command
+from moewright.exporters.transport import TransportSetting, transport_settings
 from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.job import plan_job
 from moewright.rules.limits.megatron_limits import megatron_refusals
@@ -19,26 +22,30 @@ from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.plan import Plan
 from moewright.spec.quoting import Script, Shell
-from moewright.spec.workload import RouterAssignment, RouterForce
+from moewright.spec.workload import OptimizerSpec, RouterAssignment, RouterForce
 
 TRAINER = "pretrain_gpt.py"
 
 S = TypeVar("S", bound=Script)
 
 
-def render_megatron_script(plan: Plan) -> Shell:
+def render_megatron_script(plan: Plan, files: RunFiles = NO_FILES) -> Shell:
     """Return a shell script that starts pretrain_gpt.py on every node.
 
     Raises:
         BadInput: one Reason for each thing that Megatron-LM cannot say.
     """
-    lines = flag_lines(megatron_flags(plan))
-    command = join_words((Shell.write("{} {}", torchrun_command(plan), TRAINER), *lines))
+    lines = flag_lines(megatron_flags(plan, files))
+    restarts = Shell.write("")
+    if plan.workload.checkpoint.every_steps:  # ranks start again from what was saved
+        restarts = Shell.write(" --max-restarts {}", RANK_RESTARTS)
+    start = Shell.write("{}{} {}", torchrun_command(plan), restarts, TRAINER)
     script = (
         Shell.write("#!/bin/sh"),
-        *comment_lines(plan, Shell),
+        *comment_lines(plan, Shell, files),
         *export_lines(environment_variables(plan.layout)),
-        command,
+        *transport_lines(transport_settings(plan.layout, plan.hardware)),
+        join_words((start, *lines)),
     )
     return Shell.lines(script)
 
@@ -53,7 +60,14 @@ def join_words(parts: Iterable[Shell]) -> Shell:
     return Shell.concat(parts, " \\\n  ")
 
 
-def comment_lines(plan: Plan, target: type[S]) -> Iterator[S]:
+def transport_lines(settings: Iterable[TransportSetting]) -> Iterator[Shell]:
+    """Yield variables of the network's libraries, each below the reason for it."""
+    for setting in settings:
+        yield Shell.comment("{}", setting.reason)
+        yield from export_lines(((setting.name, setting.value),))
+
+
+def comment_lines(plan: Plan, target: type[S], files: RunFiles = NO_FILES) -> Iterator[S]:
     """Yield comments that say where a script comes from, and where it differs from the plan."""
     name = plan.model.name or "model"
     yield target.comment("{}, {}, plan {}", name, format_layout(plan.layout), plan.fingerprint)
@@ -61,6 +75,7 @@ def comment_lines(plan: Plan, target: type[S]) -> Iterator[S]:
     if todos:
         yield target.comment("TODO before it trains a model:")
         yield from (target.comment("- {}", todo) for todo in todos)
+    yield from (target.comment("{}", remark) for remark in files.remarks)
     if plan.layout.vpp > 1 and Overlap.P2P not in plan.layout.overlap:
         yield target.comment(
             "Point-to-point transfers overlap, as virtual stages do by themselves."
@@ -90,9 +105,14 @@ def _list_todos(plan: Plan) -> Iterator[str]:
         steps = training_steps(workload)
         yield f"length: the plan has none, {steps} steps are written (plan --steps or --tokens)"
     if not workload.data.train:
-        yield "data: the plan names none, --mock-data makes tokens up (data.train of a job)"
+        yield "data: the plan names none, --mock-data makes tokens up (export --data)"
     if not workload.checkpoint.every_steps:
-        yield "checkpoints: the plan saves none (checkpoint.every_steps of a job)"
+        yield "checkpoints: the plan saves none (export --save)"
+    if workload.optimizer == OptimizerSpec():
+        yield (
+            f"recipe: the learning rate {workload.optimizer.lr:g} and its schedule are defaults; "
+            f"export --recipe writes those of {find_recipe(plan.model).source}"
+        )
     moe = plan.model.moe
     if moe is None or moe.router.selection_bias or balance_losses(workload.loss):
         return
@@ -100,7 +120,7 @@ def _list_todos(plan: Plan) -> Iterator[str]:
     if not is_sinkhorn and workload.router.force is not RouterForce.BALANCED:
         yield (
             "balance: the plan has no loss that balances the experts, and without one few of them "
-            "learn (train.aux_coeff of a job)"
+            "learn (export --recipe, or train.aux_coeff of a job)"
         )
 
 
@@ -109,7 +129,7 @@ def flag_lines(flags: tuple[Flag, ...]) -> tuple[Shell, ...]:
     return tuple(map(Shell.words, flags))
 
 
-def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
+def megatron_flags(plan: Plan, files: RunFiles = NO_FILES) -> tuple[Flag, ...]:
     """Return the flags of pretrain_gpt.py for this plan.
 
     Nothing is left to a default that depends on another flag. A value that only predictions read
@@ -121,15 +141,15 @@ def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
     reasons = megatron_refusals(plan_job(plan), plan.hardware)
     if reasons:
         raise BadInput(*reasons)
-    return all_flags(plan)
+    return all_flags(plan, files)
 
 
-def all_flags(plan: Plan) -> tuple[Flag, ...]:
+def all_flags(plan: Plan, files: RunFiles = NO_FILES) -> tuple[Flag, ...]:
     """Return the flags of a plan, also where Megatron-LM would stop at them."""
     return (
-        *model_flags(plan.model, plan.workload),
+        *model_flags(plan.model, plan.workload, files),
         *layout_flags(plan_job(plan)),
-        *workload_flags(plan.workload, plan.layout, plan.hardware),
+        *workload_flags(plan.workload, plan.layout, plan.hardware, files),
     )
 
 

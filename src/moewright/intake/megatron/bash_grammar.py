@@ -67,7 +67,15 @@ class ShellGrammar(ShellSession):
         """Run pipelines joined by && and ||."""
         is_run = live
         while True:
-            yield from self._pipeline(reader, is_run)
+            begin = reader.position
+            try:
+                yield from self._pipeline(reader, is_run)
+            except OutputNeeded:
+                reader.position = begin
+                list(self._pipeline(reader, False))
+                if not self._guards(reader):
+                    raise
+                self.status = None
             joint = reader.peek()
             if joint is None or joint.text not in ("&&", "||") or not joint.is_operator:
                 return
@@ -76,6 +84,20 @@ class ShellGrammar(ShellSession):
             # A program that a run calls succeeds in a run that trains.
             succeeded = self.status is not False
             is_run = live and succeeded == (joint.text == "&&")
+
+    def _guards(self, reader: TokenReader) -> bool:
+        """Whether `|| ... exit` stands in front: what is before it held in a run that trains."""
+        begin = reader.position
+        joint = reader.peek()
+        if joint is None or not joint.is_operator or joint.text != "||":
+            return False
+        reader.take()
+        reader.skip_separators()
+        start = reader.position
+        list(self._pipeline(reader, False))
+        part = reader.tokens[start : reader.position]
+        reader.position = begin
+        return _leaves(part)
 
     def _pipeline(self, reader: TokenReader, live: bool) -> Iterator[Command]:
         """Run the first command of a pipe; the others run in subshells and train nothing."""
@@ -241,9 +263,9 @@ class ShellGrammar(ShellSession):
         line = reader.tokens[begin].line if begin < len(reader.tokens) else reader.line
         reader.position = begin
         names = _assigned_names(branches)
-        if names is None:
+        if names is None and not _leaves(branches):
             raise syntax_refusal(line, rule)
-        for name in names:
+        for name in names or ():
             self.variables.arrays[name] = (f"\0{OUTPUT_PREFIX}{self.status_source}\0",)
 
     def _loop(self, reader: TokenReader, live: bool) -> Iterator[Command]:
@@ -401,13 +423,23 @@ class ShellGrammar(ShellSession):
                 live = live and not matches
 
 
+def _leaves(tokens: Sequence[ShellToken]) -> bool:
+    """Whether a branch, the only one, ends the script: it is not taken in a run that trains."""
+    words = [token.unquoted for token in tokens if not token.is_separator]
+    last = next((place for place, word in enumerate(words) if word == "exit"), None)
+    if last is None or {"else", "elif"} & set(words) or _trains(tokens):
+        return False
+    return all(word.isdigit() or word in ("}", ")") for word in words[last + 1 :])
+
+
 def _assigned_names(tokens: Sequence[ShellToken]) -> tuple[str, ...] | None:
     """Return the plain variables that skipped branches set; None where these do more.
 
     To print, to make folders and to leave the script changes no job.
     """
     keywords = ("then", "else", "elif", "fi", "if", "do", "done")
-    harmless = (*PLAIN_PROGRAMS, *keywords, "exit", "return", "sleep", "wget", "pip", "rm", "cp")
+    programs = ("wget", "pip", "rm", "cp", "touch", "scontrol", "scancel", "nvidia-smi", "kill")
+    harmless = (*PLAIN_PROGRAMS, *keywords, "exit", "return", "sleep", *programs)
     names: list[str] = []
     begins = True
     is_test = False  # between `elif` and `then`
