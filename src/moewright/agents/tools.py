@@ -26,6 +26,7 @@ from moewright.api.planning import (
 from moewright.api.requests import read_plan_request
 from moewright.api.run_comparisons import compare_run
 from moewright.api.running import export
+from moewright.api.watching import watch
 from moewright.codec import from_data
 from moewright.spec.options import BudgetOptions, SearchOptions, WorkloadOptions
 from moewright.spec.plan import Plan
@@ -113,6 +114,18 @@ class RunParameters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LogParameters:
+    """A log that grows, and what states its job."""
+
+    run: str
+    plan: str = ""
+    script: str = ""
+    model: str = ""
+    on: str = ""
+    layout: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckParameters:
     """Two files that state a job, before and after a change."""
 
@@ -186,6 +199,7 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "strict": "Refuse options that are not read.",
         "run": "The path of the folder of a run, of a trace of a profiler or a folder of them, or "
         "of a console log of Megatron-LM.",
+        "plan": "The path of a plan.json or a job .toml that says what is expected.",
         "before": "The path of a script, a configuration, a job or a plan before the change.",
         "after": "The path of the same after the change.",
         "budgets": "The path of a file of budgets.",
@@ -304,6 +318,17 @@ def _compare(question: RunParameters) -> object:
     )
 
 
+def _watch(question: LogParameters) -> object:
+    return watch(
+        question.run,
+        plan=question.plan or None,
+        script=question.script or None,
+        model=question.model,
+        on=question.on,
+        layout=question.layout,
+    )
+
+
 def _check(question: CheckParameters) -> object:
     return check(
         question.before,
@@ -366,6 +391,13 @@ TOOLS: Mapping[str, AgentTool] = MappingProxyType(
                 "published runs.",
                 parameters=RunParameters,
                 answer=_compare,
+            ),
+            AgentTool(
+                name="watch",
+                description="Say what the log of a run shows so far: its speed beside the plan, "
+                "when steps became slower and which part grew, what recurs, days left, alarms.",
+                parameters=LogParameters,
+                answer=_watch,
             ),
             AgentTool(
                 name="check",

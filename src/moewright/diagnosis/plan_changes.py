@@ -26,6 +26,7 @@ from moewright.spec.record import Record, Row, format_cell, to_plain_data
 
 _STATES = frozenset({Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS})
 _INTERVAL = 0.8
+_SAID_ELSEWHERE = ("model.name", "hardware.count")
 # Parts of a workload that change how a trainer computes a step, or what it writes, and not what
 # is trained.
 _HOW = (
@@ -202,12 +203,15 @@ def difference_deviation(before: Plan, after: Plan) -> float:
 
 
 def list_switches(before: Plan, after: Plan) -> Iterator[SwitchChange]:
-    """Yield every field of two plans' jobs that differs; the model's name is none."""
+    """Yield every field of two plans' jobs that differs.
+
+    The model's name is none, and the number of devices is that of the layout's ranks.
+    """
     for noun in ("model", "workload", "hardware"):
         was = dict(_flatten(to_plain_data(getattr(before, noun)), noun))
         now = dict(_flatten(to_plain_data(getattr(after, noun)), noun))
         for name in dict.fromkeys((*was, *now)):
-            if name == "model.name" or was.get(name) == now.get(name):
+            if name in _SAID_ELSEWHERE or was.get(name) == now.get(name):
                 continue
             part = name.split(".")[1]
             yield SwitchChange(
