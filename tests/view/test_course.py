@@ -160,6 +160,8 @@ def test_figures_are_those_of_the_estimate():
         ("The [[experrt]] waits.", "has no such word"),
         ("Look at $\\frob x$.", "\\frob is not known"),
         ("Look at $\\frac{a}{b$.", "no } closes"),
+        ("Look at $\\left(a$.", "no \\right closes"),
+        ("Look at $\\left x$.", "a bracket is one of"),
         ("::: pictur device\n:::", "there is no directive pictur"),
         ("::: picture devise\n:::", "device"),
         ("::: picture device\nnever ends", "no ::: ends this block"),

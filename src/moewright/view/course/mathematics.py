@@ -73,6 +73,7 @@ _SPACES: Mapping[str, str] = MappingProxyType(
 )
 _WORDS = ("max", "min", "log", "ln", "exp", "mod", "arg", "softmax", "sigmoid", "top")
 _LARGE = ("∑", "∏")
+_FENCES = ("(", ")", "[", "]", "|")
 _TOKEN = re.compile(r"\\([A-Za-z]+|.)|(\d+(?:\.\d+)?(?:,\d{3})*)|([A-Za-z])|(\S)|(\s+)")
 
 
@@ -145,6 +146,8 @@ class _FormulaReader:
             return _element("mi", letter)
         if sign == "{":
             return self.read_row("}")
+        if sign in _FENCES:
+            return Html.write('<mo stretchy="false">{}</mo>', sign)
         if sign:
             return _element("mo", "−" if sign == "-" else sign)
         return self._read_command(command)
@@ -157,8 +160,8 @@ class _FormulaReader:
             return _element("mfrac", self._read_atom(), self._read_atom())
         if command == "sqrt":
             return _element("msqrt", self._read_atom())
-        if command in ("left", "right", "big", "Big"):
-            return self._read_atom()
+        if command == "left":
+            return self._read_fenced()
         if command in _WORDS:
             return _element("mi", command)
         if command in _LETTERS:
@@ -168,6 +171,21 @@ class _FormulaReader:
         if command in _SIGNS:
             return _element("mo", _SIGNS[command])
         raise self._refuse(f"\\{command} is not known")
+
+    def _read_fenced(self) -> Html:
+        """Read what stands between two signs that are as tall as it is."""
+        opening = self._read_sign()
+        row = self.read_row("\\right")
+        return Html.write(
+            "<mrow><mo>{}</mo>{}<mo>{}</mo></mrow>", *(opening, row, self._read_sign())
+        )
+
+    def _read_sign(self) -> str:
+        sign = self._peek()
+        if sign not in _FENCES:
+            raise self._refuse(f"a bracket is one of {' '.join(_FENCES)}")
+        self._at += 1
+        return sign
 
     def _read_braced_text(self) -> str:
         """Read the text between braces as it stands, spaces too."""
