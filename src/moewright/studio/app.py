@@ -29,7 +29,13 @@ from moewright.spec.record import Record, format_json
 from moewright.spec.workload import Dtype
 from moewright.studio.access import Access
 from moewright.studio.confinement import Confinement
-from moewright.studio.course import send_lesson, show_chapter, show_contents, show_glossary
+from moewright.studio.course import (
+    send_lesson,
+    send_terms,
+    show_chapter,
+    show_contents,
+    show_glossary,
+)
 from moewright.studio.folder import LARGEST_TEXT_BYTES, LARGEST_TRACE_BYTES, StudioFolder
 from moewright.studio.guard import LocalGuard
 from moewright.studio.queries import read_query
@@ -70,6 +76,7 @@ def build_app(confinement: Confinement, access: Access) -> Starlette:
         Route("/learn/glossary", show_glossary),
         Route("/learn/{chapter}", show_chapter),
         Route("/api/lesson/{chapter}", send_lesson),
+        Route("/api/terms", send_terms),
         Route("/api/catalogue", studio.list_catalogue),
         Route("/api/plan", studio.send_plan),
         Route("/api/judgement", studio.send_judgement),
