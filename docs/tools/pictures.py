@@ -38,6 +38,7 @@ _PAGES = (  # name, address, what says that it is ready
     ),
     ("runs", "runs?run=runs/quickstart", "html[data-stamp]"),
     ("share", f"share?{_SMALL}&layout=ep8,mbs1,recompute=full", "[data-target]"),
+    ("learn", "learn/pipelines", "html[data-ready]"),
 )
 _ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
