@@ -3,37 +3,69 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 QWEN = "model=Qwen/Qwen3-235B-A22B&on=256xH800&seq_len=4096&global_batch=2048&precision=bf16"
 
 
+AXE = Path(__file__).parent / "browser" / "axe.min.js"
+SIZES = ((1440, 900), (820, 1180), (390, 844))
+LONGEST_ON_A_PHONE = 4000
+
 # Words that are cut in two although no hyphen is there; a word is what no space or <wbr> parts.
-_BROKEN_WORDS = """() => {
-  const broken = [], range = document.createRange();
-  const root = document.getElementById("content");
-  const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+# And what lies beyond the right edge.
+_FAULTS = """() => {
+  const faults = [], range = document.createRange();
+  const hidden = ".visually-hidden, .skip, script, style, option, textarea, pre, .narrow thead";
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const node = walker.currentNode;
-    for (const match of node.data.matchAll(/[^\\s\\-\\/]+/g)) {
+    if (node.parentElement.closest(hidden)) continue;
+    for (const match of node.data.matchAll(/[^\\s\\-\\/–]+/g)) {
       range.setStart(node, match.index);
       range.setEnd(node, match.index + match[0].length);
       if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1)
-        broken.push(match[0]);
+        faults.push(`broken: ${match[0]}`);
     }
   }
-  return broken;
+  for (const node of document.querySelectorAll("body *")) {
+    const box = node.getBoundingClientRect();
+    if (box.width && box.right > innerWidth + 1 && !node.closest(hidden))
+      faults.push(`sticks out: ${node.outerHTML.slice(0, 90)}`);
+    const scrolls = /auto|scroll/.test(getComputedStyle(node).overflowX);
+    if (scrolls && node.scrollWidth > node.clientWidth + 1 && !node.closest("pre"))
+      faults.push(`scrolls sideways: ${node.outerHTML.slice(0, 90)}`);
+  }
+  const name = document.documentElement;
+  if (name.scrollWidth > innerWidth) faults.push(`wide: ${name.scrollWidth}`);
+  return faults;
 }"""
 
 
-def check_phone(page):
-    """Check that a page is no longer than a few screens of a phone, and breaks no word there."""
-    assert page.evaluate(_BROKEN_WORDS) == []
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.evaluate("document.getElementById('controls').open = false")
-    page.wait_for_timeout(200)
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
-    assert page.evaluate("document.documentElement.scrollHeight") < 4000
-    assert page.evaluate(_BROKEN_WORDS) == []
+def find_faults(page):
+    """List what is wrong with a page at three sizes, light and dark: its looks and axe's rules."""
+    faults = []
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for width, height in SIZES if scheme == "light" else SIZES[:1]:
+            page.set_viewport_size({"width": width, "height": height})
+            controls = "controls => controls && (controls.open = innerWidth > 1020)"
+            page.evaluate(f"({controls})(document.getElementById('controls'))")
+            page.wait_for_timeout(150)
+            faults += [(width, fault) for fault in page.evaluate(_FAULTS)]
+            tall = page.evaluate("document.documentElement.scrollHeight")
+            if width == SIZES[-1][0] and tall > LONGEST_ON_A_PHONE:
+                faults.append((width, f"{tall} high"))
+        faults += [(scheme, *violation) for violation in find_violations(page)]
+    return faults
+
+
+def find_violations(page):
+    """List the rules of axe-core that a page breaks."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE.read_text())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    return [(item["id"], item["nodes"][0]["html"][:120]) for item in found["violations"]]
 
 
 def estimate_json(folder, query, layout):

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,6 @@ ARGS = (
     "--disable-sync",
     "--no-first-run",
 )
-AXE = Path(__file__).parent / "axe.min.js"
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +69,7 @@ def open_page(request, browser):
     complaints = []
     requests = []
 
-    def open_one(address, *, width=1400, scheme="light", offline=False):
+    def open_one(address, *, width=1440, scheme="light", offline=False):
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, offline=offline
         )
@@ -90,19 +88,3 @@ def open_page(request, browser):
     assert complaints == []
     for address, url in requests:
         assert url.startswith((address.split("/", 3)[0] + "//" + address.split("/")[2], "data:"))
-
-
-@pytest.fixture
-def find_barriers():
-    """Return a function that lists what axe-core calls serious or critical on a page."""
-
-    def run_axe(page):
-        page.evaluate(AXE.read_text())
-        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-        return [
-            (item["id"], item["nodes"][0]["html"][:120])
-            for item in found["violations"]
-            if item["impact"] in ("serious", "critical")
-        ]
-
-    return run_axe

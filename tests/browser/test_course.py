@@ -7,6 +7,7 @@ from moewright.view.course.chapter import list_chapters, load_chapter
 from moewright.view.course.figures import compute_figure
 from moewright.view.course.inline import read_figure
 from moewright.view.course.lesson import open_lesson
+from studio_pages import find_violations
 
 pytestmark = [pytest.mark.browser, pytest.mark.waits]
 
@@ -18,12 +19,12 @@ def turn(page, key, label):
     page.wait_for_function("before => course.shown > before && !course.isAsking", arg=before)
 
 
-def test_numbers_in_sentences_follow_the_controls(studio, open_page, find_barriers):
+def test_numbers_in_sentences_follow_the_controls(studio, open_page):
     page = open_page(f"{studio}learn/memory")
     figure = page.locator("p .figure[title='memory.activations']").first
     page.wait_for_selector("html[data-ready]")
     before = figure.inner_text()
-    assert find_barriers(page) == []
+    assert find_violations(page) == []
     turn(page, "seq_len", "8,192")
     lesson = open_lesson(load_chapter("memory"), {"seq_len": "8,192"})
     kept = str(compute_figure(lesson, read_figure("memory.activations")))
@@ -50,11 +51,11 @@ def test_a_question_is_about_the_state_that_is_shown(studio, open_page):
 
 @pytest.mark.turns
 @pytest.mark.parametrize("name", list_chapters())
-def test_a_chapter_is_read_on_a_phone_in_the_dark(studio, open_page, find_barriers, name):
+def test_a_chapter_is_read_on_a_phone_in_the_dark(studio, open_page, name):
     page = open_page(f"{studio}learn/{name}", width=390, scheme="dark")
     page.wait_for_selector("html[data-ready]")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    assert find_barriers(page) == []
+    assert find_violations(page) == []
     assert page.locator("svg.drawing.narrow").first.is_visible()
 
 

@@ -117,17 +117,6 @@ def test_a_table_is_copied_as_markdown(studio, open_page):
     assert all(row.count(" | ") == 4 for row in rows)
 
 
-@pytest.mark.parametrize("width", [390, 820, 1400])
-def test_nothing_sticks_out_and_nobody_is_kept_out(studio, open_page, find_barriers, width):
-    scheme = "dark" if width == 820 else "light"
-    page = open_page(address(studio, LAYOUT), width=width, scheme=scheme)
-    page.wait_for_selector("#layout-text")
-    size = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-    wide, shown = page.evaluate(size)
-    assert wide == shown
-    assert find_barriers(page) == []
-
-
 def test_a_pasted_script_gives_the_sliders_its_layout(studio, open_page):
     script = Path("examples/qwen3_30b_16h100.sh").read_text()
     page = open_page(f"{studio}?model=Qwen/Qwen3-30B-A3B&on=16xH100&layout=ep8")

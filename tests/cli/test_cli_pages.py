@@ -32,6 +32,9 @@ def test_plans_and_estimates_are_pages_too(tmp_path: Path) -> None:
     assert read_kinds(page) == ["SearchView", "PlanView"]
     assert main(["estimate", *SMALL, "--layout", "ep4", "--html", str(page)]) in (0, 3)
     assert read_kinds(page) == ["PlanView", "TimetableView"]
+    job = [SMALL[0], "--on", "1xL40S", "--seq-len", "16k", "--global-batch", "4"]
+    assert main(["plan", *job, "--layout", "mbs4,recompute=none", "--html", str(page)]) == 2
+    assert read_kinds(page) == ["Misfit"]
 
 
 def test_a_diagnosis_and_a_score_are_pages_too(

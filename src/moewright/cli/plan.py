@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moewright.api.planning import Plans
+    from moewright.search.misfit import Misfit
 
 _NO_OPTIONS = PlanningOptions()
 _DEFAULT_RANKING = RankingOptions()
@@ -59,27 +60,36 @@ def plan(
     objections: tuple[str, ...] = ()
     if ranking.why_not:
         objections = tuple(find_objections(plans, ranking.why_not).lines)
+    if plans.best is None:
+        with write_answer(None, json) as console:
+            _print_answer(console, plans, objections, verbose=answer.verbose)
+            misfits = _print_misfit(console, plans, ranking.layout)
+        with write_answer(None, None, html=answer.html if misfits else None, views=lambda: misfits):
+            pass
+        raise explain_empty_search(request, plans.search, Path(model), layout=ranking.layout)
     with write_answer(
-        plans.best, json, html=answer.html if plans.best else None, views=lambda: view_plans(plans)
+        plans.best, json, html=answer.html, views=lambda: view_plans(plans)
     ) as console:
         _print_answer(console, plans, objections, verbose=answer.verbose)
-        if plans.best is None:
-            _print_misfit(console, plans, ranking.layout)
-    if plans.best is None:
-        raise explain_empty_search(request, plans.search, Path(model), layout=ranking.layout)
     return 0
 
 
-def _print_misfit(console: Console, plans: Plans, layout: str) -> None:
-    """Print the nearest miss and what would fit, each sentence as soon as it is known."""
+def _print_misfit(console: Console, plans: Plans, layout: str) -> list[Misfit]:
+    """Print the nearest miss and what would fit, each sentence as soon as it is known.
+
+    Returns the last record of it, none where no layout is legal.
+    """
     from moewright.api.misfits import view_misfit
 
+    known: list[Misfit] = []
     printed = 0
     for misfit in view_misfit(plans, layout):
         lines = misfit.lines()
         for line in lines[printed:]:
             console.print(line)
         printed = len(lines)
+        known = [misfit]
+    return known
 
 
 def _print_answer(

@@ -50,9 +50,8 @@ from moewright.studio.tasks import Workers
 from moewright.studio.wire import build_or_refuse, encode_data, encode_failure, encode_record
 from moewright.view.card import render_card
 from moewright.view.course.glossary import load_glossary
-from moewright.view.page import read_asset, render_page, render_shell
+from moewright.view.page import PAGES, read_asset, render_page, render_shell
 
-_PAGES = ("/", "/top", "/timetable", "/compare", "/budget", "/runs", "/share")
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _JSON = "application/json"
 _MOST_COMPARED = 3
@@ -70,7 +69,8 @@ def build_app(confinement: Confinement, access: Access) -> Starlette:
     load_glossary()
     studio = _Studio(confinement)
     routes = [
-        *(Route(path, studio.show_page) for path in _PAGES),
+        Route("/", studio.show_page),
+        *(Route(f"/{name}", studio.show_page) for name, _ in PAGES[1:]),
         Route("/assets/{name}", studio.send_asset),
         Route("/learn", show_contents),
         Route("/learn/glossary", show_glossary),

@@ -20,7 +20,7 @@ _SCRIPTS = (
     "trace.js",
     "run.js",
 )
-_PAGES = (
+PAGES = (  # that scripts fill
     ("plan", "Plan"),
     ("top", "Top plans"),
     ("timetable", "Timetable"),
@@ -28,8 +28,8 @@ _PAGES = (
     ("budget", "Budget"),
     ("runs", "Runs"),
     ("share", "Share"),
-    ("learn", "Learn"),
 )
+_COURSE = ("learn", "Learn")  # whose pages its server writes
 _HEAD = Html.write("""<!doctype html>
 <html lang="en">
 <head>
@@ -73,8 +73,9 @@ def render_shell() -> Html:
 <a class="skip" href="#content">To the answer</a>
 {}
 <div class="frame">
-<details id="controls" class="panel" open><summary>Job and layout</summary>
-<div id="form"></div></details>
+<aside aria-label="Job and layout"><details id="controls" class="panel" open>
+<summary>Job and layout</summary>
+<div id="form"></div></details></aside>
 <main id="content" tabindex="-1"></main>
 </div>
 </body>
@@ -96,7 +97,7 @@ def _render_header(page: str = "") -> Html:
             Html.write(' aria-current="page"') if name == page else Html.write(""),
             title,
         )
-        for name, title in _PAGES
+        for name, title in (*PAGES, _COURSE)
     )
     return Html.write(
         '<header class="top"><a class="brand" href="/" data-page="plan">moewright</a>\n'

@@ -10,9 +10,15 @@ mw.el = (tag, attributes = {}, ...children) => {
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
   }
-  node.append(...children.flat().filter(child => child !== null && child !== undefined));
+  const shown = children.flat().filter(child => child !== null && child !== undefined);
+  node.append(...(mw.unbroken.has(tag) ? shown : shown.flatMap(child => child instanceof Node ? [child] : mw.breakable(child))));
   return node;
 };
+/* Long words may wrap behind their own punctuation, and only there; what is copied stays the same. */
+mw.unbroken = new Set(["option", "textarea", "pre", "title"]);
+mw.breakable = text => String(text).split(/(\S{17,})/).flatMap((part, place) => place % 2
+  ? part.split(/(?<=[|+:;=/_@<>(){}&?%\]\[])(?=[^,;.:])|(?<=[,.])(?=[^\d,.])/).flatMap((piece, number) => number ? [mw.el("wbr"), document.createTextNode(piece)] : [document.createTextNode(piece)])
+  : part ? [part] : []);
 mw.escape = text => String(text).replace(/[&<>"']/g, letter => `&#${letter.charCodeAt(0)};`);
 
 mw.digits = (value, count = 3) => {
@@ -51,28 +57,45 @@ mw.panel = (title, ...children) => mw.el("section", {class: "panel"}, title ? mw
 
 mw.wide = node => { node.classList.add("span"); return node; };
 
-mw.table = (columns, rows, caption) => {
-  const cells = row => columns.map((column, index) => mw.el("td", {class: column.n ? "n" : null, "data-label": column.t || null}, row[index]));
-  const text = cell => (cell instanceof Node ? cell.textContent : String(cell ?? "")).trim();
+/* A table is copied whole, shows its first rows, and turns into cards where its box is too narrow. */
+mw.shownRows = {table: 12, cards: 4};
+mw.table = (columns, rows, caption, totals = []) => {
+  const body = mw.el("tbody", {}, rows.map((row, place) => mw.el("tr", {class: totals[place] ? "total" : null},
+    columns.map((column, index) => mw.el("td", {class: column.n ? "n" : null, "data-label": column.t || null}, row[index])))));
+  const head = mw.el("thead", {}, mw.el("tr", {}, columns.map(column => mw.el(column.t ? "th" : "td", {class: column.n ? "n" : null, scope: column.t ? "col" : null}, column.t))));
+  const text = cell => (cell instanceof Node ? cell.textContent : [cell].flat().map(run => run instanceof Node ? run.textContent : String(run ?? "")).join("")).trim();
   const lines = [columns.map(column => column.t), ...rows.map(row => columns.map((column, index) => text(row[index])))];
   const quote = cell => /[",\n]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell;
   const markdown = [lines[0], lines[0].map(() => "---"), ...lines.slice(1)].map(line => `| ${line.map(cell => cell.replaceAll("|", "\\|")).join(" | ")} |`).join("\n");
-  const copies = mw.el("div", {class: "row copies no-print"}, mw.copyButton(lines.map(line => line.map(quote).join(",")).join("\n"), `${caption} as CSV`, "CSV"), mw.copyButton(markdown, `${caption} as Markdown`, "Markdown"));
-  return mw.el("div", {}, mw.el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": caption},
-    mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, caption),
-      mw.el("thead", {}, mw.el("tr", {}, columns.map(column => mw.el("th", {class: column.n ? "n" : null, scope: "col"}, column.t)))),
-      mw.el("tbody", {}, rows.map(row => mw.el("tr", {}, cells(row)))))), rows.length > 1 ? copies : "");
+  const copies = rows.length > 1 ? [mw.copyButton(lines.map(line => line.map(quote).join(",")).join("\n"), `${caption} as CSV`, "CSV"), mw.copyButton(markdown, `${caption} as Markdown`, "Markdown")] : [];
+  return mw.tableBox(mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, caption), head, body), copies);
+};
+mw.tableBox = (table, copies = []) => {
+  const body = table.querySelector("tbody");
+  const more = mw.el("button", {type: "button", class: "small no-print", hidden: true, onclick: () => { box.classList.add("whole"); more.hidden = true; }});
+  const box = mw.el("div", {class: "table-box"}, table, mw.el("div", {class: "row copies no-print"}, more, copies));
+  let width = -1;
+  box.fit = () => {
+    if (!box.clientWidth) { width = -1; return; }
+    width = box.clientWidth;
+    box.classList.remove("narrow");
+    box.classList.toggle("narrow", innerWidth <= 560 || table.scrollWidth > width + 1);
+    const most = mw.shownRows[box.classList.contains("narrow") ? "cards" : "table"], count = body.children.length;
+    more.hidden = box.classList.contains("whole") || count <= most + 1;
+    more.textContent = `Show all ${count}`;
+    [...body.children].forEach((row, place) => row.classList.toggle("beyond", !more.hidden && place >= most && !row.classList.contains("total") && !row.classList.contains("best")));
+  };
+  new ResizeObserver(() => { if (box.clientWidth !== width) box.fit(); }).observe(box);
+  return box;
 };
 
-/* Text that may wrap behind commas and bars, where no space is; what is copied stays the same. */
-mw.breakable = text => String(text).split(/(?<=[,|+])(?=\S)/).flatMap((part, place) => place ? [mw.el("wbr"), part] : [part]);
 mw.copyButton = (text, name, shown = "Copy") => mw.el("button", {type: "button", class: "small copy no-print", title: shown === "Copy" ? text : null, "aria-label": `copy ${name}`, onclick: event => {
   const done = () => { event.target.textContent = "Copied"; setTimeout(() => { event.target.textContent = shown; }, 1500); };
   if (navigator.clipboard) { navigator.clipboard.writeText(text).then(done, () => prompt(name, text)); } else prompt(name, text);
 }}, shown);
 /* A layout in a list: in words, its text behind a button; `pick` loads it. */
 mw.layoutCell = (text, words, pick) => mw.el("div", {class: "layout-cell", "data-layout": text},
-  pick ? mw.el("button", {type: "button", class: "small pick", onclick: pick}, words || mw.breakable(text)) : mw.el("span", {}, words || mw.el("code", {}, mw.breakable(text))),
+  pick ? mw.el("button", {type: "button", class: "small pick", onclick: pick}, words || text) : mw.el("span", {}, words || mw.el("code", {}, text)),
   " ", mw.copyButton(text, "the layout's text"));
 
 mw.colour = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -96,8 +119,37 @@ mw.chart = (label, height, option, alternative) => {
   return holder;
 };
 mw.drawAll = root => { for (const item of mw.charts) if (!root || root.contains(item.box)) item.draw(); };
-let resizing = 0;
-addEventListener("resize", () => { cancelAnimationFrame(resizing); resizing = requestAnimationFrame(() => mw.charts.forEach(item => item.resize())); });
+let resizing = 0, settledWidth = innerWidth;
+addEventListener("resize", () => { cancelAnimationFrame(resizing); resizing = requestAnimationFrame(() => { mw.charts.forEach(item => item.resize()); if (innerWidth !== settledWidth) mw.settle(document.getElementById("content")); }); });
+
+/* What holds of every page is done here, once its content stands: a heading, and on a phone an end in sight.
+   There, long lists show their first lines, and panels that would make the page longer than `page` points are
+   folded into their titles. */
+mw.longest = {page: 3900, list: 4};
+mw.settle = (root, name) => {
+  settledWidth = innerWidth;
+  if (name && !root.querySelector("h1")) root.prepend(mw.el("h1", {class: "visually-hidden"}, name));
+  root.querySelectorAll(".table-box").forEach(box => box.fit());
+  root.querySelectorAll(".unfold").forEach(button => button.undo());
+  if (innerWidth > 560) return;
+  for (const list of root.querySelectorAll("ul.plain, ol.plain"))
+    if (list.children.length > mw.longest.list + 1) mw.fold(list, "folded-list", `Show all ${list.children.length}`, button => list.after(button));
+  if (document.documentElement.scrollHeight <= mw.longest.page) return;
+  const panels = [...root.querySelectorAll("section.panel")].filter(panel => !panel.parentElement.closest(".panel")).map(panel => [panel, panel.querySelector(":scope > .head, :scope > h1, :scope > h2")]).filter(item => item[1]).slice(1);
+  const buttons = panels.map(([panel, head]) => mw.fold(panel, "folded", "Show", button => head.append(" ", button), `show ${head.textContent}`));
+  panels.forEach(([panel], place) => {
+    panel.classList.remove("folded");
+    if (document.documentElement.scrollHeight > mw.longest.page) panel.classList.add("folded"); else buttons[place].undo();
+  });
+};
+mw.fold = (node, kind, text, place, name) => {
+  const undo = () => { node.classList.remove(kind); button.remove(); };
+  const button = mw.el("button", {type: "button", class: "small unfold no-print", "aria-label": name, "aria-expanded": "false", onclick: () => { undo(); node.querySelectorAll(".table-box").forEach(box => box.fit()); mw.charts.forEach(item => item.resize()); }}, text);
+  button.undo = undo;
+  node.classList.add(kind);
+  place(button);
+  return button;
+};
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => mw.charts.forEach(item => item.draw()));
 addEventListener("beforeprint", () => mw.charts.forEach(item => item.resize()));
 

@@ -9,7 +9,7 @@ mw.line = line => [line].flat().map(mw.phrase);
 mw.text = line => [line].flat().map(run => typeof run === "string" ? run : run.text).join("");
 
 mw.documentTable = (table, caption) => mw.table(table.columns.map(column => ({t: column.name, n: !column.has_words})),
-  table.rows.map(row => row.cells.map(cell => row.is_total ? mw.el("b", {}, mw.line(cell)) : mw.line(cell))), caption);
+  table.rows.map(row => row.cells.map(cell => mw.line(cell))), caption, table.rows.map(row => row.is_total));
 
 mw.sectionBody = section => [
   ...section.lines.map(line => mw.el("p", {}, mw.line(line))),

@@ -4,5 +4,6 @@ mw.palette = JSON.parse(document.getElementById("palette").textContent);
 {
   const root = document.getElementById("content");
   for (const record of JSON.parse(document.getElementById("records").textContent)) mw.render[record.kind](record, root);
+  mw.settle(root, document.title);
   mw.drawAll(root);
 }

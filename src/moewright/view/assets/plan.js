@@ -53,9 +53,9 @@ mw.verdictPanel = (plan, act) => mw.el("section", {class: `panel verdict ${mw.qu
   mw.el("p", {}, `${plan.sentence}.`),
   mw.el("p", {class: "quiet"}, `${plan.job.model} on ${mw.count(plan.job.devices)} × ${plan.job.device}, sequence ${mw.count(plan.job.seq_len)}, global batch ${mw.count(plan.job.global_batch)}, ${plan.job.precision}`),
   mw.el("p", {class: "words"}, plan.job.words),
-  mw.el("div", {class: "row"}, plan.job.labels.map(label => mw.el("span", {class: "badge"}, mw.breakable(label)))),
+  mw.el("div", {class: "row"}, plan.job.labels.map(label => mw.el("span", {class: "badge"}, label))),
   mw.gridDrawing(plan.job),
-  mw.el("div", {class: "row layout"}, mw.el("code", {id: "layout-text"}, mw.breakable(plan.job.layout)), mw.copyButton(plan.job.layout, "the layout's text")),
+  mw.el("div", {class: "row layout"}, mw.el("code", {id: "layout-text"}, plan.job.layout), mw.copyButton(plan.job.layout, "the layout's text")),
   mw.figures(plan));
 
 mw.stackTotal = (stage, hidden) => stage.components.reduce((sum, part) => sum + (hidden.has(part.name) ? 0 : part.value), 0);

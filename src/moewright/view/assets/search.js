@@ -30,7 +30,7 @@ mw.searchTable = (view, pick) => {
   const state = mw.searchState;
   const columns = [["layout", "layout"], ["step_s", "step", mw.seconds], ["tokens_per_s_per_device", "tok/s/dev", value => mw.digits(value, 4)], ["mfu", "MFU", mw.percent], ["peak_bytes", "peak", mw.bytes], ["margin_bytes", "margin", mw.bytes], ["fit_probability", "odds to fit", value => mw.percent(value, 0)], ["grade", "evidence"], ["trainers", "runs in"]];
   const full = view.ranked.filter(item => item.kind !== "candidate");
-  const body = mw.el("tbody");
+  const body = mw.el("tbody", {class: "ranking"});
   const heads = columns.map(([key, title, show]) => mw.el("th", {scope: "col", class: show ? "n" : null}, mw.el("button", {type: "button", onclick: () => { state.down = state.key === key && !state.down; state.key = key; fill(); }}, title)));
   const fill = () => {
     const rows = full.filter(item => (state.verdict === "all" || item.verdict === state.verdict) && (state.grade === "all" || item.grade === state.grade));
@@ -42,25 +42,26 @@ mw.searchTable = (view, pick) => {
       if (key === "trainers") return mw.el("td", {"data-label": "runs in"}, item.trainers.join(", "));
       return mw.el("td", {class: "n", "data-label": columns.find(column => column[0] === key)[1]}, show(item[key]));
     }))));
+    const box = body.closest(".table-box");
+    if (box) box.fit();
   };
   const choose = (key, names, label) => mw.el("label", {}, `${label} `, mw.el("select", {style: "width:auto", onchange: event => { state[key] = event.target.value; fill(); }}, names.map(name => mw.el("option", {value: name, selected: state[key] === name}, name))));
   fill();
-  const more = mw.el("button", {type: "button", class: "phone no-print", onclick: () => { body.classList.add("whole"); more.remove(); }}, `Show all ${full.length}`);
-  return mw.el("div", {}, mw.el("div", {class: "row no-print"}, choose("verdict", ["all", "fits", "uncertain"], "verdict"), choose("grade", ["all", "measured", "combined", "stacked", "formula"], "evidence")),
-    mw.el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "ranked layouts"}, mw.el("table", {class: "ranking"}, mw.el("caption", {class: "visually-hidden"}, "Ranked layouts"), mw.el("thead", {}, mw.el("tr", {}, heads)), body)), more);
+  const table = mw.tableBox(mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, "Ranked layouts"), mw.el("thead", {}, mw.el("tr", {}, heads)), body));
+  return mw.el("div", {}, mw.el("div", {class: "row no-print"}, choose("verdict", ["all", "fits", "uncertain"], "verdict"), choose("grade", ["all", "measured", "combined", "stacked", "formula"], "evidence")), table);
 };
 
 /* The fastest layout, and the fastest that somebody ran: what each adds to the other. */
 mw.answerPanel = (answer, pick) => mw.el("section", {class: "panel", "data-answer": answer.layout},
   mw.el("h2", {}, answer.title), mw.layoutCell(answer.layout, answer.words, pick && (() => pick(answer.layout))),
   mw.el("p", {}, `Expect ${mw.seconds(answer.expected_step_s)} a step. `, mw.el("span", {class: "badge"}, answer.runs ? `${mw.count(answer.runs)} published runs made its choices` : mw.gradeWords[answer.grade] || answer.grade)),
-  answer.adds.length ? mw.el("p", {class: "note"}, answer.runs ? "Has " : "Adds ", mw.breakable(answer.adds.join(", ")), answer.runs ? "." : ": nobody published all of them together.") : "",
+  answer.adds.length ? mw.el("p", {class: "note"}, answer.runs ? "Has " : "Adds ", answer.adds.join(", "), answer.runs ? "." : ": nobody published all of them together.") : "",
   answer.published ? mw.el("p", {class: "note"}, `${answer.published}.`) : "");
 
 mw.render.SearchView = (view, root, act, pick) => {
   root.append(mw.el("section", {class: "panel verdict fits", id: "search-answer"}, mw.el("h1", {}, view.ranked.length ? "Best layout" : "No layout fits"),
     view.answers.length ? mw.el("div", {class: "cards answers"}, view.answers.map(answer => mw.answerPanel(answer, pick))) : "",
-    mw.el("ul", {class: "plain"}, view.why.map(line => mw.el("li", {}, mw.breakable(line)))),
+    mw.el("ul", {class: "plain"}, view.why.map(line => mw.el("li", {}, line))),
     mw.el("p", {class: "note"}, `${mw.count(view.scored)} layouts scored. ${view.rejected.map(item => `${mw.count(item.value)} ${item.name}`).join("; ")}.`)),
   mw.panel("Time and memory", mw.el("p", {class: "note"}, "Point for a layout, click to load it; the red line is the capacity."), mw.searchChart(view, pick)),
   mw.panel("Ranking", mw.searchTable(view, pick)));
@@ -100,7 +101,7 @@ mw.render.ComparisonView = (view, root, act, pick) => {
       ...(plan.verdict ? [mw.seconds(plan.step_s), mw.digits(plan.tokens_per_s_per_device, 4), mw.percent(plan.mfu), mw.bytes(plan.peak_bytes), mw.bytes(plan.margin_bytes)] : ["", "", "", "", ""])]), "Layouts side by side"))));
   others.forEach((plan, index) => {
     const name = letters[index + 1];
-    const panel = mw.panel(`${name} beside A`, mw.el("ul", {class: "plain"}, plan.lines.map(line => mw.el("li", {}, mw.breakable(line)))));
+    const panel = mw.panel(`${name} beside A`, mw.el("ul", {class: "plain"}, plan.lines.map(line => mw.el("li", {}, line))));
     if (plan.verdict) {
       const steps = () => mw.changeSteps(first.step_s, plan.step_s, plan.step_changes, mw.palette.time, mw.seconds, ["A", name]);
       const gib = 2 ** 30, showGib = value => mw.bytes(value * gib);

@@ -53,7 +53,12 @@ studio.stream = async (path, params, signal, take) => {
 };
 
 studio.content = () => document.getElementById("content");
-studio.fill = (...children) => { studio.content().replaceChildren(...children); mw.drawAll(studio.content()); };
+studio.fill = (...children) => {
+  const content = studio.content(), title = document.querySelector("header.top nav a[aria-current]");
+  content.replaceChildren(...children);
+  mw.settle(content, title ? title.textContent : "studio");
+  mw.drawAll(content);
+};
 studio.paint = (record, ...before) => {
   const root = mw.el("div");
   (mw.render[record.kind] || mw.render.RefusalView)(record, root, studio.mend, studio.load);
@@ -286,13 +291,13 @@ studio.show = () => {
   }
   const needsForm = page !== "runs";
   document.querySelector(".frame").classList.toggle("wide", !needsForm);
-  document.getElementById("controls").hidden = !needsForm;
+  document.querySelector("aside").hidden = !needsForm;
   studio.fillForm();
   if (studio.leave) { studio.leave(); studio.leave = null; }
   if (page !== "plan" && studio.pages[page]) studio.pages[page]();
   if (needsForm) {
     if (studio.query.get("layout") || studio.first) studio.ask();
-    else { if (page === "plan") studio.fill(mw.panel("Looking for the best layout", mw.el("p", {class: "quiet"}, "A first answer comes in a second or two.")), ...mw.skeleton(190, 420)); studio.findBest(); }
+    else if (page !== "top") { if (page === "plan") studio.fill(mw.panel("Looking for the best layout", mw.el("p", {class: "quiet"}, "A first answer comes in a second or two.")), ...mw.skeleton(190, 420)); studio.findBest(); }
     studio.first = true;
   }
 };

@@ -12,6 +12,7 @@ studio.pages.runs = async () => {
   studio.fill(form);
   file.addEventListener("change", async () => {
     if (!file.files[0]) return;
+    if (studio.leave) studio.leave();
     state.textContent = "diagnosing …";
     const answer = await studio.post("/api/drop", await file.files[0].arrayBuffer(), new URLSearchParams({name: file.files[0].name}));
     state.textContent = answer.reasons ? answer.reasons.map(reason => reason.text).join("; ") : file.files[0].name;
