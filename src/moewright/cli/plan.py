@@ -81,15 +81,15 @@ def _print_misfit(console: Console, plans: Plans, layout: str) -> list[Misfit]:
     """
     from moewright.api.misfits import view_misfit
 
-    known: list[Misfit] = []
+    last: list[Misfit] = []
     printed = 0
     for misfit in view_misfit(plans, layout):
         lines = misfit.lines()
         for line in lines[printed:]:
             console.print(line)
         printed = len(lines)
-        known = [misfit]
-    return known
+        last = [misfit]
+    return last
 
 
 def _print_answer(
