@@ -149,6 +149,7 @@ PADDED_UNITS = Case("Qwen2.5-32B", "64xH100", _work(8192, 1024), "pp4,vpp1,zero2
 ASKED_OVERLAP = Case("GLM-4.5", "8xH100", _work(4096, 256), "overlap=ep+wgrad")
 NARROW_SHARDED = Case("Qwen3-8B", "16xH100", OTHER_TRAINER, "zero3")
 CASES = (
+    Case("Qwen3-30B-A3B", "16xGB300", _work(4096, 256, Dtype.MXFP8)),
     Case("Moonlight-16B-A3B", "32xH100", OTHER_TRAINER),
     Case("Qwen3-30B-A3B", "32xH100", _work(4096, 256)),
     Case("Qwen3-30B-A3B", "64xH100", _work(16384, 128), "cp4"),

@@ -18,12 +18,12 @@ from moewright.search.search import DOES_NOT_FIT, NO_HOST_MEMORY, SLOWER, build_
 from moewright.search.space import build_search_space, degree_groups
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Constant, DeviceKind, Hardware
-from moewright.spec.layout import Layout, Offload, Recompute
+from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout, Offload, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Verdict
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import format_seconds
-from moewright.spec.workload import Routing, Workload
+from moewright.spec.workload import Dtype, Routing, Workload
 
 WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=128)
 
@@ -300,3 +300,19 @@ def test_states_on_the_host_fit_where_its_memory_holds_them(
     found = search(model, WORK, limited, fixed=text, top=1)
     assert bool(found.plans) == (share == 0.5)
     assert bool(dict(found.rejected).get(NO_HOST_MEMORY)) == (share > 0.5)
+
+
+@pytest.mark.parametrize("fixed", ["", "graphs=full"])
+def test_whole_iterations_are_captured_where_a_dispatcher_has_static_shapes(
+    model: ModelSpec, fixed: str
+) -> None:
+    """Racks have HybridEP, nodes have DeepEP, whose sizes the host waits for."""
+    work = replace(WORK, precision=Dtype.MXFP8)
+    rack = search(model, work, catalogue.hardware("16xGB300"), fixed=fixed, top=1).plans[0]
+    assert rack.layout.graphs == (CudaGraphScope.FULL,)
+    assert rack.layout.dispatcher is DispatcherKind.HYBRIDEP
+    parts = search(model, work, rack.hardware, fixed="graphs=attn+moe_router", top=1).plans[0]
+    assert rack.estimate.step_s < parts.estimate.step_s
+    node = search(model, WORK, catalogue.hardware("16xH100"), fixed=fixed, top=1).plans
+    assert all(CudaGraphScope.FULL not in plan.layout.graphs for plan in node)
+    assert bool(node) == (not fixed)

@@ -39,6 +39,7 @@ from moewright.search.space import (
     PipelineShapes,
     SearchSpace,
     activation_policies,
+    dispatcher_choices,
     state_policies,
     with_pipeline,
 )
@@ -150,13 +151,16 @@ class Screener:
         times = None
         for overlap in self._expert_overlaps(group.layout):
             cut = copy_with(group.layout, overlap=overlap)
-            legal, is_searched = self._legality(group, cut)
+            _, is_searched = self._legality(group, self._with_static_shapes(cut))
             if not is_searched.any():
                 continue
             if times is None:
                 times = self.times.price_group(group.layout, self._always_sent(group))
             timings = self._timing_classes(group)
             base = self.times.choose_exchanges(cut, times, timings[0])
+            legal, is_searched = self._legality(group, copy_with(cut, dispatcher=base.dispatcher))
+            if not is_searched.any():
+                continue
             floor_s = min(times.floor_s(variant, timings) for variant in self._quickest(base))
             factors = self._list_factors(base, group.pipelines)
             yield BoundedGroup(
@@ -368,7 +372,8 @@ class Screener:
 
         Shapes: [pipelines, activation policies, state policies] and [pipelines, state policies].
         """
-        key = group.pipelines, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
+        is_static = cut.dispatcher.facts.has_static_shapes
+        key = group.pipelines, cut.overlap, is_static, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal:
             shapes = group.pipelines.shapes
             is_legal = np.array(
@@ -390,10 +395,17 @@ class Screener:
             self._legal[key] = legal.transpose(0, 2, 1), np.asarray(legal.any(axis=2))
         return self._legal[key]
 
+    def _with_static_shapes(self, cut: Layout) -> Layout:
+        """Return a layout with a dispatcher of static shapes, where it may get one."""
+        for dispatcher in dispatcher_choices(self._space, cut):
+            if dispatcher.facts.has_static_shapes:
+                return copy_with(cut, dispatcher=dispatcher)
+        return cut
+
     def _policy_legality(self, cut: Layout, shape: PipelineShape) -> Array:
         """Return which activation policies are legal on a pipeline [activation policies]."""
         degrees = shape.pp > 1, shape.vpp > 1, cut.ep > 1, cut.tp > 1, cut.cp > 1
-        key = degrees, cut.overlap, cut.zero
+        key = degrees, cut.overlap, cut.dispatcher.facts.has_static_shapes, cut.zero
         if key not in self._legal_policies:
             layout = with_pipeline(cut, shape, self._space)
             jobs = [self._space.job(policy.apply_to(layout)) for policy in self.activation_policies]

@@ -251,7 +251,12 @@ def _is_compatible(space: SearchSpace, layout: Layout, field: str) -> bool:
 def _graphs_choices(
     space: SearchSpace, recompute: tuple[Recompute, ...], offload: tuple[Offload, ...]
 ) -> Iterator[tuple[CudaGraphScope, ...]]:
-    """Yield the widest legal CUDA graphs, and none where sharded weights are left without."""
+    """Yield the widest legal CUDA graphs, and none where sharded weights are left without.
+
+    Graphs of whole iterations come first, where a dispatcher of the space has static shapes.
+    """
+    if _captures_iterations(space, recompute, offload):
+        yield (CudaGraphScope.FULL,)
     graphs = _widest_graphs(space, recompute, offload)
     yield graphs
     shards = "zero" not in space.fixed and space.permits(zero=3)
@@ -262,11 +267,10 @@ def _graphs_choices(
 def _widest_graphs(
     space: SearchSpace, recompute: tuple[Recompute, ...], offload: tuple[Offload, ...]
 ) -> tuple[CudaGraphScope, ...]:
-    """Return the widest legal CUDA graphs: they save host time and cost nothing that is priced.
+    """Return the widest legal CUDA graphs of parts of layers.
 
-    Graphs of a whole iteration need a fixed number of rows an expert, which changes what is
-    trained, so they are taken only when asked for; so are all on ROCm, of which nobody published a
-    run with any.
+    They save host time and cost nothing that is priced. On ROCm they are taken only when asked for:
+    nobody published a run with any.
     """
     if space.hardware.device.kind is not DeviceKind.CUDA:
         return ()
@@ -283,6 +287,37 @@ def _widest_graphs(
         if is_permitted and _is_compatible(space, layout, "graphs"):
             return graphs
     return ()
+
+
+def _captures_iterations(
+    space: SearchSpace, recompute: tuple[Recompute, ...], offload: tuple[Offload, ...]
+) -> bool:
+    """Return whether graphs of whole iterations are searched beside those of parts.
+
+    They are where the library that moves tokens here pads them to a budget of each rank. A capacity
+    that fixes the rows of an expert changes what is trained, and is taken only when asked for.
+    """
+    if space.hardware.device.kind is not DeviceKind.CUDA or space.model.moe is None:
+        return False
+    libraries = _list_libraries(space, domains=1)
+    if "dispatcher" in space.fixed:
+        libraries = [space.base.dispatcher]
+    if not libraries or not libraries[0].facts.has_static_shapes:
+        return False
+    graphs = (CudaGraphScope.FULL,)
+    layout = Layout(
+        world_size=1, recompute=recompute, offload=offload, graphs=graphs, dispatcher=libraries[0]
+    )
+    is_permitted = space.permits(
+        graphs=graphs, recompute=recompute, offload=offload, dispatcher=libraries[0]
+    )
+    return is_permitted and _is_compatible(space, layout, "graphs")
+
+
+def _list_libraries(space: SearchSpace, *, domains: int) -> list[DispatcherKind]:
+    """List the libraries that move tokens over so many domains here, the one to take first."""
+    fabric = space.hardware.fabric
+    return [library for library in _SEARCHED_LIBRARIES if runs_on(fabric, library, domains=domains)]
 
 
 def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
@@ -322,16 +357,14 @@ def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind,
         return (space.base.dispatcher,)
     if cut.ep == 1 or space.hardware.device.kind is not DeviceKind.CUDA:
         return (DEFAULT_LAYOUT.dispatcher,)
-    fabric = space.hardware.fabric
-    domains = group_span(cut, "ep", fabric.domain_size).domains
-    libraries = [
-        library for library in _SEARCHED_LIBRARIES if runs_on(fabric, library, domains=domains)
-    ]
-    return tuple(
-        dispatcher
-        for dispatcher in (DEFAULT_LAYOUT.dispatcher, *libraries[:1])
-        if space.permits(dispatcher=dispatcher)
-    )
+    domains = group_span(cut, "ep", space.hardware.fabric.domain_size).domains
+    libraries = _list_libraries(space, domains=domains)
+    dispatchers = (DEFAULT_LAYOUT.dispatcher, *libraries[:1])
+    has_budget = space.base.capacity > 0 or space.base.rank_capacity > 0
+    if CudaGraphScope.FULL in space.base.graphs and not has_budget:
+        static = [kind for kind in dispatchers if kind.facts.has_static_shapes]
+        dispatchers = tuple(static) or dispatchers
+    return tuple(kind for kind in dispatchers if space.permits(dispatcher=kind))
 
 
 def cp_comm_choices(space: SearchSpace, cut: Layout) -> tuple[CpComm, ...]:
