@@ -51,6 +51,7 @@ def finetune(request: FineTuningRequest, tell: Tell, display: RunDisplay = STEP_
     Raises:
         BadInput: for a folder, a record or a number that cannot be trained.
     """
+    from moewright.engine.data.build_chats import BAD_FILE
     from moewright.engine.data.corpus import count_samples
 
     base = request.base or request.out / _BASE_FOLDER
@@ -71,6 +72,9 @@ def finetune(request: FineTuningRequest, tell: Tell, display: RunDisplay = STEP_
         f"{corpus.train.learnt_tokens / max(1, corpus.train.tokens):.0%} of them the assistant's; "
         f"{count_samples(corpus, corpus.heldout)} held out"
     )
+    if corpus.bad_records:
+        bad = request.out / _DATA_FOLDER / BAD_FILE
+        tell(f"{corpus.bad_records:,} bad records left out: {bad}")
     job_path = request.out / JOB_FILE
     if is_first_rank():
         write_text(job_path, write_job(request, base, report, tell))
@@ -156,6 +160,8 @@ def _build_data(request: FineTuningRequest, base: Path, chats: Path) -> BuildRep
         template=request.options.chat_template,
         heldout_fraction=request.options.heldout,
         max_tokens=request.options.seq_len or 0,
+        columns=request.options.columns,
+        skip_bad=request.options.skip_bad,
     )
     return build_chats(chats, request.out / _DATA_FOLDER, options)
 

@@ -48,12 +48,18 @@ class CorpusFlags:
         Bytes of tokens after which a pair of files ends and the next begins, such as 2GB; one pair
         when not given. What is read does not depend on it.
     chats
-        The records are chats: messages, conversations (ShareGPT), or prompt and completion; or
-        pairs of answers, chosen and rejected, for train.objective = dpo. They are written by the
-        chat template of the folder that --tokenizer names, and the assistant's tokens alone are
+        The records are chats in a form of public datasets: messages, conversations (ShareGPT),
+        instruction and output (alpaca), question and answer, transcripts; or pairs of answers,
+        chosen and rejected, for train.objective = dpo. They are written by the chat template of the
+        folder that --tokenizer names, and the assistant's tokens alone are
         learnt.
     chat_template
         With --chats, a file with the template, in place of the folder's own.
+    columns
+        With --chats, the fields of records where they are not recognized, such as
+        prompt=instruction,answer=output; system, context, messages, chosen, rejected, tools too.
+    skip_bad
+        With --chats, leave out so many bad records at most, and list them in bad_records.txt.
     """
 
     field: str = "text"
@@ -64,6 +70,8 @@ class CorpusFlags:
     shard_size: str = ""
     chats: Flag = False
     chat_template: Path | None = None
+    columns: str = ""
+    skip_bad: Count = 0
 
     def to_chat_options(self) -> ChatOptions:
         """Return the options of a build of chats.
@@ -86,6 +94,8 @@ class CorpusFlags:
             tokenizer=_find_tokenizer(self.tokenizer),
             template=self.chat_template,
             heldout_fraction=self.heldout,
+            columns=self.columns,
+            skip_bad=self.skip_bad,
         )
 
     def to_options(self) -> CorpusOptions:
@@ -98,11 +108,14 @@ class CorpusFlags:
         from moewright.engine.data.build_corpus import CorpusOptions
         from moewright.engine.data.tokenizer import TokenizerKind
 
-        if self.chat_template is not None:
-            rule = "is for --chats"
-            raise BadInput(
-                Reason(field="--chat-template", value=str(self.chat_template), rule=rule)
-            )
+        of_chats = (
+            ("--chat-template", self.chat_template),
+            ("--columns", self.columns),
+            ("--skip-bad", self.skip_bad),
+        )
+        for option, value in of_chats:
+            if value:
+                raise BadInput(Reason(field=option, value=str(value), rule="is for --chats"))
         kind = TokenizerKind.PUBLISHED
         path = None
         if self.tokenizer in _MADE_TOKENIZERS:
@@ -138,8 +151,9 @@ def data_build(
     Parameters
     ----------
     source
-        A file or a folder: text, JSON lines (.jsonl, .jsonl.gz), Parquet or Arrow; the running
-        interpreter's own standard library when not given.
+        A file or a folder: text, JSON lines (.jsonl, .jsonl.gz), Parquet or Arrow; of chats a list
+        in JSON, CSV, or the folder of a dataset too; the running interpreter's own standard library
+        when not given.
     out
         The folder to write.
     force
@@ -180,6 +194,7 @@ def _find_tokenizer(text: str) -> Path:
 
 
 def _print_chat_report(out: Path, result: BuildReport) -> None:
+    from moewright.engine.data.build_chats import BAD_FILE
     from moewright.engine.data.build_corpus import BuildOutcome
     from moewright.engine.data.corpus import count_samples
     from moewright.spec.units import format_seconds
@@ -197,6 +212,8 @@ def _print_chat_report(out: Path, result: BuildReport) -> None:
         f"{corpus.longest.tokens:,} tokens ({corpus.longest.where}); "
         f"{format_seconds(result.seconds)}"
     )
+    if corpus.bad_records:
+        print(f"{corpus.bad_records:,} bad records left out: {out / BAD_FILE}")
 
 
 def _print_report(out: Path, options: CorpusOptions, result: BuildReport) -> None:

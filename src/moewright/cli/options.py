@@ -264,6 +264,10 @@ class PortionOptions(FineTuningOptions):
         Share of the chats that is held out of training.
     chat_template
         A file with the chat template, in place of the folder's own.
+    columns
+        The fields of records where they are not recognized: prompt=instruction,answer=output.
+    skip_bad
+        Leave out so many bad records at most, and list them in data/bad_records.txt.
     """
 
     nproc: OptionalCount = None
@@ -273,6 +277,8 @@ class PortionOptions(FineTuningOptions):
     quantize_base: BaseQuantization = BaseQuantization.NONE
     freeze: FrozenParts = ()
     chat_template: Path | None = None
+    columns: str = ""
+    skip_bad: Count = 0
 
 
 @Parameter(name="*")

@@ -112,6 +112,8 @@ class FineTuningOptions:
     freeze: tuple[FrozenPart, ...] = ()
     heldout: float = 0.05  # share of the chats
     chat_template: Path | None = None
+    columns: str = ""  # of the chats' records, as name=column by commas
+    skip_bad: int = 0  # most records that may be left out
 
 
 class Launcher(StrEnum):

@@ -13,7 +13,8 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from moewright.engine.data.census import (
     hash_document,
 )
 from moewright.engine.data.chat_encoder import ChatEncoder, ChatOptions, ChatSample
+from moewright.engine.data.chat_forms import parse_columns
 from moewright.engine.data.chat_template import TEMPLATE_FILE
 from moewright.engine.data.chats import Chat, ChatSchema, parse_record
 from moewright.engine.data.corpus import (
@@ -50,7 +52,7 @@ from moewright.engine.data.corpus import (
     learnt_prefix,
 )
 from moewright.engine.data.indexed import IndexedWriter, open_indexed, remove_pair, token_dtype
-from moewright.engine.data.records import is_record_file, read_rows
+from moewright.engine.data.records import is_chat_file, read_rows
 from moewright.engine.data.source import TextSource, find_source
 from moewright.engine.data.tokenizer import (
     TOKENIZER_CONFIG_FILE,
@@ -62,8 +64,23 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DataSpec
 
 # A part of the stamp: raise it when the same input gives other files.
-_BUILD_VERSION = 1
+_BUILD_VERSION = 2
 _BATCH_CHATS = 256
+BAD_FILE = "bad_records.txt"  # a line for each that was left out
+# Files of a dataset's folder that describe it, and names of splits that nobody trains on.
+_DESCRIPTIONS = frozenset(
+    {
+        "dataset_info.json",
+        "dataset_infos.json",
+        "dataset_dict.json",
+        "state.json",
+        "corpus.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "metadata.json",
+    }
+)
+_TEST_SPLITS = frozenset({"test", "validation", "valid", "val", "dev", "eval"})
 
 
 @read_apart
@@ -87,8 +104,7 @@ def build_chats(
     started = time.monotonic()
     check_heldout_fraction(options.heldout_fraction)
     encoder = ChatEncoder(options)
-    text_source = find_source(source, out)
-    _require_record_files(text_source)
+    text_source = _choose_files(find_source(source, out))
     stamp = _stamp(text_source, options, encoder)
     corpus = read_intact_corpus(out, stamp) if rebuild is RebuildPolicy.IF_CHANGED else None
     outcome = BuildOutcome.REUSED
@@ -129,11 +145,13 @@ class _ChatBuild:
         self._report_progress = report_progress
         self._longest = LongestSample()
         self._schema: ChatSchema | None = None
+        self._columns = parse_columns(options.columns)
+        self.bad: list[str] = []
 
     def run(self, stamp: str) -> Corpus:
         """Write everything, or nothing where a chat is refused; corpus.json comes last."""
         hashes = np.array(
-            [_hash_record(record) for _, record in _iterate_records(self._source)],
+            [_hash_record(record) for _, record in self._iterate()],
             dtype=np.uint64,
         )
         if not len(hashes):
@@ -150,20 +168,23 @@ class _ChatBuild:
         train = _SplitWriter(self._out / "train", vocab_size)
         heldout = _SplitWriter(self._out / "heldout", vocab_size)
         try:
-            records = _iterate_records(self._source)
+            records = self._iterate()
             total = len(hashes)
             for first in range(0, total, _BATCH_CHATS):
                 batch = list(islice(records, _BATCH_CHATS))
-                chats = [(where, self._parse(record, where)) for where, record in batch]
                 keys = hashes[first : first + len(batch)].tolist()
-                for key, samples in zip(keys, self._encode(chats), strict=True):
-                    for sample in samples:
-                        self._note(sample)
-                        for document in sample:
-                            (heldout if key < limit else train).append(document)
+                for key, samples in zip(keys, self._encode_batch(batch), strict=True):
+                    for document in chain.from_iterable(samples):
+                        (heldout if key < limit else train).append(document)
                 self._report_progress("encoding", first + len(batch), total)
             (self._out / CORPUS_FILE).unlink(missing_ok=True)
             self._copy_tokenizer()
+            (self._out / BAD_FILE).unlink(missing_ok=True)
+            if self.bad:
+                write_text(self._out / BAD_FILE, "".join(f"{line}\n" for line in self.bad))
+            if not train.counts.sum() and not heldout.counts.sum():
+                rule = f"holds no chat that can be learnt; {self.bad[0]}"
+                raise BadInput(Reason(field=str(self._source.root), rule=rule))
             splits = train.finish(), heldout.finish()
         finally:
             train.discard()
@@ -172,8 +193,62 @@ class _ChatBuild:
         write_json(self._out / CORPUS_FILE, corpus)
         return corpus
 
-    def _parse(self, record: Mapping[str, Any], where: str) -> tuple[Chat, ...]:
-        chats = parse_record(record, where)
+    def _iterate(self) -> Iterator[tuple[str, Any]]:
+        return _iterate_records(self._source, keeps_broken=self._options.skip_bad > 0)
+
+    def _encode_batch(
+        self, batch: Sequence[tuple[str, Any]]
+    ) -> Iterator[Sequence[tuple[ChatSample, ...]]]:
+        """Yield the samples of each record, none of a bad one that may be left out.
+
+        Records are encoded together, and one by one where one of them is refused.
+
+        Raises:
+            BadInput: a record is bad, and no more may be.
+        """
+        longest, schema = self._longest, self._schema
+        try:
+            yield from list(self._take_all(batch))
+        except BadInput:
+            if not self._options.skip_bad:
+                raise
+            self._longest, self._schema = longest, schema
+        else:
+            return
+        for row in batch:
+            try:
+                (samples,) = self._take_all([row])
+            except BadInput as error:
+                self._leave_out(error)
+                samples = []
+            yield samples
+
+    def _take_all(self, batch: Sequence[tuple[str, Any]]) -> Iterator[list[tuple[ChatSample, ...]]]:
+        chats = [(where, self._parse(record, where)) for where, record in batch]
+        for samples in self._encode(chats):
+            for sample in samples:
+                self._note(sample)
+            yield samples
+
+    def _leave_out(self, error: BadInput) -> None:
+        """Count a bad record; refuse one too many, naming the first."""
+        self.bad.append(str(error))
+        if len(self.bad) > self._options.skip_bad:
+            rule = f"there are more bad records than {self._options.skip_bad}; {self.bad[0]}"
+            nearest = str(2 * self._options.skip_bad)
+            raise BadInput(
+                Reason(
+                    field="--skip-bad",
+                    value=str(self._options.skip_bad),
+                    rule=rule,
+                    nearest=nearest,
+                )
+            )
+
+    def _parse(self, record: Mapping[str, Any] | Reason, where: str) -> tuple[Chat, ...]:
+        if isinstance(record, Reason):
+            raise BadInput(record)
+        chats = parse_record(record, where, self._columns)
         schema = chats[0].schema
         if self._schema is None:
             self._schema = schema
@@ -242,6 +317,7 @@ class _ChatBuild:
             stamp=stamp,
             kind=CorpusKind.PAIRS if self._schema is ChatSchema.PREFERENCE else CorpusKind.CHATS,
             longest=self._longest,
+            bad_records=len(self.bad),
         )
 
 
@@ -281,21 +357,38 @@ class _SplitWriter:
         self._learnt.discard()
 
 
-def _iterate_records(source: TextSource) -> Iterator[tuple[str, Any]]:
+def _iterate_records(source: TextSource, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
     for path in source.files:
-        yield from read_rows(path)
+        yield from read_rows(path, keeps_broken=keeps_broken)
 
 
 def _hash_record(record: Any) -> int:
+    if isinstance(record, Reason):
+        return hash_document(str(record))
     return hash_document(json.dumps(record, sort_keys=True, default=str))
 
 
-def _require_record_files(source: TextSource) -> None:
-    for path in source.files:
-        if not is_record_file(path):
-            rule = "is no file of records, so it holds no chats"
-            nearest = "JSON lines, one chat each, in a file that ends in .jsonl"
-            raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
+def _choose_files(source: TextSource) -> TextSource:
+    """Return the files of records, of which those for testing are left out beside others.
+
+    A folder of a dataset has cards, licences and descriptions of itself as well.
+
+    Raises:
+        BadInput: naming a file, where none holds records.
+    """
+    files = [path for path in source.files if is_chat_file(path) and path.name not in _DESCRIPTIONS]
+    if not files:
+        rule = "is no file of records, so it holds no chats"
+        nearest = "JSON lines, one chat each, in a file that ends in .jsonl"
+        raise BadInput(Reason(field=str(source.files[0]), rule=rule, nearest=nearest))
+    kept = [path for path in files if not _is_for_testing(path.relative_to(source.root))]
+    return replace(source, files=tuple(kept or files))
+
+
+def _is_for_testing(path: Path) -> bool:
+    """Tell by its name, or that of its folder, whether a file is of a split that is not trained."""
+    names = (*path.parts[:-1], path.name.partition(".")[0])
+    return any(name.lower().partition("-")[0] in _TEST_SPLITS for name in names)
 
 
 def _stamp(source: TextSource, options: ChatOptions, encoder: ChatEncoder) -> str:
@@ -307,6 +400,8 @@ def _stamp(source: TextSource, options: ChatOptions, encoder: ChatEncoder) -> st
         sorted(encoder.special_tokens.items()),
         options.heldout_fraction,
         options.max_tokens,
+        options.columns,
+        options.skip_bad,
         _BUILD_VERSION,
         tokenizers.__version__,
         jinja2.__version__,

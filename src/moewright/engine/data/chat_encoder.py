@@ -34,13 +34,16 @@ class ChatOptions:
 
     `tokenizer` is the folder that holds tokenizer.json, its configuration and the chat template;
     `template` is a file that takes the place of the folder's own. `max_tokens` is what a sample has
-    at most, 0 for any number.
+    at most, 0 for any number. `columns` names the fields of records, "prompt=instruction,
+    answer=output"; so many bad records as `skip_bad` are left out.
     """
 
     tokenizer: Path
     template: Path | None = None
     heldout_fraction: float = 0.05
     max_tokens: int = 0
+    columns: str = ""
+    skip_bad: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

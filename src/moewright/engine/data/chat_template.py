@@ -158,7 +158,9 @@ class ChatTemplate:
         turns = [
             index
             for index, message in enumerate(chat.messages)
-            if message["role"] == ASSISTANT and index >= max(1, chat.first)
+            if message["role"] == ASSISTANT
+            and index >= max(1, chat.first)
+            and index not in chat.unlearnt
         ]
         if not turns:
             rule = "has no turn of the assistant after another's, so there is nothing to learn"
@@ -170,6 +172,7 @@ class ChatTemplate:
                 before = chat.messages[: chat.first]
                 start = len(self.render(before, chat.tools, where, prompts=False).text)
             spans = tuple(span for span in whole.spans if span[0] >= start)
+            spans = self._drop_unlearnt(spans, chat, turns[-1], where)
             return [RenderedChat(text=whole.text, spans=spans)]
         pending = [self._render_turn(chat, turn, where) for turn in turns]
         texts = []
@@ -179,6 +182,26 @@ class ChatTemplate:
             pending = [turn for turn in pending if not text.startswith(turn.text)]
             texts.append(RenderedChat(text=text, spans=tuple(turn.spans[0] for turn in joined)))
         return texts[::-1]
+
+    def _drop_unlearnt(
+        self, spans: tuple[Span, ...], chat: Chat, last: int, where: str
+    ) -> tuple[Span, ...]:
+        """Return the spans without those of turns that are not learnt: a span is one turn's."""
+        if not chat.unlearnt:
+            return spans
+        turns = [
+            index
+            for index in range(max(1, chat.first), last + 1)
+            if chat.messages[index]["role"] == ASSISTANT
+        ]
+        if len(turns) != len(spans):
+            rule = (
+                f"has turns of weight 0, and the chat template of {self._origin} marks "
+                f"{len(spans)} spans of {len(turns)} turns"
+            )
+            raise BadInput(Reason(field=where, rule=rule, nearest="weights of 1"))
+        pairs = zip(turns, spans, strict=True)
+        return tuple(span for turn, span in pairs if turn not in chat.unlearnt)
 
     def _render_turn(self, chat: Chat, turn: int, where: str) -> RenderedChat:
         """Render a chat up to the end of an assistant turn, whose characters are the one span."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
+from moewright.engine.data.chat_forms import NO_COLUMNS, Columns, normalize_record
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 
@@ -47,7 +48,8 @@ class ChatSchema(StrEnum):
 class Chat:
     """A chat, of which the assistant's turns from message `first` on are learnt.
 
-    `is_plain`: a prompt and a completion of bare text, for which no template is needed.
+    Those of `unlearnt` are not: their records give them the weight 0. `is_plain`: a prompt and a
+    completion of bare text, for which no template is needed.
     """
 
     schema: ChatSchema
@@ -55,14 +57,20 @@ class Chat:
     tools: Any = None
     first: int = 0
     is_plain: bool = False
+    unlearnt: frozenset[int] = frozenset()
 
 
-def parse_record(record: Mapping[str, Any], where: str) -> tuple[Chat, ...]:
+def parse_record(
+    record: Mapping[str, Any], where: str, columns: Columns = NO_COLUMNS
+) -> tuple[Chat, ...]:
     """Return the chat of a record; of a preference the chat with the chosen answer and the other.
+
+    The record may have any form of `chat_forms`; `columns` name its fields otherwise.
 
     Raises:
         BadInput: naming the record, where it is of no known schema, or a message is not whole.
     """
+    record = normalize_record(record, columns, where)
     if "chosen" in record or "rejected" in record:
         return _parse_preference(record, where)
     return (parse_chat(record, where),)
@@ -78,11 +86,13 @@ def parse_chat(record: Mapping[str, Any], where: str) -> Chat:
     if "messages" in record:
         schema = ChatSchema.MESSAGES
         messages = _parse_messages(record["messages"], f"{where}: messages")
-        return Chat(schema=schema, messages=messages, tools=tools)
+        unlearnt = _find_unlearnt(messages)
+        return Chat(schema=schema, messages=messages, tools=tools, unlearnt=unlearnt)
     if "conversations" in record:
         schema = ChatSchema.CONVERSATIONS
         messages = _parse_conversations(record, f"{where}: conversations")
-        return Chat(schema=schema, messages=messages, tools=tools)
+        unlearnt = _find_unlearnt(messages)
+        return Chat(schema=schema, messages=messages, tools=tools, unlearnt=unlearnt)
     if "prompt" in record and "completion" in record:
         return _parse_completion(record, tools, where)
     fields = ", ".join(record) or "none"
@@ -90,7 +100,8 @@ def parse_chat(record: Mapping[str, Any], where: str) -> Chat:
         "has no field 'messages', 'conversations', 'prompt' and 'completion', or 'chosen' and "
         "'rejected'"
     )
-    raise BadInput(Reason(field=where, rule=f"{rule}; it has {fields}"))
+    nearest = "--columns prompt=...,answer=... with two of its fields"
+    raise BadInput(Reason(field=where, rule=f"{rule}; it has {fields}", nearest=nearest))
 
 
 def _parse_completion(record: Mapping[str, Any], tools: Any, where: str) -> Chat:
@@ -167,6 +178,7 @@ def _parse_messages(value: Any, where: str) -> tuple[Message, ...]:
         if content is not None and not isinstance(content, str | list):
             rule = f"must be text, or a list of parts, and is of type {type(content).__name__}"
             raise BadInput(Reason(field=f"{where}, message {number}: content", rule=rule))
+        _read_weight(message, f"{where}, message {number}")
     return messages
 
 
@@ -190,8 +202,26 @@ def _parse_conversations(record: Mapping[str, Any], where: str) -> tuple[Message
                     nearest=closest_match(speaker, _ROLES) or "human",
                 )
             )
-        messages.append({"role": _ROLES[speaker], "content": text})
+        weight = _read_weight(turn, f"{where}, turn {number}")
+        messages.append({"role": _ROLES[speaker], "content": text} | weight)
     return tuple(messages)
+
+
+def _find_unlearnt(messages: Sequence[Message]) -> frozenset[int]:
+    return frozenset(
+        index for index, message in enumerate(messages) if message.get("weight", 1) == 0
+    )
+
+
+def _read_weight(turn: Message, where: str) -> dict[str, Any]:
+    """Return the weight of a turn, 0 or 1, where it states one."""
+    weight = turn.get("weight")
+    if weight is None:
+        return {}
+    if weight not in (0, 1):
+        rule = "must be 0 or 1: a turn is learnt, or it is not"
+        raise BadInput(Reason(field=f"{where}: weight", value=str(weight)[:20], rule=rule))
+    return {"weight": weight}
 
 
 def _require_list(value: Any, where: str) -> tuple[dict[str, Any], ...]:

@@ -66,6 +66,7 @@ class Corpus:
     empty_documents: int = 0  # left out
     kind: CorpusKind = CorpusKind.TEXT
     longest: LongestSample = LongestSample()  # of chats and pairs
+    bad_records: int = 0  # of chats, left out
 
 
 def count_samples(corpus: Corpus, split: CorpusSplit) -> str:

@@ -1,10 +1,12 @@
-"""The records of files: JSON lines, plain or gzipped, Parquet and Arrow."""
+"""The records of files: JSON lines, plain or gzipped, Parquet and Arrow; of chats JSON and CSV."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from moewright.spec.names import closest_match
 _JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _COLUMNAR = (".parquet", ".arrow", ".feather")
 _COMPRESSED = (".jsonl.zst", ".jsonl.xz", ".jsonl.bz2")
+_JSON = (".json", ".json.gz")
+_TABLES = (".csv", ".tsv")
 # Characters of one line of JSON; a longer one is taken for a file of another kind.
 MAX_LINE_CHARS = 1 << 28
 _BATCH_ROWS = 1024
@@ -25,11 +29,17 @@ _BATCH_BYTES = 1 << 23
 # was made to fill a disk.
 _MAX_EXPANSION = 500
 _MIN_UNPACKED_BYTES = 1 << 28
+_JSON_MEMORY = 10  # times the bytes of a list, as Python's objects
 
 
 def is_record_file(path: Path) -> bool:
     """Return whether a file holds records, by the ending of its name."""
     return path.name.lower().endswith((*_JSON_LINES, *_COLUMNAR, *_COMPRESSED))
+
+
+def is_chat_file(path: Path) -> bool:
+    """Return whether a file may hold chats: records, a list of them as JSON, or a table of text."""
+    return is_record_file(path) or path.name.lower().endswith((*_JSON, *_TABLES))
 
 
 def read_records(path: Path, field: str) -> Iterator[str]:
@@ -43,10 +53,13 @@ def read_records(path: Path, field: str) -> Iterator[str]:
         yield _text_of_record(record, field, where)
 
 
-def read_rows(path: Path, field: str = "") -> Iterator[tuple[str, Any]]:
+def read_rows(
+    path: Path, field: str = "", *, keeps_broken: bool = False
+) -> Iterator[tuple[str, Any]]:
     """Yield where each record of a file lies, as file and line, and its content as JSON data.
 
-    Of a file with columns, `field` alone is read where it is given.
+    Of a file with columns, `field` alone is read where it is given. With `keeps_broken` a line that
+    is no record is its Reason in the record's place.
 
     Raises:
         BadInput: naming the file and the line or row, where a record is broken; or the file cannot
@@ -55,7 +68,11 @@ def read_rows(path: Path, field: str = "") -> Iterator[tuple[str, Any]]:
     name = path.name.lower()
     try:
         if name.endswith(_JSON_LINES):
-            yield from _read_json_lines(path)
+            yield from _read_json_lines(path, keeps_broken=keeps_broken)
+        elif name.endswith(_JSON):
+            yield from _read_json(path, keeps_broken=keeps_broken)
+        elif name.endswith(_TABLES):
+            yield from _read_table(path, keeps_broken=keeps_broken)
         elif name.endswith(_COLUMNAR):
             yield from _read_columns(path, field)
         else:
@@ -94,7 +111,76 @@ def _count_chars(value: Any) -> int:
     return 8
 
 
-def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_json(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the records of one list, of the one list of an object, or of lines all the same."""
+    open_file = gzip.open if path.name.lower().endswith(".gz") else open
+    with open_file(path, "rb") as file:
+        first = file.readline(MAX_LINE_CHARS + 1)
+        is_lines = False
+        if first.lstrip()[:1] == b"{":
+            with suppress(BadInput), budget(str(path), len(first)):
+                is_lines = isinstance(_parse_line(first, str(path)), dict) and bool(file.read(1))
+    if is_lines:
+        yield from _read_json_lines(path, keeps_broken=keeps_broken)
+        return
+    size = path.stat().st_size
+    if size > MAX_LINE_CHARS:
+        rule = f"is one JSON value of more than {MAX_LINE_CHARS:,} bytes"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest="JSON lines, a record each"))
+    with budget(str(path), size, file_bytes=_JSON_MEMORY * size), open_file(path, "rb") as file:
+        expansion = _Expansion(path)
+        pieces = []
+        while piece := file.read(_BATCH_BYTES):
+            expansion.add(len(piece))
+            pieces.append(piece)
+        data = _parse_line(b"".join(pieces), str(path), "JSON")
+    lists = [data] if isinstance(data, list) else []
+    if isinstance(data, dict):
+        lists = [value for value in data.values() if _holds_records(value)] or [[data]]
+    if len(lists) != 1:
+        rule = f"must hold one list of records, and holds {len(lists)}"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest="a list of objects"))
+    for number, record in enumerate(lists[0], 1):
+        where = f"{path}: record {number}"
+        if isinstance(record, dict):
+            yield where, record
+            continue
+        reason = Reason(field=where, rule=f"is no JSON object but {type(record).__name__}")
+        if not keeps_broken:
+            raise BadInput(reason)
+        yield where, reason
+
+
+def _holds_records(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _read_table(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a table whose first line names its columns."""
+    csv.field_size_limit(MAX_LINE_CHARS)
+    delimiter = "\t" if path.name.lower().endswith(".tsv") else ","
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, delimiter=delimiter)
+            while True:
+                with budget(f"{path}, after line {reader.line_num}", _BATCH_BYTES):
+                    row = next(reader, None)
+                if row is None:
+                    return
+                where = f"{path}:{reader.line_num}"
+                missing = [name for name, cell in row.items() if cell is None]
+                if None not in row and not missing:
+                    yield where, row
+                    continue
+                rule = f"has not the {len(reader.fieldnames or ())} cells of the first line"
+                if not keeps_broken:
+                    raise BadInput(Reason(field=where, rule=rule))
+                yield where, Reason(field=where, rule=rule)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise BadInput(Reason(field=str(path), rule=f"is no table of text: {error}")) from error
+
+
+def _read_json_lines(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
     open_file = gzip.open if path.name.lower().endswith(".gz") else open
     with open_file(path, "rb") as file:
         number = 0
@@ -103,13 +189,15 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         expansion = _Expansion(path)
         while not is_done:
             with budget(f"{path}, after line {number}", _BATCH_BYTES):
-                rows, number, is_done = _read_batch(path, file, number)
+                rows, number, is_done = _read_batch(path, file, number, keeps_broken)
             expansion.add(file.tell() - position)
             position = file.tell()
             yield from rows
 
 
-def _read_batch(path: Path, file: Any, number: int) -> tuple[list[tuple[str, Any]], int, bool]:
+def _read_batch(
+    path: Path, file: Any, number: int, keeps_broken: bool
+) -> tuple[list[tuple[str, Any]], int, bool]:
     """Return the records of the lines after `number`, the last line's number, and if it is all."""
     rows: list[tuple[str, Any]] = []
     nbytes = 0
@@ -124,25 +212,34 @@ def _read_batch(path: Path, file: Any, number: int) -> tuple[list[tuple[str, Any
             rule = f"is longer than {MAX_LINE_CHARS:,} bytes"
             raise BadInput(Reason(field=where, rule=rule))
         if line.strip():
-            record = _parse_line(line, where)
-            if not isinstance(record, dict):
-                rule = "is no JSON object; each line must be one"
-                raise BadInput(Reason(field=where, rule=rule))
+            try:
+                record = _parse_object(line, where)
+            except BadInput as error:
+                if not keeps_broken:
+                    raise
+                record = error.reasons[0]
             rows.append((where, record))
         if nbytes > _BATCH_BYTES:
             break
     return rows, number, False
 
 
-def _parse_line(line: bytes, where: str) -> Any:
+def _parse_object(line: bytes, where: str) -> Any:
+    record = _parse_line(line, where)
+    if not isinstance(record, dict):
+        raise BadInput(Reason(field=where, rule="is no JSON object; each line must be one"))
+    return record
+
+
+def _parse_line(line: bytes, where: str, kind: str = "line of JSON") -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
         column = min(error.pos, len(error.doc.rstrip())) + 1
-        rule = f"is no line of JSON: {error.msg} at column {column}"
+        rule = f"is no {kind}: {error.msg} at column {column}"
         raise BadInput(Reason(field=where, rule=rule)) from error
     except (ValueError, RecursionError) as error:
-        rule = f"is no line of JSON: {error}"
+        rule = f"is no {kind}: {error}"
         raise BadInput(Reason(field=where, rule=rule)) from error
 
 
