@@ -335,6 +335,8 @@ def test_the_arguments_that_a_log_prints_tell_its_job(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "from ideal to measured" in out
     assert "predicted: " in out
+    names = [line.split(maxsplit=1)[0] for line in out.splitlines() if line.strip()]
+    assert {"verdict", "speed"} <= set(names)
 
 
 def test_the_shares_of_a_slow_run_are_of_its_measured_step(tmp_path, capsys):
@@ -353,6 +355,10 @@ def test_the_shares_of_a_slow_run_are_of_its_measured_step(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "--use-pytorch-profiler" in out
     assert "WALL" not in out  # nothing that is predicted explains it
+    judged = told["judgement"]
+    for part in ("fit", "speed", "measured"):
+        assert " ".join(judged[part].split()) in " ".join(out.split())
+    assert judged["nearest_run"]["error"] is not None
     # A run as fast as its plan has nothing that is not explained.
     path.write_text(log(ms=1000 * predicted_s, tflops=60.6))
     assert main(command) == 0

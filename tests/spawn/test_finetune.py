@@ -14,7 +14,7 @@ import tiny_jobs
 from moewright.api.exporting_weights import plan_export
 from moewright.cli.main import main
 from moewright.codec import write_toml
-from moewright.engine.run.generate import generate_greedily
+from moewright.engine.run.generate import AnsweringModel
 from moewright.intake import hf
 from moewright.spec.errors import BadInput
 
@@ -56,13 +56,9 @@ def test_the_run_learns_and_its_export_answers_in_transformers_as_here(
     expected = model.generate(**prompt, max_new_tokens=12)[0, prompt["input_ids"].shape[1] :]
     stop = model.generation_config.eos_token_id
     assert tokenizer.convert_ids_to_tokens(stop) == "<|im_end|>"
-    answer = generate_greedily(
-        hf.read_config(folder),
-        folder,
-        prompt["input_ids"][0].tolist(),
-        new_tokens=12,
-        stops=(stop,),
-    )
+    answering = AnsweringModel(hf.read_config(folder), folder)
+    tokens = prompt["input_ids"][0].tolist()
+    answer = list(answering.generate(tokens, new_tokens=12, stops=(stop,)))
     assert answer == [token for token in expected.tolist() if token != stop]
     card = (folder / "README.md").read_text()
     assert "library_name: transformers" in card

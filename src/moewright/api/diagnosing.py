@@ -17,6 +17,7 @@ from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
 from moewright.diagnosis.advice import Advice
 from moewright.diagnosis.compare_ledgers import compare_ranks
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
+from moewright.diagnosis.judgement import Judgement, judge_quickly
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
 from moewright.diagnosis.traces.capture import Capture
@@ -87,6 +88,7 @@ class Diagnosis(Record):
     mfu: float = 0.0
     worst_step: WorstStep | None = None  # of traces
     advice: Advice | None = None  # None where the job is not known
+    judgement: Judgement | None = None  # of a log whose job is known
 
     @property
     def model_flops_per_device(self) -> float:
@@ -131,7 +133,8 @@ def view_diagnosis(diagnosis: Diagnosis) -> DiagnosisView:
     """Return a diagnosis as pages show it."""
     measured = describe_log(diagnosis.log) if diagnosis.log is not None else ()
     advised = () if diagnosis.advice is None else tuple(list_advice_lines(diagnosis.advice))
-    notes = (diagnosis.headline, *advised, *measured, *diagnosis.notes, diagnosis.hint)
+    judged = () if diagnosis.judgement is None else diagnosis.judgement.lines()
+    notes = (diagnosis.headline, *judged, *advised, *measured, *diagnosis.notes, diagnosis.hint)
     trace = build_trace_view(diagnosis.breakdowns, diagnosis.worst_step)
     return build_diagnosis_view(
         diagnosis.findings,
@@ -382,6 +385,7 @@ def _diagnose_log(
     does_not_fit = job is not None and job.estimate.verdict is Verdict.OOM and not log.iterations
     return Diagnosis(
         source=DiagnosisSource.LOG,
+        judgement=None if job is None else judge_quickly(job),
         findings=findings,
         waterfall=waterfall,
         job=job,

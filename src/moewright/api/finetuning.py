@@ -96,6 +96,7 @@ def finetune(request: FineTuningRequest, tell: Tell, display: RunDisplay = STEP_
     if before is None:
         tell(f"no answers shown: more than {_MAX_ANSWERING:,} parameters; ask {out} instead")
         return code
+    tell(f"talk to it: moewright chat {request.out}")
     tell(f"asked   {sample.question}")
     tell(f"wanted  {sample.expected}")
     tell(f"before  {before}")
@@ -190,16 +191,15 @@ def _answer(model: ModelSpec, weights: Path, sample: Sample) -> str | None:
     """Return what the weights of a folder answer; None where the model is too large to ask here."""
     from moewright.engine.data.tokenizer import load_tokenizer
     from moewright.engine.run.companions import read_generation_stops
-    from moewright.engine.run.generate import generate_greedily
+    from moewright.engine.run.generate import AnsweringModel
 
     if count_parameters(model).total > _MAX_ANSWERING:
         return None
     tokenizer = load_tokenizer(weights)
     stops = {*read_generation_stops(weights), tokenizer.end_of_document}
-    tokens = generate_greedily(
-        model, weights, sample.prompt, new_tokens=_ANSWER_TOKENS, stops=stops
-    )
-    return " ".join(tokenizer.decode(tokens).split())
+    answering = AnsweringModel(model, weights)
+    tokens = answering.generate(sample.prompt, new_tokens=_ANSWER_TOKENS, stops=stops)
+    return " ".join(tokenizer.decode(list(tokens)).split())
 
 
 def _tell_losses(run_dir: Path, tell: Tell) -> None:

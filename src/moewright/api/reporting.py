@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,9 +79,16 @@ def describe_outcome(report: RunReport, folder: Path, written: Sequence[Path]) -
             report.findings,
             _build_waterfall(report),
             saved=describe_saved(find_latest(folder / "checkpoints"), run, written),
-            next_steps=(f"moewright diagnose {folder}", "--extend trains as many steps again"),
+            next_steps=tuple(_list_next_steps(run, folder)),
         )
     )
+
+
+def _list_next_steps(run: RunRecord, folder: Path) -> Iterator[str]:
+    yield f"moewright diagnose {folder}"
+    if run.plan.workload.data.tokenizer:
+        yield f"moewright chat {folder}"
+    yield "--extend trains as many steps again"
 
 
 def view_run(report: RunReport) -> RunView:

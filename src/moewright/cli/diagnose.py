@@ -113,12 +113,31 @@ def print_short_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         console.print(text, style="bold", soft_wrap=True)
     step = describe_step(diagnosis.job, diagnosis.measured_step_s, diagnosis.waterfall)
     console.print(step, soft_wrap=True)
+    print_judgement(console, diagnosis)
     print_sections(console, [build_advice_section(diagnosis.advice)])
     for note in diagnosis.notes[:_NOTES_SHOWN]:
         console.print(note, soft_wrap=True)
     hidden = len(diagnosis.notes[_NOTES_SHOWN:]) + bool(diagnosis.hint)
     rest = f", and {plural(hidden, 'further note')}" if hidden else ""
     console.print(f"evidence, fixes by cause and the waterfall{rest}: -v", soft_wrap=True)
+
+
+def print_judgement(console: Console, diagnosis: Diagnosis) -> None:
+    """Print whether the job of a log fits, how far it is from the best, and from measured runs."""
+    from rich.text import Text
+
+    from moewright.report.console import print_fact
+
+    judged = diagnosis.judgement
+    if judged is None:
+        return
+    for name, text in (
+        ("verdict", judged.fit),
+        ("speed", judged.speed),
+        ("measured", judged.measured),
+    ):
+        if text:
+            print_fact(console, name, Text(text))
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis, *, verbose: bool) -> None:
@@ -136,6 +155,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, *, verbose: bool) ->
 
     for note in diagnosis.notes:
         console.print(note, soft_wrap=True)
+    print_judgement(console, diagnosis)
     if diagnosis.source is DiagnosisSource.TRACE:
         print_breakdown(console, diagnosis.breakdowns, verbose=verbose)
         if verbose:

@@ -8,6 +8,7 @@ from moewright.cli.bench import bench_machine, bench_search
 from moewright.cli.budget import budget
 from moewright.cli.capture import capture
 from moewright.cli.catalogues import hardware, models
+from moewright.cli.chat import chat
 from moewright.cli.check import check
 from moewright.cli.compare import compare
 from moewright.cli.completion import build_completion_verb
@@ -49,6 +50,7 @@ def build_app() -> App:
     app.command(fit)
     app.command(train)
     app.command(finetune)
+    app.command(chat)
     app.command(verify)
     app.command(dryrun)
     app.command(upcycle)

@@ -20,7 +20,7 @@ from moewright.engine.data.chat_template import (
     find_template,
     read_special_tokens,
 )
-from moewright.engine.data.chats import Chat
+from moewright.engine.data.chats import ASSISTANT, USER, Chat, Message
 from moewright.engine.data.tokenizer import load_tokenizer
 from moewright.spec.errors import BadInput, Reason
 
@@ -79,6 +79,7 @@ class ChatEncoder:
             for token in self.tokenizer.inner.get_added_tokens_decoder().values()
             if token.special
         ]
+        self._end_marks = tuple(end_marks)
         self.text_bytes = 0  # rendered so far
         self._template: ChatTemplate | None = None
         if self.sources:
@@ -102,6 +103,33 @@ class ChatEncoder:
             [_build_sample(next(encodings), text.spans, where) for text in samples]
             for (where, _), samples in zip(chats, rendered, strict=True)
         ]
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The special tokens that the chat template ends the assistant's turn with."""
+        if self._template is None:
+            return frozenset()
+        turns = ({"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"})
+        rendered = self._template.render(turns, None, "a turn", prompts=False).text.rstrip()
+        ends = [mark for mark in self._end_marks if rendered.endswith(mark)]
+        ids = (self.tokenizer.inner.token_to_id(mark) for mark in ends)
+        return frozenset(number for number in ids if number is not None)
+
+    @read_apart
+    def encode_prompt(self, messages: Sequence[Message], where: str) -> list[int]:
+        """Return the tokens up to the answer of messages; of a plain folder, those of their text.
+
+        Raises:
+            BadInput: the template refuses the messages.
+        """
+        if self._template is not None:
+            text = self._template.render(messages, None, where, prompts=True).text
+        else:
+            texts = (str(message["content"]) for message in messages)
+            text = self.special_tokens.get("bos_token", "") + "".join(texts)
+        text = text.encode("utf-8", "replace").decode()
+        with budget(f"{self.folder}: its tokenizer", len(text)):
+            return list(self.tokenizer.inner.encode(text, add_special_tokens=False).ids)
 
     def _render(self, chat: Chat, where: str) -> list[RenderedChat]:
         if self._template is not None:

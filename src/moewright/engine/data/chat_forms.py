@@ -187,9 +187,9 @@ def _build_messages(question: _Question) -> list[dict[str, str]]:
     if question.system:
         messages.append({"role": "system", "content": question.system})
     pairs = [pair for pair in question.earlier if isinstance(pair, list) and len(pair) == 2]
-    for asked, answered in (*pairs, (question.text, question.answer)):
-        messages.append({"role": "user", "content": str(asked)})
-        messages.append({"role": "assistant", "content": str(answered)})
+    for prompt, answer in (*pairs, (question.text, question.answer)):
+        messages.append({"role": "user", "content": str(prompt)})
+        messages.append({"role": "assistant", "content": str(answer)})
     return messages
 
 
@@ -222,10 +222,10 @@ def _split_turns(text: Any) -> list[dict[str, str]]:
     if before:
         messages.append({"role": "system", "content": before})
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
-        said = text[mark.end() : following.start() if following else len(text)].strip()
+        content = text[mark.end() : following.start() if following else len(text)].strip()
         for end in _ENDS:
-            said = said.removesuffix(end).rstrip()
-        messages.append({"role": _SPEAKERS[mark[1].lower()], "content": said})
+            content = content.removesuffix(end).rstrip()
+        messages.append({"role": _SPEAKERS[mark[1].lower()], "content": content})
     roles = {message["role"] for message in messages}
     if roles == {"system"}:
         return messages
