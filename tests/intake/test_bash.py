@@ -50,6 +50,16 @@ SCRIPTS = {
     "a blank in a pattern": ('A="4 x y"; TP=${A%% *}', ()),
     "an escaped stroke": ("A=a/b/4; A=${A//\\//.}; TP=${A##*.}", ()),
     "more letters than there are": ("A=4; TP=4${A: -2}", ()),
+    "a here-document keeps its quotes": (
+        'V=4\ncat <<EOF > s.sh\nA="x\\$V"; TP="$V" # \\"\nEOF\nsource ./s.sh',
+        (),
+    ),
+    "fields of its own": ('read -r A TP <<< "1 4"\nIFS=, read -r TP PP <<< "4,2"', ()),
+    "a check that only ends the script": (
+        'TP=4\n[ "$(nproc)" -ge 1 ] || { echo few; exit 1; }\n'
+        'if [ "$(nproc)" -lt 1 ]; then exit; fi',
+        (),
+    ),
     "a here-string": ('read -r TP PP <<< "4 2"', ()),
     "the tenth word": ("TP=${10}", (*"123456789", "4")),
     "options by hand": (
@@ -154,6 +164,8 @@ def test_a_script_is_read_as_bash_runs_it(text, arguments, folder):
         ("if grep -q H100 /proc/x; then A+=(--bf16); fi", "whether `grep` succeeds"),
         ("source other.sh", "reads other.sh, which is not beside the script"),
         ("for x in $(nvidia-smi -L); do torchrun $x; done", "loops over output-of-nvidia-smi"),
+        ('[ "$(nvidia-smi -L)" = 8 ] || TP=4', "depends on the output-of-nvidia-smi"),
+        ('[ "$(nvidia-smi -L)" = 8 ] || { torchrun p.py; exit; }', "depends on the output-of"),
         ("while read x; do torchrun $x; done < list", "loops while `read` succeeds"),
         ('if [ "$(nvidia-smi -L)" = 8 ]; then f; fi', "depends on the output-of-nvidia-smi"),
         ("while true; do TP=4; done", "loops more than 10000 times"),
@@ -173,6 +185,19 @@ def test_what_cannot_be_followed_is_refused_with_its_line(text, rule, folder):
     with pytest.raises(BadInput, match=r"^line \d+") as caught:
         read_commands(text, {}, script=folder / "run.sh")
     assert rule in str(caught.value)
+
+
+def test_scripts_are_found_from_the_folder_that_a_run_starts_in(folder):
+    """Launch scripts of a folder are started from the one above, of which they tell their paths."""
+    (folder / "launch_scripts").mkdir()
+    text = 'source env.sh\ntorchrun p.py --tp "$TP"\n'
+    reading = read_commands(text, {}, script=folder / "launch_scripts/run.sh")
+    assert reading.commands[-1].words[-1] == "4"
+
+
+def test_the_first_task_of_srun_is_read(folder):
+    (folder / "task.sh").write_text('[ $SLURM_LOCALID -eq 0 ] && TP=4\ntorchrun p.py --tp "$TP"\n')
+    assert read_tp("srun --label ./task.sh pretrain", (), folder) == "4"
 
 
 def test_files_of_a_run_are_taken_to_be_there_and_a_note_says_so(folder):

@@ -273,7 +273,8 @@ def test_primus_overrides_stand_on_a_model_by_name(tmp_path):
         "    model: ${PRIMUS_MODEL:qwen3_30B_A3B}.yaml\n"
         "    overrides: {micro_batch_size: 2, global_batch_size: 256, fp8: hybrid,\n"
         "      seq_length: '${PRIMUS_SEQ_LENGTH:4096}', expert_model_parallel_size: 8,\n"
-        "      moe_router_force_load_balancing: true, lr_decay_iters: null, use_turbo: true}\n"
+        "      moe_router_force_load_balancing: true, lr_decay_iters: null, use_turbo: true,\n"
+        "      activation_func: swiglu}\n"
     )
     plan = read_flags(write(tmp_path, text), on="8xMI300X").plan
     assert plan.model.name == "Qwen/Qwen3-30B-A3B"
@@ -304,6 +305,11 @@ def test_layers_that_a_plugin_builds_need_the_name_of_the_model(tmp_path):
         ("- 1\n", "is no configuration: a mapping"),
         ("a: !!python/object:os.system {}\n", "could not determine a constructor"),
         ("a: " + "[" * 5000 + "]" * 5000 + "\n", "nested too deeply"),
+        ("MODE: inference\nMODEL_ARGS:\n  --num-layers: 2\n", "generates text and trains nothing"),
+        (
+            "actor_rollout_ref: {actor: {strategy: veomni}, model: {path: Qwen/Qwen3-8B}}\n",
+            "its actor trains by FSDP or VeOmni",
+        ),
         ("weather: fine\n", "bears the marks of none that is read here"),
         ("MODEL_ARGS:\n  --bf16: perhaps\n", "--bf16=perhaps: must be true or false"),
         ("defaults: run.yaml\nmodel: {num_layers: 2}\n", "parents above each other"),

@@ -96,6 +96,20 @@ def test_any_layout_and_workload_is_the_same_after_export_and_import(tmp_path_fa
     assert (result.model, result.layout, result.workload) == (plan.model, as_read(layout), expected)
 
 
+def test_a_config_of_deepspeed_that_the_script_writes_tells_its_stage(tmp_path):
+    head = 'STAGE=3\ncat <<EOT > ds.json\n{"zero_optimization": {"stage": $STAGE}}\nEOT\n'
+    more = "--deepspeed --deepspeed_config ./ds.json"
+    assert back(head + QWEN, tmp_path, EP="8", MORE=more, QUEUES="32").layout.zero == 3
+    with pytest.raises(BadInput, match=r"--deepspeed_config .*: is not JSON"):
+        back(head.replace('{"zero', "{zero") + QWEN, tmp_path, EP="8", MORE=more, QUEUES="32")
+
+
+def test_what_only_running_tells_is_no_variable_to_set(tmp_path):
+    text = QWEN.replace("--num-layers 48", "--num-layers $(( $(nvidia-smi -L) * 4 ))")
+    with pytest.raises(BadInput, match="--num-layers: follows from what nvidia-smi prints"):
+        back(text, tmp_path, EP="8")
+
+
 def test_messages_of_virtual_stages_that_do_not_overlap_get_a_note(tmp_path):
     """A layout as the search writes it comes back as it is; Megatron-LM overlaps them by itself."""
     plan = build_plan("Qwen/Qwen3-32B", parse_layout("pp4,vpp2", world_size=8), PLAIN)

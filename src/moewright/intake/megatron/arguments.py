@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moewright.intake.megatron.bash import UNKNOWN_VALUE
+from moewright.intake.megatron.bash_expansion import OUTPUT_PREFIX
 from moewright.spec.errors import BadInput, Reason
 
 
@@ -48,6 +49,11 @@ class Arguments:
         for value in self.options[name]:
             if unknown := UNKNOWN_VALUE.search(value):
                 variable = unknown[1]
+                if variable.startswith(OUTPUT_PREFIX):
+                    program = variable.removeprefix(OUTPUT_PREFIX)
+                    rule = f"follows from what {program} prints, which only running tells"
+                    nearest = "a number in the script in its place"
+                    raise BadInput(Reason(field=name, rule=rule, nearest=nearest))
                 rule = (
                     f"takes the value of {variable}, which only running the script tells; "
                     "set it in the environment"

@@ -66,7 +66,9 @@ def read_commands(
         rule = "holds commands inside of commands, too deep to be read"
         raise BadInput(Reason(field="script", rule=rule)) from None
     notes = tuple(dict.fromkeys(interpreter.notes))
-    return ShellReading(commands=tuple(commands), notes=notes, exit_line=exit_line)
+    return ShellReading(
+        commands=tuple(commands), notes=notes, exit_line=exit_line, files=dict(interpreter.files)
+    )
 
 
 class _Interpreter(ShellGrammar):
@@ -125,6 +127,11 @@ class _Interpreter(ShellGrammar):
         for name, value in previous:
             self.variables.arrays[name] = value
         heredoc = self.heredoc(redirections)
+        if own and expanded[0] == "read":  # IFS=, read a b
+            self.variables.arrays |= {name: (value,) for name, value in own.items()}
+            self.builtins()["read"](expanded, line, heredoc)
+            self.variables.arrays |= dict(previous)
+            return
         command = Command(words=tuple(expanded), exported=tuple(exported.items()), line=line)
         handler = self.builtins().get(expanded[0])
         if expanded[0] in self.functions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,16 +28,26 @@ class Command:
     line: int
 
 
+_HEREDOC_QUOTE = re.compile(r'(\\?)"')
+
+
+def _escape_quote(match: re.Match[str]) -> str:
+    backslash = "\\\\" if match[1] else ""
+    return f'{backslash}\\"'
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShellReading:
     """The commands that a script starts, and notes on what was taken for granted.
 
-    `exit_line` is the line at which the script leaves before its end, 0 where it does not.
+    `exit_line` is the line at which the script leaves before its end, 0 where it does not; `files`
+    are the texts that it writes itself, by path.
     """
 
     commands: tuple[Command, ...]
     notes: tuple[str, ...] = ()
     exit_line: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -158,7 +169,9 @@ class ShellSession:
             if redirection.heredoc is not None:
                 if redirection.is_literal:
                     return redirection.heredoc
-                return self.variables.substitute(redirection.heredoc, redirection.line, quoted=True)
+                # Its double quotes are text, and so is a backslash before one.
+                text = _HEREDOC_QUOTE.sub(_escape_quote, redirection.heredoc)
+                return self.variables.substitute(text, redirection.line, quoted=True)
             if redirection.text == "<<<" and target is not None:
                 return " ".join(self.variables.expand(target))
         return None

@@ -27,7 +27,11 @@ _ENVIRONMENT_SCRIPTS = (
 _INSTALLATION = re.compile(r"(^|[_-])(env|venv|environment|modules|mpi_variables)s?([._-]|$)")
 # The variable by which a job of a scheduler knows that it is one.
 _JOBS = {"sbatch": "SLURM_JOB_ID", "qsub": "PBS_JOBID", "bsub": "LSB_JOBID"}
+# What srun tells the first of its tasks, and where it may stand behind `time` and `exec`.
+_TASK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+_SRUN_PLACES = 3
 _MAX_BYTES = 1 << 20
+_LEVELS = 4  # folders above a script where it may be started from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +54,13 @@ def find_called_script(words: list[str], stdin: str | None) -> CalledScript | No
     """
     if words[0] in _PRINTERS:
         return None
+    script = _find_script(words, stdin)
+    if script is not None and not script.scheduled and "srun" in words[:_SRUN_PLACES]:
+        return replace(script, scheduled=dict.fromkeys(_TASK_VARIABLES, "0"))
+    return script
+
+
+def _find_script(words: list[str], stdin: str | None) -> CalledScript | None:
     for place, word in enumerate(words):
         name = word.rpartition("/")[2]
         if name in _TRAINERS:
@@ -112,6 +123,8 @@ def is_environment_script(name: str) -> bool:
 def read_script_file(name: str, folders: Sequence[Path], written: Mapping[str, str]) -> str | None:
     """Return the text of a script; None where it is neither written by the script nor beside it.
 
+    Scripts of a folder are often started from one above, of which their paths are told.
+
     Raises:
         BadInput: the file is no text, or too long for a script.
     """
@@ -119,7 +132,8 @@ def read_script_file(name: str, folders: Sequence[Path], written: Mapping[str, s
     plain = plain.removeprefix("./")
     if plain in written:
         return written[plain]
-    for folder in folders:
+    above = [parent for folder in folders for parent in (folder, *folder.parents)[:_LEVELS]]
+    for folder in dict.fromkeys((*folders, *above)):
         path = folder / plain
         try:
             if path.is_file():

@@ -28,6 +28,7 @@ _DTYPES = {
 _ACTIVATIONS = {
     "silu": "",
     "swish": "",
+    "swiglu": "--swiglu",
     "gelu": "",
     "quick_gelu": "--quick-geglu",
     "squared_relu": "--squared-relu",

@@ -35,6 +35,7 @@ from moewright.spec.names import closest_match
 
 _OPTION_SECTIONS = ("MODEL_ARGS", "model_args", "")
 _ENVIRONMENT_SECTION = "ENV_VARS"
+_MODE = "MODE"  # of a test of Megatron-LM: pretraining where it is not said
 _CONFIG_OPTIONS = ("--config-file", "--config_file", "--config", "--yaml-cfg", "--exp")
 _CHECKPOINTING = "policy.megatron_cfg.activation_checkpointing"
 _PRECISIONS = {
@@ -187,6 +188,9 @@ def _configure_options(settings: Mapping[str, Value], section: str) -> Configure
 
     A switch that is false is left out, as the tools do that start them.
     """
+    if str(settings.get(_MODE, "")).strip().lower() == "inference":
+        rule = "generates text and trains nothing: there is nothing to plan"
+        raise BadInput(Reason(field=_MODE, value="inference", rule=rule))
     reader = SettingReader()
     chosen = ChosenOptions()
     words: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -57,7 +57,7 @@ _DEEPSPEED_LAUNCHER = {"num-nodes": "nnodes", "num-gpus": "nproc-per-node"}
 # Programs of Megatron-LM and its forks that run a model without training it.
 _OTHER_TASKS = re.compile(
     r"(^|/)tasks/msdp/|text_generation|generate_samples|(^|/)inference/|evaluat|analyze_data|_inference\b"
-    r"|pretrain_(bert|t5|ict|retro|vision|vlm|realm)"
+    r"|(^|/)create_doc_index|(^|/)tasks/main\.py|pretrain_(bert|t5|ict|retro|vision|vlm|realm)"
 )
 _TRAINING_OPTIONS = (
     "--num-layers",
@@ -71,6 +71,7 @@ _MOST_WORDS = 200
 _WITHOUT = "it trains without Megatron-core; name the model and the layout to `estimate`"
 _OTHER_TRAINERS = (
     (r"\bverl\.trainer\.", f"is verl's with FSDP: {_WITHOUT}"),
+    (r"\bactor_rollout_ref\.", f"is verl's and sets nothing of Megatron: {_WITHOUT}"),
     (r"\bllamafactory-cli train", f"is LLaMA-Factory's: {_WITHOUT}"),
     (r"\bswift (sft|pt|rlhf)\b", f"is ms-swift's without Megatron: {_WITHOUT}"),
     (r"\baxolotl\b.* train|axolotl\.cli", f"is Axolotl's: {_WITHOUT}"),
@@ -97,7 +98,8 @@ class LaunchCommand:
 
     Nodes and ranks are 0 where they are only known when the script runs; `foreign_options` are
     those that Megatron-LM's parser does not have and that are known here, `unknown_options` are
-    those of forks and settings that nothing here reads. `model` is the name of the model, where a
+    those of forks and settings that nothing here reads. `written_files` are texts by path that the
+    script writes itself. `model` is the name of the model, where a
     configuration gives no sizes.
     """
 
@@ -109,6 +111,7 @@ class LaunchCommand:
     unknown_options: tuple[str, ...]
     notes: tuple[str, ...]
     model: str = ""
+    written_files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -136,7 +139,8 @@ def find_launch(reading: ShellReading, folder: Path | None = None) -> LaunchComm
                 f"the first of {others + 1} training commands is read, that of line "
                 f"{training[0].line}"
             )
-        return _parse_command(words, _environment(training[0]), notes)
+        launch = _parse_command(words, _environment(training[0]), notes)
+        return replace(launch, written_files=reading.files)
     for command in reading.commands:
         if command.words[0] not in _PRINTERS and is_swift(command.words):
             environment = _environment(command)

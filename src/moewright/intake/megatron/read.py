@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moewright.codec import read_json_data, read_text
+from moewright.codec import parse_json, read_json_data, read_text
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.bash import read_commands
@@ -230,7 +230,7 @@ def _read_deepspeed_zero(command: LaunchCommand, folder: Path, *, is_pipelined: 
     config = values.get("--deepspeed-config")
     if config:
         field = f"--deepspeed_config {config}"[:80]
-        stage = _read_zero_stage(folder / config.strip("\0"), field)
+        stage = _read_zero_stage(folder / config.strip("\0"), field, _written(command, config))
     if stage not in ("", "0", "1", "2", "3"):
         rule = "a ZeRO stage is 0, 1, 2 or 3"
         raise BadInput(Reason(field=field, value=stage[:20], rule=rule, nearest="1"))
@@ -240,14 +240,22 @@ def _read_deepspeed_zero(command: LaunchCommand, folder: Path, *, is_pipelined: 
     return int(stage) if stage else None
 
 
-def _read_zero_stage(path: Path, field: str) -> str:
-    """Return the ZeRO stage of a DeepSpeed config."""
-    if not path.is_file():
+def _written(command: LaunchCommand, path: str) -> str:
+    """Return the text of a file that the script writes before it trains; "" where it does not."""
+    return command.written_files.get(path.removeprefix("./"), "")
+
+
+def _read_zero_stage(path: Path, field: str, text: str) -> str:
+    """Return the ZeRO stage of a DeepSpeed config, whose text the script may have written."""
+    if text:
+        config = parse_json(text, where=field)
+    elif path.is_file():
+        config = read_json_data(path)
+    else:
         rule = (
             "Megatron-LM takes no DeepSpeed config, and no such file tells its ZeRO stage: "
             "1 is --use-distributed-optimizer, 3 is --use-megatron-fsdp (without pipelines)"
         )
         raise BadInput(Reason(field=field, rule=rule, nearest="--use-distributed-optimizer"))
-    config = read_json_data(path)
     section = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
     return str(section.get("stage", 0)) if isinstance(section, dict) else "0"
