@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         train,
         validate,
         watch,
+        what_if,
         why_not,
     )
     from moewright.spec.errors import BadInput, Reason
@@ -68,6 +69,7 @@ __all__ = [
     "train",
     "validate",
     "watch",
+    "what_if",
     "why_not",
 ]
 

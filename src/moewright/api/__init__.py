@@ -16,6 +16,7 @@ from moewright.api.planning import Plans, WhyNot, estimate, plan, why_not
 from moewright.api.run_comparisons import compare_run
 from moewright.api.running import export, train
 from moewright.api.step_changes import StepChanges, compare_steps
+from moewright.api.trace_changes import TraceReplays, what_if
 from moewright.api.views import show
 from moewright.api.watching import watch
 from moewright.diagnosis.checks import Check
@@ -38,6 +39,7 @@ __all__ = [
     "ScriptPlan",
     "StepChanges",
     "SweepResult",
+    "TraceReplays",
     "WhyNot",
     "budget",
     "check",
@@ -60,5 +62,6 @@ __all__ = [
     "train",
     "validate",
     "watch",
+    "what_if",
     "why_not",
 ]

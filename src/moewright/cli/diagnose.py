@@ -70,6 +70,8 @@ def diagnose(
             console.print(changes.title(), soft_wrap=True)
             print_changes(console, changes.changes)
         return 0
+    if outputs.what_if:
+        return _replay(run, outputs)
     stated = read_stated_job(run, script=script, model=model, on=on, layout=layout, batch=workload)
     diagnosis = diagnose_path(
         run,
@@ -92,6 +94,19 @@ def diagnose(
             print_short_diagnosis(console, diagnosis)
         if outputs.perfetto is not None:
             console.print(f"wrote {outputs.perfetto}: open it in ui.perfetto.dev", soft_wrap=True)
+    return 0
+
+
+def _replay(run: Path, outputs: DiagnosisOutputs) -> int:
+    """Print what a step of a trace would take under a change."""
+    from moewright.api.trace_changes import what_if
+    from moewright.report.document_text import print_document
+    from moewright.report.what_if_document import build_what_if_document
+
+    answer = what_if(run, outputs.what_if)
+    document = build_what_if_document(str(run), answer.replays)
+    with write_answer(answer, outputs.json, html=outputs.html, views=lambda: [document]) as console:
+        print_document(console, document, verbose=outputs.verbose)
     return 0
 
 

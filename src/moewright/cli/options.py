@@ -418,10 +418,15 @@ class DiagnosisOutputs(AnswerOptions):
     perfetto
         Write the trace to this file for ui.perfetto.dev, with the findings, the longest gaps,
         exposed communication and compute as tracks on top; of a folder of traces, a folder of them.
+    what_if
+        Of a trace: say what a step would take if parts were faster, such as
+        "gemm=2x,network=1.5x,host=inf"; parts are gemm, grouped_gemm, attention, other, copy,
+        network and host.
     """
 
     json: JsonOption = None
     perfetto: Path | None = None
+    what_if: str = ""
 
 
 @Parameter(name="*")
