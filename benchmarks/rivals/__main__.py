@@ -39,7 +39,7 @@ of one prediction.
     python -m benchmarks.rivals REPORT --simumax DIR --llm-analysis DIR
 
 writes this page, from checkouts of the rivals and the JSON report of `moewright validate`
-(`--leave-out publisher --json`).
+(`--leave-out publisher --json REPORT`).
 
 """
 
