@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-table
+.PHONY: design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-table
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -127,6 +127,10 @@ types: $(VENV)/.dev
 # The choices that published runs made, as the planner reads them: after a change of the tables.
 evidence: | $(VENV)/.ready
 	$(BIN)/python -m docs.tools.measured_choices
+
+# Budgets by the calendar and loss laws beside what their papers print.
+design-evidence: $(VENV)/.dev
+	$(BIN)/pytest -v -n 0 tests/cost/test_loss_laws.py tests/rules/test_goodput.py tests/rules/test_checkpoint_interval.py
 
 # The pictures of the studio's pages in docs/studio, by a headless chromium.
 pictures: $(VENV)/.dev

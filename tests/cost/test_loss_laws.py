@@ -187,3 +187,28 @@ def test_the_reference_has_the_loss_of_the_level_s_law_and_the_laws_span_the_int
     losses = [loss for _, loss in changed.by_law]
     assert changed.low < min(losses) < changed.loss < max(losses) < changed.high
     assert log(same.loss / changed.loss) > 0
+
+
+def test_finer_experts_gain_as_olmoe_measured() -> None:
+    """8, 32, 64 experts with 1, 4, 8 chosen at equal parameters (arXiv 2409.02060, 4.1.2)."""
+    olmoe = catalogue.model("OLMoE-1B-7B-0924")
+    assert olmoe.moe is not None
+    shapes = [
+        describe_shape(
+            replace(
+                olmoe,
+                moe=replace(
+                    olmoe.moe,
+                    experts=experts,
+                    ffn_size=65536 // experts,
+                    router=replace(olmoe.moe.router, top_k=experts // 8),
+                ),
+            ),
+            1.3e11,
+        )
+        for experts in (8, 32, 64)
+    ]
+    for name in ("fine-grained", "leverage", "five factors"):
+        coarse, middle, fine = map(find_law(name).predict, shapes)
+        assert coarse > middle > fine
+        assert coarse - middle > middle - fine

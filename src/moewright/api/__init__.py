@@ -8,6 +8,7 @@ from moewright.api.budgets import Budget, budget
 from moewright.api.catalogues import HardwareTable, ModelTable, hardware, model, models
 from moewright.api.checking import check
 from moewright.api.comparison import PlanComparison, compare
+from moewright.api.designing import Design, design
 from moewright.api.diagnosing import Diagnosis, diagnose, read_run
 from moewright.api.judging import judge
 from moewright.api.launch_scripts import ScriptPlan, read_flags
@@ -27,6 +28,7 @@ from moewright.diagnosis.run_watch import RunWatch
 __all__ = [
     "Budget",
     "Check",
+    "Design",
     "Diagnosis",
     "FitResult",
     "HardwareTable",
@@ -46,6 +48,7 @@ __all__ = [
     "compare",
     "compare_run",
     "compare_steps",
+    "design",
     "diagnose",
     "estimate",
     "export",

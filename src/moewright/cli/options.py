@@ -20,6 +20,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 from moewright.spec.options import (
     BudgetOptions,
+    DesignOptions,
     FineTuningOptions,
     Launcher,
     RunOptions,
@@ -702,3 +703,54 @@ class EnduranceOptions:
         raise BadInput(
             Reason(field="--min-ranks", value=str(self.min_ranks), rule=rule, nearest=nearest)
         )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeOptions(DesignOptions):
+    """Options that say what a model is designed for, and what bounds its size.
+
+    Parameters
+    ----------
+    days
+        Days by the calendar that the training may take.
+    tokens
+        Tokens to train on, such as 2T, in place of --days.
+    goodput
+        The share of the calendar that goes into steps (see budget --mtbf).
+    max_total
+        The most parameters, such as 40B; as many as fit when not given.
+    max_active
+        The most parameters that a token activates.
+    serve
+        Hardware that must hold the model when it is served, such as 1xH200; any number of the
+        training's devices when not given.
+    context
+        Tokens of each sequence that is served.
+    batch
+        Sequences that are served at a time.
+    fit_loss
+        Folders of own runs, whose last held-out losses set the level of the prediction.
+    out
+        A folder for the chosen shape's config.json, plan.json and job.toml.
+    """
+
+    batch: Count = 64
+    context: Count = 8192
+    fit_loss: Annotated[tuple[Path, ...], Parameter(negative="", consume_multiple=True)] = ()
+    out: Path | None = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DesignOutputs(AnswerOptions):
+    """How much of a design is printed, and where it goes besides the terminal.
+
+    Parameters
+    ----------
+    json
+        Write the front, the chosen shape and its plan to this file; "-": to standard output, and
+        the tables to standard error.
+    """
+
+    json: JsonOption = None

@@ -14,6 +14,7 @@ from moewright.cli.compare import compare
 from moewright.cli.completion import build_completion_verb
 from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
+from moewright.cli.design import design
 from moewright.cli.diagnose import diagnose
 from moewright.cli.dryrun import dryrun
 from moewright.cli.estimate import estimate
@@ -46,6 +47,7 @@ def build_app() -> App:
     app.command(plan)
     app.command(estimate)
     app.command(budget)
+    app.command(design)
     app.command(validate)
     app.command(fit)
     app.command(train)

@@ -166,3 +166,23 @@ class TuningAxis:
 
     key: str
     values: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DesignOptions:
+    """What a model is designed for: one of `days` and `tokens`, and what bounds its size.
+
+    Zeros are no bounds. `serve` is hardware that has to hold the weights in bf16 with the caches of
+    `batch` sequences of `context` tokens.
+    """
+
+    days: float = 0.0
+    tokens: str = ""
+    goodput: float = 0.95
+    max_total: str = ""  # parameters
+    max_active: str = ""
+    serve: str = ""
+    context: int = 8192
+    batch: int = 64
+    fit_loss: tuple[Path, ...] = ()  # folders of runs whose losses set the level
+    out: Path | None = None  # a folder for config.json, plan.json and job.toml

@@ -1,0 +1,119 @@
+"""A design as a document: the front, the chosen shape with its serving, and what each law says."""
+
+from __future__ import annotations
+
+from moewright.api.designing import Design, describe_level
+from moewright.cost.loss_laws import DENSE_LAW, read_laws
+from moewright.report.document import (
+    Document,
+    DocumentSection,
+    Extent,
+    Face,
+    Line,
+    Phrase,
+    build_table,
+    numbers,
+    words,
+)
+from moewright.search.design import DesignedShape
+from moewright.spec.units import format_bytes, format_count, format_seconds
+
+_SHOWN = 12  # shapes of the front in a short answer
+
+
+def build_design_document(design: Design) -> Document:
+    """Build the front, the chosen shape, and the laws that it rests on."""
+    return Document(
+        heading=design.title(),
+        sections=(
+            _build_front(design),
+            _build_choice(design),
+            _build_laws(design),
+        ),
+        hint="-v shows the whole front, what each law predicts, and where it is extrapolated.",
+    )
+
+
+def _build_front(design: Design) -> DocumentSection:
+    columns = (*words("shape"), *numbers("total", "active", "tokens", "days", "loss", "interval"))
+    rows = [_list_cells(shape) for shape in design.front]
+    reference: tuple[Line, ...] = () if design.like is None else _list_cells(design.like)
+    notes = [
+        f"{design.tried:,} shapes, of which {design.timed} were estimated in template layouts; "
+        "the first has a full plan.",
+        describe_level(design.level),
+    ]
+    if design.chosen.prediction.outside:
+        count = len(design.chosen.prediction.outside)
+        notes.append(
+            f"The chosen shape lies outside the runs of {count} of "
+            f"{len(design.chosen.prediction.by_law)} laws: its loss is extrapolated."
+        )
+    return DocumentSection(
+        title="No shape beats these in loss, days, and total and active parameters",
+        table=build_table(columns, rows, short=_SHOWN, total=reference),
+        notes=tuple(notes),
+    )
+
+
+def _list_cells(shape: DesignedShape) -> tuple[Line, ...]:
+    prediction = shape.prediction
+    return (
+        shape.model.name,
+        format_count(shape.total),
+        format_count(shape.active),
+        format_count(shape.tokens),
+        f"{shape.days:.3g}",
+        f"{prediction.loss:.3f}",
+        f"{prediction.low:.3f}-{prediction.high:.3f}",
+    )
+
+
+def _build_choice(design: Design) -> DocumentSection:
+    model, serving = design.chosen.model, design.serving
+    moe = model.moe
+    experts = "none"
+    if moe is not None:
+        experts = f"{moe.experts}, {moe.router.top_k} a token, {moe.ffn_size:,} wide"
+    estimate = design.plan.estimate
+    return DocumentSection(
+        title=f"Least loss: {model.name}",
+        facts=(
+            ("width, layers", f"{model.hidden_size:,}, {model.layers}"),
+            ("heads", f"{model.attention.heads} of {model.attention.head_dim}"),
+            ("experts", experts),
+            ("layout", Phrase(text=design.chosen.layout, face=Face.CODE)),
+            (
+                "step",
+                f"{format_seconds(estimate.step_s)}, MFU {estimate.mfu:.1%}, "
+                f"{design.chosen.tokens_per_s:,.0f} tokens/s",
+            ),
+            (
+                "serving in bf16",
+                f"{format_bytes(serving.weight_bytes)} of weights and "
+                f"{format_bytes(serving.cache_bytes)} of cache for {serving.batch} x "
+                f"{serving.context:,} tokens, on {serving.devices} devices",
+            ),
+            (
+                "decoding, at most",
+                f"{serving.tokens_per_s:,.0f} tokens/s by bandwidth; a batch reads "
+                f"{serving.unique_experts:.0f} experts of a layer",
+            ),
+        ),
+    )
+
+
+def _build_laws(design: Design) -> DocumentSection:
+    losses = dict(design.chosen.prediction.by_law)
+    rows = [
+        (law.name, f"{losses[law.name]:.3f}", law.source)
+        for law in read_laws()
+        if law.name != DENSE_LAW
+    ]
+    columns = (*words("law"), *numbers("loss"), *words("source"))
+    return DocumentSection(
+        title="What the laws say of the chosen shape, at one level",
+        table=build_table(columns, rows),
+        notes=tuple(f"outside: {text}" for text in design.chosen.prediction.outside),
+        extent=Extent.LONG,
+    )

@@ -1,0 +1,127 @@
+"""Designs: the front, bounds, serving, files that the planner and transformers read, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moewright as mw
+import sample_run
+from moewright.api.designing import Design, fit_own_level
+from moewright.api.requests import read_plan_request
+from moewright.cli.main import main
+from moewright.cost.loss_laws import describe_shape, find_law
+from moewright.intake.hf import read_config
+from moewright.spec.options import WorkloadOptions
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("design")
+
+
+@pytest.fixture(scope="module")
+def answer(folder: Path) -> Design:
+    return mw.design(on="8xH100", days=7, max_total="3B", serve="1xH100", out=folder)
+
+
+def test_every_shape_is_within_its_bounds_and_sees_what_its_speed_allows(answer: Design) -> None:
+    assert answer.timed >= 3
+    for shape in answer.front:
+        assert shape.active < shape.total <= 3e9
+        assert shape.days == pytest.approx(7)
+        seconds = 7 * 86400 * answer.options.goodput
+        assert shape.tokens == pytest.approx(shape.tokens_per_s * seconds)
+        assert shape.prediction.low < shape.prediction.loss < shape.prediction.high
+
+
+def test_no_shape_of_the_front_beats_another_in_everything(answer: Design) -> None:
+    keys = [(shape.prediction.loss, shape.total, shape.active) for shape in answer.front]
+    for mine in keys:
+        for other in keys:
+            assert mine == other or any(m < o for m, o in zip(mine, other, strict=True))
+    assert keys == sorted(keys)
+
+
+def test_the_chosen_shape_has_the_speed_of_its_full_plan(answer: Design) -> None:
+    plan = answer.plan
+    assert plan.model == answer.chosen.model
+    rate = plan.workload.tokens_per_step / plan.estimate.step_s
+    assert answer.chosen.tokens_per_s == pytest.approx(rate)
+    assert plan.estimate.fit_probability >= 0.9
+
+
+def test_what_is_served_fits_where_it_has_to(answer: Design) -> None:
+    assert answer.serving.devices == 1
+    assert answer.serving.memory_bytes < 0.9 * 80e9
+    assert answer.serving.weight_bytes == 2 * answer.chosen.total
+
+
+def test_the_planner_reads_the_files(answer: Design, folder: Path) -> None:
+    model = read_config(folder)
+    assert model.hidden_size == answer.chosen.model.hidden_size
+    assert model.moe == answer.chosen.model.moe
+    request = read_plan_request(folder / "job.toml", "", WorkloadOptions())
+    assert request.model.layers == answer.chosen.model.layers
+    assert request.hardware.count == 8
+    assert json.loads((folder / "plan.json").read_text())["fingerprint"] == answer.plan.fingerprint
+
+
+def test_transformers_loads_the_config(answer: Design, folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert config.num_experts == answer.chosen.model.moe.experts  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("choices", "rule"),
+    [
+        ({}, "--days.*--tokens"),
+        ({"days": 3.0, "tokens": "1T"}, "--days.*--tokens"),
+        ({"days": -1.0}, "--days.*above 0"),
+        ({"days": 3.0, "goodput": 1.5}, "--goodput"),
+        ({"days": 3.0, "max_total": "lots"}, "--max-total"),
+        ({"days": 3.0, "max_total": "1M"}, "no shape is within"),
+        ({"days": 3.0, "batch": 0}, "--batch"),
+        ({"days": 3.0, "like": "Llama-3.1-8B"}, "--like|model"),
+    ],
+)
+def test_goals_that_cannot_be_are_refused(choices: dict[str, Any], rule: str) -> None:
+    with pytest.raises(mw.BadInput, match=rule):
+        mw.design(on="8xH100", **choices)
+
+
+def test_own_runs_set_the_level_of_losses(tmp_path: Path) -> None:
+    run = sample_run.record()
+    sample_run.write_run(tmp_path, run)
+    last = run.evals[-1]
+    tokens = 4096 * last.step
+    law = find_law("joint").predict(describe_shape(run.plan.model, tokens))
+    assert fit_own_level((tmp_path,)) == pytest.approx(last.heldout_loss - law)
+
+
+def test_a_folder_that_is_no_run_sets_no_level(tmp_path: Path) -> None:
+    with pytest.raises(mw.BadInput):
+        fit_own_level((tmp_path,))
+    assert fit_own_level(()) == 0.0
+
+
+def test_the_verb_prints_the_front_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "design.json"
+    goal = ["--on", "8xH100", "--tokens", "100B", "--max-total", "1.1B", "--goodput", "0.9"]
+    assert main(["design", *goal, "--json", str(path), "-v"]) == 0
+    output = capsys.readouterr().out
+    data = json.loads(path.read_text())
+    assert data["chosen"]["model"]["name"] in output
+    assert f"{data['chosen']['prediction']['loss']:.3f}" in output
+    assert "2507.17702" in output
+    for shape in data["front"]:
+        assert shape["tokens"] == 100e9
+        seconds = shape["days"] * 86400 * 0.9
+        assert seconds == pytest.approx(100e9 / shape["tokens_per_s"])
+    assert main(["design", "--on", "8xH100"]) == 2
