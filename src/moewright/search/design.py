@@ -168,7 +168,7 @@ def find_front(shapes: Sequence[DesignedShape]) -> list[DesignedShape]:
 
 
 def _dominates(other: DesignedShape, shape: DesignedShape) -> bool:
-    ours = (shape.prediction.loss, shape.days, shape.total, shape.active)
-    theirs = (other.prediction.loss, other.days, other.total, other.active)
-    no_worse = all(first <= second for first, second in zip(theirs, ours, strict=True))
-    return no_worse and theirs != ours
+    figures = (shape.prediction.loss, shape.days, shape.total, shape.active)
+    other_figures = (other.prediction.loss, other.days, other.total, other.active)
+    no_worse = all(first <= second for first, second in zip(other_figures, figures, strict=True))
+    return no_worse and other_figures != figures
