@@ -256,9 +256,9 @@ def _read_goal(options: DesignOptions) -> DesignGoal:
         rule = "must be above 0, and at most 1"
         value = f"{options.goodput:g}"
         raise BadInput(Reason(field="--goodput", value=value, rule=rule, nearest="0.95"))
-    for field, value in (("--batch", options.batch), ("--context", options.context)):
-        if value < 1:
-            raise BadInput(Reason(field=field, value=str(value), rule="must be 1 or more"))
+    for name, count in (("--batch", options.batch), ("--context", options.context)):
+        if count < 1:
+            raise BadInput(Reason(field=name, value=str(count), rule="must be 1 or more"))
     counts = {
         field: parse_count(text, field) if text else 0
         for field, text in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moewright.cli.answers import write_answer
 from moewright.cli.options import BatchOptions, DesignOutputs, ShapeOptions
 from moewright.cli.progress import show_elapsed
@@ -38,7 +40,7 @@ def design(
     with show_elapsed("comparing shapes"):
         answer = compute_design(on, like, workload, options)
     document = build_design_document(answer)
-    written = ()
+    written: tuple[Path, ...] = ()
     if options.out is not None:
         written = tuple(options.out / name for name in ("config.json", "plan.json", "job.toml"))
     with write_answer(

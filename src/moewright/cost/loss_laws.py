@@ -147,30 +147,34 @@ def efficiency_leverage(
     saturated = 1 / (1 / (activation + start) + 1 / values["a_max"])
     power = values["a"] + values["d"] * log10(flops)
     finer = log2(granularity)
-    return saturated ** (power + values["gamma"] * finer**2 + values["beta"] * finer)
+    leverage: float = saturated ** (power + values["gamma"] * finer**2 + values["beta"] * finer)
+    return leverage
 
 
 def _joint(values: Coefficients, shape: Shape) -> float:
     law = find_law("joint")
     m, mu, n, nu = joint_coefficients(law, shape.expansion)
-    return m * shape.active**mu + n * shape.tokens**nu + values["c"]
+    loss: float = m * shape.active**mu + n * shape.tokens**nu + values["c"]
+    return loss
 
 
 def _granularity(values: Coefficients, shape: Shape) -> float:
     finer = values["g"] / shape.granularity ** values["gamma"] + values["a"]
     size = finer / shape.total ** values["alpha"]
-    return values["c"] + size + values["b"] / shape.tokens ** values["beta"]
+    loss: float = values["c"] + size + values["b"] / shape.tokens ** values["beta"]
+    return loss
 
 
 def _sparsity(values: Coefficients, shape: Shape) -> float:
     dense = shape.activation
-    return (
+    loss: float = (
         values["a"] / shape.total ** values["alpha"]
         + values["b"] / shape.tokens ** values["beta"]
         + values["c"] / dense ** values["lambda"]
         + values["d"] / (dense ** values["delta"] * shape.total ** values["gamma"])
         + values["e"]
     )
+    return loss
 
 
 def _leverage(values: Coefficients, shape: Shape) -> float:
@@ -178,7 +182,9 @@ def _leverage(values: Coefficients, shape: Shape) -> float:
         values, shape.activation, shape.leverage_granularity, shape.flops
     )
     size = values["dense_a"] / (leverage * shape.active) ** values["dense_alpha"]
-    return values["dense_e"] + size + values["dense_b"] / shape.tokens ** values["dense_beta"]
+    data = values["dense_b"] / shape.tokens ** values["dense_beta"]
+    loss: float = values["dense_e"] + size + data
+    return loss
 
 
 def _five_factors(values: Coefficients, shape: Shape) -> float:
@@ -189,12 +195,14 @@ def _five_factors(values: Coefficients, shape: Shape) -> float:
     coupling = 1 / total + values["k"] / active + values["h"] * shape.active / shape.total
     data = values["b"] / shape.tokens ** values["beta"]
     sizes = values["a"] / total + values["c"] / active
-    return structure * coupling + sizes + data + values["epsilon"]
+    loss: float = structure * coupling + sizes + data + values["epsilon"]
+    return loss
 
 
 def _dense(values: Coefficients, shape: Shape) -> float:
     size = values["a"] / shape.active ** values["alpha"]
-    return values["e"] + size + values["b"] / shape.tokens ** values["beta"]
+    loss: float = values["e"] + size + values["b"] / shape.tokens ** values["beta"]
+    return loss
 
 
 _FORMS: Mapping[str, Callable[[Coefficients, Shape], float]] = MappingProxyType(
