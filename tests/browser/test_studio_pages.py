@@ -12,6 +12,7 @@ import pytest
 import moewright as mw
 import sample_run
 from moewright.report.document import Document, DocumentSection, Extent, ItemList, tabulate
+from moewright.spec.units import format_bytes, format_figures, format_seconds
 from moewright.view.page import PAGES, render_page
 from sample_run import write_run
 from studio_pages import QWEN, find_faults
@@ -43,6 +44,45 @@ def test_every_page_is_whole_at_three_sizes_in_both_colours(studio, open_page, r
     assert page.locator("main .skeleton").count() == 0
     assert page.locator("main h1").count() >= 1
     assert find_faults(page) == []
+
+
+def test_pages_write_numbers_as_terminals_do(studio, open_page):
+    draws = random.Random(34)
+    values = [draws.choice((-1, 1)) * 10 ** draws.uniform(-4, 13) for _ in range(300)]
+    values += [0.0, 112.5, 2.345, 999.5, 999.7, 1234.5, 0.9999, 999.6 * 2**30, 1023.9]
+    page = open_page(f"{studio}share?{TINY}&layout=ep4")
+    for name, write in (
+        ("digits", format_figures),
+        ("seconds", format_seconds),
+        ("bytes", format_bytes),
+    ):
+        shown = page.evaluate(f"values => values.map(mw.{name})", values)
+        assert shown == list(map(write, values)), name
+
+
+def test_a_bar_of_what_if_leads_to_its_job(studio, open_page):
+    page = open_page(f"{studio}?{SMALL}&layout={LAYOUT}")
+    bars = page.locator("#what-if a.multiple")
+    bars.first.wait_for()
+    assert page.locator("#what-if h3").all_inner_texts() == [
+        *("Devices", "Kind of device", "Network", "Precision", "Sequence")
+    ]
+    assert page.locator("#what-if [aria-current]").count() == 5
+    assert "does not multiply in it" in page.locator("#what-if .none").first.inner_text()
+    speed = bars.get_by_text("H200").locator("xpath=..").locator("b").inner_text()
+    bars.get_by_text("H200").click()
+    page.locator("#verdict", has_text="16 × H200").wait_for()
+    tile = page.locator("[data-name='tokens_per_s_per_device']")
+    assert tile.inner_text() == speed
+
+
+def test_a_wrong_model_offers_the_nearest_and_words_lead_to_the_glossary(studio, open_page):
+    page = open_page(f"{studio}?model=Qwen3-30B-A3&on=16xH100&layout=ep8")
+    page.get_by_role("button", name="Use Qwen/Qwen3-30B-A3B").click()
+    page.wait_for_selector("#layout-text")
+    address = page.locator(".tile a.term", has_text="MFU").get_attribute("href")
+    target = open_page(f"{studio.rstrip('/')}{address}")
+    assert target.locator(address.partition("/learn/glossary")[2]).count() == 1
 
 
 def test_any_answer_is_a_whole_page(open_page, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 
 import moewright as mw
 from moewright.codec import write_json
+from moewright.intake import catalogue, hf
 from sample_run import record, write_run
 
 pytest.importorskip("uvicorn", reason="the studio extra is not installed")
@@ -115,8 +116,16 @@ def test_dropped_files_stay_in_the_folder(place, studio):
     assert "not a log" in why(studio.ask("/api/drop?name=../../x.json.sh", body=b"x"))
     folder = place / "root" / "runs" / "studio" / "dropped"
     written = {path for path in set(place.rglob("*")) - before if path.is_file()}
-    assert len(written) == 4  # config.json also in the folder of its model
+    assert len(written) == 3
     assert all(folder in path.parents for path in written)
+
+
+def test_a_dropped_config_lives_in_its_address(studio):
+    config = json.dumps(hf.build_config(catalogue.model("OLMoE-1B-7B-0924"))).encode()
+    model = studio.ask("/api/model", body=config)[1]["model"]
+    assert model.startswith("OlmoeForCausalLM~")
+    answer = studio.ask(f"/api/plan?model={model}&on=8xH100&layout=ep8")[1]
+    assert answer["job"]["model"] == "OlmoeForCausalLM"
 
 
 def test_a_large_file_is_refused_while_it_comes(place, studio):

@@ -18,7 +18,7 @@ from moewright.rules.expert_load import layer_load_factors
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.plan import Assumption, Estimate, Plan, TimeShare, Verdict
 from moewright.spec.sourced import SourceKind
-from moewright.spec.units import GIB, MIB, format_bytes, format_seconds, plural
+from moewright.spec.units import GIB, MIB, format_bytes, format_figures, format_seconds, plural
 
 PIPED_WIDTH = 120
 BAR_WIDTH = 10
@@ -117,8 +117,8 @@ def print_estimate_parts(console: Console, plan: Plan, *, verbose: bool = False)
         console.print(
             f"{plural(estimate.micro_batches, 'micro-batch')}, "
             f"bubble {estimate.bubble_fraction:.2%}; "
-            f"{format_rate(estimate.tokens_per_s_per_device)} tokens/s/device, "
-            f"{estimate.tflops_per_device:.4g} TFLOP/s/device, "
+            f"{format_figures(estimate.tokens_per_s_per_device)} tokens/s/device, "
+            f"{format_figures(estimate.tflops_per_device)} TFLOP/s/device, "
             f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}"
         )
     if verbose:
@@ -167,13 +167,6 @@ def describe_load_limit(estimate: Estimate) -> str:
         "memory is full when the busiest expert-parallel rank gets "
         f"{estimate.load_limit:.2f} x its even share of tokens"
     )
-
-
-def format_rate(value: float) -> str:
-    """Return a rate with four significant figures and thousands set apart."""
-    if value >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
 
 
 def format_flops(value: float) -> str:

@@ -6,8 +6,8 @@ from moewright.codec import format_layout
 from moewright.report.console import (
     describe_imbalance,
     describe_load_limit,
+    format_figures,
     format_flops,
-    format_rate,
 )
 from moewright.report.document import DocumentSection, Extent, build_table, numbers, words
 from moewright.rules.shapes.parameters import count_parameters
@@ -87,8 +87,11 @@ def _estimate_facts(estimate: Estimate) -> tuple[tuple[str, str], ...]:
     peak = f"{format_bytes(estimate.peak_bytes)}, margin {format_bytes(estimate.margin_bytes)}"
     facts = [
         ("step", format_seconds(estimate.step_s)),
-        ("speed", f"{format_rate(estimate.tokens_per_s_per_device)} tokens/s/rank"),
-        ("arithmetic", f"{estimate.tflops_per_device:.4g} TFLOP/s/rank, MFU {estimate.mfu:.1%}"),
+        ("speed", f"{format_figures(estimate.tokens_per_s_per_device)} tokens/s/rank"),
+        (
+            "arithmetic",
+            f"{format_figures(estimate.tflops_per_device)} TFLOP/s/rank, MFU {estimate.mfu:.1%}",
+        ),
         ("model FLOPs", f"{format_flops(estimate.model_flops_per_step)} a step"),
         ("peak memory", peak),
         ("verdict", f"{estimate.verdict}; largest: {estimate.largest}"),

@@ -18,7 +18,7 @@ from moewright.report.console import (
     STYLES,
     assumption_table,
     draw_bar,
-    format_rate,
+    format_figures,
     job_title,
     make_table,
     summarise_sources,
@@ -260,8 +260,8 @@ def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Pla
             f"> {rank}" if is_picked else str(rank),
             Text(layout, style="bold" if is_picked else ""),
             format_seconds(estimate.step_s),
-            format_rate(estimate.tokens_per_s_per_device),
-            f"{estimate.tflops_per_device:.4g}",
+            format_figures(estimate.tokens_per_s_per_device),
+            f"{format_figures(estimate.tflops_per_device)}",
             f"{estimate.mfu:.1%}",
             f"{format_bytes(estimate.peak_bytes)} {draw_bar(console, used)}",
             format_bytes(estimate.margin_bytes),
@@ -279,7 +279,7 @@ def _ranking_lines(plans: Sequence[Plan], picked: Sequence[Plan], width: int) ->
         mark = f"> {rank}" if is_picked else str(rank)
         figures = Text(
             f"{mark:>3}{format_seconds(estimate.step_s):>10}"
-            f"{format_rate(estimate.tokens_per_s_per_device):>12}{estimate.mfu:>8.1%}"
+            f"{format_figures(estimate.tokens_per_s_per_device):>12}{estimate.mfu:>8.1%}"
             f"{format_bytes(estimate.peak_bytes):>11}   "
         )
         yield figures.append_text(_verdict_cell(estimate))

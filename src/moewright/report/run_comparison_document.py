@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moewright.diagnosis.published import Nearness
 from moewright.diagnosis.run_comparison import ComparedRun, GapCloser, RunComparison
 from moewright.report.advice_section import build_advice_section
-from moewright.report.console import format_rate, job_title
+from moewright.report.console import job_title
 from moewright.report.document import (
     Document,
     DocumentSection,
@@ -21,7 +21,7 @@ from moewright.report.document import (
     words,
 )
 from moewright.report.finding_sections import list_fix_runs
-from moewright.spec.units import format_seconds
+from moewright.spec.units import format_figures, format_seconds
 
 _MAX_GAPS = 6
 _MAX_CLOSERS = 2
@@ -59,7 +59,10 @@ def _list_speeds(comparison: RunComparison) -> Iterator[tuple[str, Line]]:
         rate = ""
         if mfu:
             rate = f", {mfu:.1%} of the bf16 peak"
-        yield name, f"{format_seconds(step_s)} a step, {format_rate(speed)} tokens/s a device{rate}"
+        yield (
+            name,
+            f"{format_seconds(step_s)} a step, {format_figures(speed)} tokens/s a device{rate}",
+        )
 
 
 def _list_runs(comparison: RunComparison) -> DocumentSection:
@@ -99,9 +102,9 @@ def _list_runs(comparison: RunComparison) -> DocumentSection:
 def _list_run_cells(item: ComparedRun) -> Iterator[Line]:
     run = item.run
     yield f"{run.id}: {run.model.rpartition('/')[2]}, {run.devices} x {run.device}"
-    yield format_rate(run.measured)
+    yield format_figures(run.measured)
     yield f"{run.mfu:.1%}" if run.mfu else ""
-    yield format_rate(item.expected) if item.expected else ""
+    yield format_figures(item.expected) if item.expected else ""
     yield run.nearness.value
     yield run.differs or "nothing compared"
 

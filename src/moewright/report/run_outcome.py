@@ -7,13 +7,12 @@ from pathlib import Path
 from statistics import median
 
 from moewright.diagnosis.compare_ledgers import LedgerComparison
-from moewright.report.console import format_rate
 from moewright.report.ledger_document import describe_comparisons
 from moewright.report.run_sections import describe_learning, is_number
 from moewright.rules.steady_steps import median_step_s, steady_steps
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.run import RunRecord
-from moewright.spec.units import format_seconds, plural
+from moewright.spec.units import format_figures, format_seconds, plural
 
 _NAME_WIDTH = 9
 
@@ -58,7 +57,7 @@ def _describe_speed(record: RunRecord) -> str:
     steps = steady_steps(record)
     rate = median([step.tokens / step.step_s for step in steps])
     mfu = median([step.mfu for step in steps])
-    text = f"{format_seconds(measured_s)} a step, {format_rate(rate)} tokens/s, MFU {mfu:.1%}"
+    text = f"{format_seconds(measured_s)} a step, {format_figures(rate)} tokens/s, MFU {mfu:.1%}"
     estimate = record.plan.estimate
     low_s, high_s = estimate.step_interval_80
     if estimate.untimed or not low_s:

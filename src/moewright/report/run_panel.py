@@ -24,12 +24,12 @@ from rich.text import Text
 
 from moewright.codec import STEPS_FILE, FloatPolicy, from_data
 from moewright.codec.record_tail import RecordTail
-from moewright.report.console import draw_bar, format_rate
+from moewright.report.console import draw_bar
 from moewright.report.curve import draw_curve
 from moewright.report.run_sections import is_number
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, LayerLoad, StepRecord
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_figures, format_seconds
 
 _EVERY_S = 0.5  # between two drawings
 _NAME_WIDTH = 9
@@ -245,12 +245,14 @@ def _draw_losses(losses: list[float], console: Console, width: int) -> Iterator[
 def _describe_speed(progress: RunProgress, record: StepRecord) -> Text:
     """Return tokens a second of the recent steps beside the band that was predicted."""
     pace_s = median(progress.paces)
-    text = Text(f"{format_rate(record.tokens / pace_s)} tokens/s", style="not dim")
+    text = Text(f"{format_figures(record.tokens / pace_s)} tokens/s", style="not dim")
     estimate = progress.plan.estimate
     low_s, high_s = estimate.step_interval_80
     is_full = record.tokens == progress.plan.workload.tokens_per_step
     if low_s and is_full and not estimate.untimed:
-        band = f"{format_rate(record.tokens / high_s)} to {format_rate(record.tokens / low_s)}"
+        band = (
+            f"{format_figures(record.tokens / high_s)} to {format_figures(record.tokens / low_s)}"
+        )
         style = "yellow" if pace_s > high_s else "green"
         text.append(f", predicted {band}", style=style)
     return text.append(f"; {format_seconds(pace_s)} a step, MFU {record.mfu:.1%}")

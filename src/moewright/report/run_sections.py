@@ -8,7 +8,6 @@ from math import isfinite
 from statistics import fmean, median
 
 from moewright.diagnosis.compare_ledgers import LedgerComparison
-from moewright.report.console import format_rate
 from moewright.report.document import (
     DocumentSection,
     Extent,
@@ -20,7 +19,7 @@ from moewright.report.document import (
 )
 from moewright.rules.steady_steps import median_step_s, steady_steps
 from moewright.spec.run import EvalRecord, Incident, LayerLoad, RunRecord, Session, StepRecord
-from moewright.spec.units import format_bytes, format_seconds, plural
+from moewright.spec.units import format_bytes, format_figures, format_seconds, plural
 
 # No loss is as large, but for one that was not finite.
 _NO_NUMBER = 1e300
@@ -101,7 +100,7 @@ def build_verdict(record: RunRecord, comparisons: Sequence[LedgerComparison]) ->
             value=format_seconds(measured_s),
             note=step_note,
         ),
-        Tile(label="Speed", value=format_rate(rate), note="tokens/s/rank, median"),
+        Tile(label="Speed", value=format_figures(rate), note="tokens/s/rank, median"),
         Tile(label="MFU", value=f"{mfu:.1%}", note=f"predicted {estimate.mfu:.1%}"),
         Tile(
             label="Predicted peak",

@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+from decimal import ROUND_HALF_UP, Context, Decimal
+from math import isfinite
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 GB = 10**9
 TERA = 10**12
 
+_THREE_FIGURES = Context(prec=3, rounding=ROUND_HALF_UP)
+
+
+def format_figures(value: float) -> str:
+    """Return a number with three significant figures, from 1,000 on whole with thousands apart.
+
+    Halves are rounded away from zero. Pages have the same function in JavaScript.
+    """
+    if not isfinite(value):
+        return "–"
+    rounded = _THREE_FIGURES.create_decimal(Decimal(value))
+    if abs(rounded) >= 1000:
+        return f"{Decimal(value).quantize(Decimal(1), ROUND_HALF_UP):,}"
+    return f"{rounded.normalize():f}"
+
 
 def format_bytes(value_bytes: float) -> str:
     """Return bytes as B, KiB, MiB or GiB with three significant figures."""
     size = abs(value_bytes)
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if size >= 1000 * scale:
-            return f"{value_bytes / scale:,.0f} {unit}"
         if size >= scale:
-            return f"{value_bytes / scale:.3g} {unit}"
-    return f"{value_bytes:.0f} B"
+            return f"{format_figures(value_bytes / scale)} {unit}"
+    return f"{round(value_bytes)} B"
 
 
 def format_seconds(value_s: float) -> str:
     """Return seconds as s, ms or us with three significant figures."""
     size = abs(value_s)
-    if size >= 1000:
-        return f"{value_s:,.0f} s"
     if size >= 1 or size == 0:
-        return f"{value_s:.3g} s"
+        return f"{format_figures(value_s)} s"
     if size >= 1e-3:
-        return f"{value_s * 1e3:.3g} ms"
-    return f"{value_s * 1e6:.3g} us"
+        return f"{format_figures(value_s * 1e3)} ms"
+    return f"{format_figures(value_s * 1e6)} us"
 
 
 def format_count(value: float) -> str:

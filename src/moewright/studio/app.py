@@ -23,6 +23,7 @@ from moewright.api.catalogues import hardware as list_hardware
 from moewright.api.catalogues import models as list_models
 from moewright.api.running import export
 from moewright.api.views import view_comparison, view_judgement, view_plan, view_timetable
+from moewright.api.what_if_views import view_what_if
 from moewright.report.trace import build_trace
 from moewright.spec.errors import BadInput
 from moewright.spec.record import Record, format_json
@@ -81,6 +82,7 @@ def build_app(confinement: Confinement, access: Access) -> Starlette:
         Route("/api/plan", studio.send_plan),
         Route("/api/judgement", studio.send_judgement),
         Route("/api/timetable", studio.send_timetable),
+        Route("/api/what-if", studio.send_what_if),
         Route("/api/compare", studio.send_comparison),
         Route("/api/task/{task}", studio.stream_task),
         Route("/api/page", studio.send_page),
@@ -146,6 +148,10 @@ class _Studio:
     async def send_timetable(self, request: Request) -> Response:
         params = dict(request.query_params)
         return await _answer(lambda: view_timetable(read_query(params)))
+
+    async def send_what_if(self, request: Request) -> Response:
+        params = dict(request.query_params)
+        return await _answer(lambda: view_what_if(read_query(params)))
 
     async def send_comparison(self, request: Request) -> Response:
         params = dict(request.query_params)
@@ -227,11 +233,12 @@ class _Studio:
 
 
 def _list_names() -> dict[str, object]:
-    """Return the models and devices that are known by name, and the precisions."""
+    """Return models and devices that have a name, precisions, and places of the glossary."""
     return {
         "models": list_models().to_rows(),
         "devices": list_hardware().to_rows(),
         "precisions": [dtype.value for dtype in Dtype],
+        "terms": {word.lower(): entry.anchor for entry in load_glossary() for word in entry.words},
     }
 
 

@@ -10,15 +10,18 @@ from pathlib import Path
 from moewright.api.launch_scripts import read_flags
 from moewright.codec import format_layout, parse_json, write_json
 from moewright.codec.files import read_text
-from moewright.intake import catalogue
+from moewright.intake import hf
 from moewright.spec.errors import BadInput, Reason
 from moewright.studio.folder import StudioFolder
+from moewright.studio.packing import pack_config
 
 _MOST_NAME = 40
 
 
 def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, str]:
-    """Keep a config.json, and return the name by which queries find it.
+    """Return the name by which queries find a config.json, which holds all of it.
+
+    One that is too long for an address is kept in the studio's folder.
 
     Raises:
         BadInput: the file is no config.json of a model that can be planned.
@@ -28,10 +31,10 @@ def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, str]:
         raise BadInput(Reason(field="config.json", rule="must be an object"))
     architectures = data.get("architectures") or data.get("model_type") or "model"
     first = architectures[0] if isinstance(architectures, list) else architectures
-    name = re.sub(r"[^A-Za-z0-9_.-]", "", str(first))[:_MOST_NAME].lstrip(".") or "model"
-    model = str(folder.keep_model(json.dumps(data), name))
-    catalogue.model(model)
-    return {"model": model}
+    called = str(data.get("_name_or_path") or first).rpartition("/")[2]
+    name = re.sub(r"[^A-Za-z0-9_.-]", "", called)[:_MOST_NAME].lstrip(".") or "model"
+    hf.parse_config(data, where="config.json", name=name)
+    return {"model": pack_config(name, data) or str(folder.keep_model(json.dumps(data), name))}
 
 
 def read_dropped_script(path: Path, params: Mapping[str, str]) -> dict[str, object]:

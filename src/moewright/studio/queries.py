@@ -11,6 +11,7 @@ from moewright.api.views import ViewQuery
 from moewright.codec.numbers import parse_count
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import BatchRampSpec
+from moewright.studio.packing import unpack_model
 
 _LONGEST = 4000
 
@@ -34,7 +35,7 @@ def read_query(params: Mapping[str, str]) -> ViewQuery:
         Path(params["load"]) if params.get("load") else None,
     )
     return ViewQuery(
-        model=params["model"],
+        model=unpack_model(params["model"]) or params["model"],
         on=params.get("on", ""),
         options=replace(
             options, network=params.get("network", ""), rampup_batch_size=_read_ramp(params)

@@ -65,7 +65,7 @@ def render_shell() -> Html:
     )
     return Html.write(
         """{}<title>moewright studio</title>
-<link rel="icon" href="data:,">
+<link rel="icon" href="/assets/mark.svg">
 <link rel="stylesheet" href="/assets/style.css">
 <script type="application/json" id="palette">{}</script>
 {}</head>
@@ -100,17 +100,24 @@ def _render_header(page: str = "") -> Html:
         for name, title in (*PAGES, _COURSE)
     )
     return Html.write(
-        '<header class="top"><a class="brand" href="/" data-page="plan">moewright</a>\n'
+        '<header class="top"><a class="brand" href="/" data-page="plan">{}moewright</a>\n'
         '<nav aria-label="pages">{}</nav></header>',
+        _draw_mark(),
         links,
     )
+
+
+def _draw_mark() -> Html:
+    """Return the mark: two of four experts at work."""
+    drawing = _read_text("mark.svg")
+    return Html.trust(drawing.replace("<svg ", '<svg class="mark" aria-hidden="true" ', 1))
 
 
 def render_course_page(title: str, body: Html) -> Html:
     """Return a page of the course, which its server has written."""
     return Html.write(
         """{}<title>{} · moewright</title>
-<link rel="icon" href="data:,">
+<link rel="icon" href="/assets/mark.svg">
 <link rel="stylesheet" href="/assets/style.css">
 <link rel="stylesheet" href="/assets/course.css">
 <script src="/assets/course.js" defer></script>
@@ -145,14 +152,14 @@ def render_page(records: tuple[Record, ...], title: str) -> Html:
     return Html.write(
         """{}<meta http-equiv="Content-Security-Policy" content="{}">
 <title>{}</title>
-<link rel="icon" href="data:,">
+<link rel="icon" href="data:image/svg+xml;base64,{}">
 <style>
 {}</style>
 <script type="application/json" id="palette">{}</script>
 <script type="application/json" id="records">{}</script>
 </head>
 <body>
-<header class="top"><span class="brand">moewright</span></header>
+<header class="top"><span class="brand">{}moewright</span></header>
 <div class="frame wide"><main id="content"></main></div>
 {}
 </body>
@@ -161,9 +168,11 @@ def render_page(records: tuple[Record, ...], title: str) -> Html:
         _HEAD,
         Html.trust(policy),
         title,
+        b64encode(_read_text("mark.svg").encode()).decode(),
         Html.trust(_read_text("style.css")),
         Html.embed(build_palette()),
         Html.embed(replace_non_finite(data)),
+        _draw_mark(),
         Html.concat(body, "\n"),
     )
 

@@ -21,17 +21,18 @@ mw.breakable = text => String(text).split(/(\S{17,})/).flatMap((part, place) => 
   : part ? [part] : []);
 mw.escape = text => String(text).replace(/[&<>"']/g, letter => `&#${letter.charCodeAt(0)};`);
 
-mw.digits = (value, count = 3) => {
+/* As `spec/units.py` writes them; a test compares the two. */
+mw.digits = value => {
   if (!Number.isFinite(value)) return "–";
-  const text = Number(value.toPrecision(count));
-  return Math.abs(text) >= 1e3 ? Math.round(value).toLocaleString("en-US") : String(text);
+  const rounded = Number(value.toPrecision(3));
+  if (Math.abs(rounded) < 1e3) return String(rounded);
+  return `${value < 0 ? "-" : ""}${Math.round(Math.abs(value)).toLocaleString("en-US")}`;
 };
 mw.seconds = value => {
   const size = Math.abs(value);
-  if (size >= 1000) return `${mw.count(value)} s`;
   if (size >= 1 || size === 0) return `${mw.digits(value)} s`;
   if (size >= 1e-3) return `${mw.digits(value * 1e3)} ms`;
-  return `${mw.digits(value * 1e6)} µs`;
+  return `${mw.digits(value * 1e6)} us`;
 };
 mw.bytes = value => {
   const size = Math.abs(value);
@@ -46,12 +47,19 @@ mw.signed = (value, show) => `${value < 0 ? "−" : "+"}${show(Math.abs(value))}
 
 /* A tile carries the exact value: `data-name` is its key in `estimate --json`. */
 mw.tile = (label, text, note, name, value) => mw.el("div", {class: "tile"},
-  mw.el("span", {}, label),
+  mw.el("span", {}, mw.term(label)),
   mw.el("b", {"data-name": name, "data-value": value === undefined ? null : String(value), title: value === undefined ? null : String(value)}, text),
   mw.el("small", {}, note || ""));
 
 /* What stands where an answer will be. */
 mw.skeleton = (...heights) => heights.map(height => mw.el("div", {class: "panel skeleton", style: `height:${height}px`, "aria-hidden": "true"}));
+
+/* Words of the glossary are links to it where there is a studio; `terms` has their places by word. */
+mw.terms = {};
+mw.term = (text, key = text) => {
+  const place = typeof text === "string" && (mw.terms[key.toLowerCase()] || mw.terms[text.toLowerCase()]);
+  return place ? mw.el("a", {class: "term", href: `/learn/glossary#${place}`, title: "in the glossary"}, text) : text;
+};
 
 mw.panel = (title, ...children) => mw.el("section", {class: "panel"}, title ? mw.el("div", {class: "head"}, mw.el("h2", {}, title)) : "", ...children);
 
@@ -62,7 +70,7 @@ mw.shownRows = {table: 12, cards: 4};
 mw.table = (columns, rows, caption, totals = []) => {
   const body = mw.el("tbody", {}, rows.map((row, place) => mw.el("tr", {class: totals[place] ? "total" : null},
     columns.map((column, index) => mw.el("td", {class: column.n ? "n" : null, "data-label": column.t || null}, row[index])))));
-  const head = mw.el("thead", {}, mw.el("tr", {}, columns.map(column => mw.el(column.t ? "th" : "td", {class: column.n ? "n" : null, scope: column.t ? "col" : null}, column.t))));
+  const head = mw.el("thead", {}, mw.el("tr", {}, columns.map(column => mw.el(column.t ? "th" : "td", {class: column.n ? "n" : null, scope: column.t ? "col" : null}, mw.term(column.t)))));
   const text = cell => (cell instanceof Node ? cell.textContent : [cell].flat().map(run => run instanceof Node ? run.textContent : String(run ?? "")).join("")).trim();
   const lines = [columns.map(column => column.t), ...rows.map(row => columns.map((column, index) => text(row[index])))];
   const quote = cell => /[",\n]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell;
@@ -104,7 +112,8 @@ mw.textStyle = () => ({color: mw.colour("ink"), fontFamily: getComputedStyle(doc
 /* A chart that is drawn anew when its box or the colours of the system change. */
 mw.chart = (label, height, option, alternative) => {
   const box = mw.el("div", {class: "chart", role: "img", "aria-label": label, style: `height:${height}px`});
-  const holder = mw.el("div", {}, box, alternative || "");
+  const png = mw.el("button", {type: "button", class: "small copy", "aria-label": `copy as PNG: ${label}`, onclick: () => mw.copyPicture(item, png)}, "PNG");
+  const holder = mw.el("div", {}, box, mw.el("div", {class: "row copies no-print"}, png), alternative || "");
   const item = {box, chart: null, option, label, hidden: new Set()};
   item.draw = () => {
     if (!box.isConnected) { if (item.chart) item.chart.dispose(); mw.charts.delete(item); return; }
@@ -152,6 +161,18 @@ mw.fold = (node, kind, text, place, name) => {
 };
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => mw.charts.forEach(item => item.draw()));
 addEventListener("beforeprint", () => mw.charts.forEach(item => item.resize()));
+
+/* A picture goes to the clipboard; where there is none, it is saved. */
+mw.copyPicture = async (item, button) => {
+  const address = item.chart.getDataURL({pixelRatio: 2, backgroundColor: mw.colour("card")});
+  const bytes = Uint8Array.from(atob(address.split(",")[1]), letter => letter.charCodeAt(0));
+  const blob = new Blob([bytes], {type: "image/png"});
+  try {
+    await navigator.clipboard.write([new ClipboardItem({"image/png": blob})]);
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = "PNG"; }, 1500);
+  } catch { mw.save(`${item.label.split(/[;,]/)[0]}.png`, blob); }
+};
 
 mw.axis = extra => ({
   axisLine: {lineStyle: {color: mw.colour("line")}}, axisTick: {show: false},

@@ -13,7 +13,7 @@ mw.documentTable = (table, caption) => mw.table(table.columns.map(column => ({t:
 
 mw.sectionBody = section => [
   ...section.lines.map(line => mw.el("p", {}, mw.line(line))),
-  section.facts.length ? mw.el("dl", {class: "facts"}, section.facts.flatMap(([name, value]) => [mw.el("dt", {}, name), mw.el("dd", {}, mw.line(value))])) : null,
+  section.facts.length ? mw.el("dl", {class: "facts"}, section.facts.flatMap(([name, value]) => [mw.el("dt", {}, mw.term(name)), mw.el("dd", {}, mw.line(value))])) : null,
   section.table && section.table.rows.length ? mw.documentTable(section.table, mw.text(section.title) || section.table.columns[0].name) : null,
   section.items ? mw.el(section.items.is_numbered ? "ol" : "ul", {class: "plain"}, section.items.items.map(item => mw.el("li", {}, mw.line(item)))) : null,
   ...section.notes.map(note => mw.el("p", {class: "note"}, mw.line(note))),

@@ -7,7 +7,7 @@ mw.figures = plan => {
   const [low, high] = plan.step_interval_80;
   return mw.el("div", {class: "tiles"},
     mw.tile("Step", mw.seconds(plan.step_s), `80 %: ${mw.seconds(low)} to ${mw.seconds(high)}`, "step_s", plan.step_s),
-    mw.tile("Tokens/s a device", mw.digits(plan.tokens_per_s_per_device, 4), `${mw.digits(plan.tflops_per_device, 4)} TFLOP/s`, "tokens_per_s_per_device", plan.tokens_per_s_per_device),
+    mw.tile("Tokens/s a device", mw.digits(plan.tokens_per_s_per_device), `${mw.digits(plan.tflops_per_device)} TFLOP/s`, "tokens_per_s_per_device", plan.tokens_per_s_per_device),
     mw.tile("MFU", mw.percent(plan.mfu), `HFU ${mw.percent(plan.hfu)}`, "mfu", plan.mfu),
     mw.tile("Peak memory", mw.bytes(plan.peak_bytes), `of ${mw.bytes(plan.capacity_bytes)}, ± ${mw.bytes(plan.peak_sd_bytes)}`, "peak_bytes", plan.peak_bytes),
     mw.tile("Margin", mw.bytes(plan.margin_bytes), `fits with a probability of ${mw.percent(plan.fit_probability, 0)}`, "margin_bytes", plan.margin_bytes),
@@ -163,7 +163,7 @@ mw.render.PlanView = (plan, root, act) => {
 /* The values that a rule names as nearest: numbers, names, or a string of stages in quotes. */
 mw.nearest = reason => {
   const stages = /'([^']+)'/.exec(reason.nearest);
-  const plain = reason.nearest.replace(/,? or .*'.*'.*/, "").split(/,? or |, /).filter(value => /^[\w.+-]+$/.test(value));
+  const plain = reason.nearest.replace(/,? or .*'.*'.*/, "").split(/,? or |, /).filter(value => /^[\w.+/-]+$/.test(value));
   return stages ? [...plain, `layout='${stages[1]}'`] : plain;
 };
 mw.render.RefusalView = (refusal, root, act) => {

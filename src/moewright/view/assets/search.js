@@ -28,7 +28,7 @@ mw.searchChart = (view, pick) => {
 
 mw.searchTable = (view, pick) => {
   const state = mw.searchState;
-  const columns = [["layout", "layout"], ["step_s", "step", mw.seconds], ["tokens_per_s_per_device", "tok/s/dev", value => mw.digits(value, 4)], ["mfu", "MFU", mw.percent], ["peak_bytes", "peak", mw.bytes], ["margin_bytes", "margin", mw.bytes], ["fit_probability", "odds to fit", value => mw.percent(value, 0)], ["grade", "evidence"], ["trainers", "runs in"]];
+  const columns = [["layout", "layout"], ["step_s", "step", mw.seconds], ["tokens_per_s_per_device", "tok/s/dev", value => mw.digits(value)], ["mfu", "MFU", mw.percent], ["peak_bytes", "peak", mw.bytes], ["margin_bytes", "margin", mw.bytes], ["fit_probability", "odds to fit", value => mw.percent(value, 0)], ["grade", "evidence"], ["trainers", "runs in"]];
   const full = view.ranked.filter(item => item.kind !== "candidate");
   const body = mw.el("tbody", {class: "ranking"});
   const heads = columns.map(([key, title, show]) => mw.el("th", {scope: "col", class: show ? "n" : null}, mw.el("button", {type: "button", onclick: () => { state.down = state.key === key && !state.down; state.key = key; fill(); }}, title)));
@@ -98,7 +98,7 @@ mw.render.ComparisonView = (view, root, act, pick) => {
   root.append(mw.wide(mw.panel("Side by side", mw.table([{t: ""}, {t: "layout"}, {t: "verdict"}, {t: "step", n: true}, {t: "tok/s/dev", n: true}, {t: "MFU", n: true}, {t: "peak", n: true}, {t: "margin", n: true}],
     view.plans.map((plan, index) => [letters[index], mw.layoutCell(plan.layout, plan.words, pick && (() => pick(plan.layout))),
       plan.verdict ? mw.el("span", {class: `badge ${plan.verdict}`}, plan.headline) : mw.el("span", {class: "badge bad"}, "not legal"),
-      ...(plan.verdict ? [mw.seconds(plan.step_s), mw.digits(plan.tokens_per_s_per_device, 4), mw.percent(plan.mfu), mw.bytes(plan.peak_bytes), mw.bytes(plan.margin_bytes)] : ["", "", "", "", ""])]), "Layouts side by side"))));
+      ...(plan.verdict ? [mw.seconds(plan.step_s), mw.digits(plan.tokens_per_s_per_device), mw.percent(plan.mfu), mw.bytes(plan.peak_bytes), mw.bytes(plan.margin_bytes)] : ["", "", "", "", ""])]), "Layouts side by side"))));
   others.forEach((plan, index) => {
     const name = letters[index + 1];
     const panel = mw.panel(`${name} beside A`, mw.el("ul", {class: "plain"}, plan.lines.map(line => mw.el("li", {}, line))));
@@ -140,7 +140,7 @@ mw.render.BudgetView = (view, root, act, pick) => {
   });
   root.append(mw.panel("Days by number of devices", mw.chart("Days of training by number of devices on logarithmic axes, with the interval of 80 %", 320, option), mw.el("p", {class: "note"}, "Both axes are logarithmic. Dashed: as many device-hours as on the fewest devices; thin: 80 %.")),
     mw.panel("Figures", mw.table([{t: "devices", n: true}, {t: "layout"}, {t: "step", n: true}, {t: "steps", n: true}, {t: "days", n: true}, {t: "80 %", n: true}, {t: "device-hours", n: true}, ...(view.first_tokens < view.tokens_per_step ? [{t: "days of the ramp", n: true}] : []), ...(view.price ? [{t: "cost (assumed)", n: true}] : [])],
-      points.map(point => [mw.count(point.devices), mw.layoutCell(point.layout, point.words, pick && (() => pick(point.layout, point.devices))), mw.seconds(point.step_s), mw.count(point.steps), mw.digits(point.days, 4), `${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])}`, mw.count(point.device_hours), ...(view.first_tokens < view.tokens_per_step ? [mw.digits(point.ramp_days)] : []), ...(view.price ? [mw.count(point.cost)] : [])]), "Budget by number of devices"),
+      points.map(point => [mw.count(point.devices), mw.layoutCell(point.layout, point.words, pick && (() => pick(point.layout, point.devices))), mw.seconds(point.step_s), mw.count(point.steps), mw.digits(point.days), `${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])}`, mw.count(point.device_hours), ...(view.first_tokens < view.tokens_per_step ? [mw.digits(point.ramp_days)] : []), ...(view.price ? [mw.count(point.cost)] : [])]), "Budget by number of devices"),
       view.without_layout.length ? mw.el("p", {class: "note"}, `No layout fits surely enough: ${view.without_layout.join(", ")} devices.`) : ""));
 };
-mw.tokens = value => { for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6]]) if (value >= scale) return `${mw.digits(value / scale, 4)}${unit}`; return mw.count(value); };
+mw.tokens = value => { for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6]]) if (value >= scale) return `${mw.digits(value / scale)}${unit}`; return mw.count(value); };

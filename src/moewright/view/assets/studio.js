@@ -144,7 +144,9 @@ studio.buildDrop = () => {
 studio.fillForm = () => {
   for (const key of ["model", "global_batch", "seq_len", "precision", "network", "layout"]) {
     const node = document.getElementById(`in-${key}`);
-    if (node && node !== document.activeElement) node.value = studio.query.get(key) || "";
+    const value = studio.query.get(key) || "";
+    /* A config.json that the address holds is shown by its name. */
+    if (node && node !== document.activeElement) node.value = key === "model" ? value.replace(/^([\w.-]+)~[\w-]+$/, "$1") : value;
   }
   const match = /^(\d+)\s*x\s*(.+)$/i.exec(studio.query.get("on") || "");
   if (match) {
@@ -174,7 +176,7 @@ studio.fillControls = controls => {
 studio.buildControl = control => {
   const node = mw.el("div", {class: "control group", "data-key": control.key, "data-steps": control.steps.map(step => step.value).join()});
   const output = mw.el("output", {for: `c-${control.key}`});
-  const name = mw.el("div", {class: "name"}, mw.el("label", {for: `c-${control.key}`, id: `l-${control.key}`}, control.label), output);
+  const name = mw.el("div", {class: "name"}, mw.el("label", {for: `c-${control.key}`, id: `l-${control.key}`}, mw.term(control.label, control.key)), output);
   node.append(name);
   name.firstChild.removeAttribute("for");
   const isSet = control.kind === "set";
@@ -251,7 +253,7 @@ studio.take = (record, params) => {
   studio.record = record;
   studio.fillControls(record.controls);
   document.documentElement.dataset.painted = params.toString();
-  if (studio.page() === "plan") { studio.paintPlan(record); studio.judge(); }
+  if (studio.page() === "plan") { studio.paintPlan(record); studio.judge(); studio.askWhatIf(); }
   document.title = record.job ? `${record.job.layout} · moewright` : "moewright studio";
   requestAnimationFrame(() => { document.documentElement.dataset.frame = String(studio.answered); });
 };
@@ -308,6 +310,7 @@ studio.start = async () => {
     link.addEventListener("click", event => { event.preventDefault(); studio.go({}, link.dataset.page); });
   }
   studio.catalogue = await studio.get("/api/catalogue", "");
+  mw.terms = studio.catalogue.terms;
   document.getElementById("form").replaceChildren(studio.buildForm());
   if (innerWidth <= 1020) document.getElementById("controls").open = location.search === "";
   if (!studio.query.get("model") && studio.page() !== "runs") {
