@@ -1,10 +1,13 @@
 import io
+import random
 from dataclasses import replace
 
 import pytest
 
+from moewright.cli.main import main
 from moewright.codec import parse_layout
 from moewright.diagnosis.judgement import judge_plan
+from moewright.report import console
 from moewright.report.console import format_flops, make_console, print_estimate
 from moewright.report.plan_text import describe_evidence, print_plans
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -166,3 +169,43 @@ def test_the_widest_memory_table_fits_and_the_peak_stage_is_the_one_shown(out):
     assert any("Memory of pipeline rank 1, GiB" in line for line in lines)
     assert not any("…" in line for line in lines)
     assert f"0: 338 MiB  1: {3 * (len(rows) - len(Module))} GiB" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120])
+def test_no_table_is_cut_however_narrow_the_console(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Cells are there in one piece, and lines are longer than the console for words alone."""
+    monkeypatch.setattr(console, "PIPED_WIDTH", width)
+    draws = random.Random(width)
+    layout = "tp2,pp8,vpp2,ep8,mbs1,recompute=layernorm+moe_act,layout='Et*4|(t*5|)*2tL'"
+    for columns in range(1, 14):
+        stream = io.StringIO()
+        names = [f"column{at}" for at in range(columns)]
+        table = console.make_table(*names, text_columns=names[::3], title="A title of it")
+        cells = [draws.choice((layout, "12,345.6 s", "word", "")) for _ in names]
+        table.add_row(*cells)
+        console.make_console(stream).print(table)
+        printed = stream.getvalue()
+        assert "…" not in printed
+        assert all(cell in printed for cell in cells)
+        assert all(name in printed for name, cell in zip(names, cells, strict=True) if cell)
+        assert all(
+            len(line) <= width or any(len(word) + 10 > width for word in line.split("  "))
+            for line in printed.splitlines()
+        )
+
+
+def test_verbs_cut_nothing_at_eighty_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "PIPED_WIDTH", 80)
+    for command in (
+        ["models"],
+        ["hardware"],
+        ["hardware", "H100"],
+        ["estimate", "OLMoE-1B-7B-0924", "--on", "4xH100", "--layout", "ep4", "-v"],
+    ):
+        assert main(command) in (0, 3)
+        lines = capsys.readouterr().out.splitlines()
+        assert not [line for line in lines if "…" in line], command

@@ -17,6 +17,7 @@ from moewright.codec import STEPS_FILE, format_record
 from moewright.codec.record_tail import RecordTail
 from moewright.report.curve import draw_curve
 from moewright.report.run_panel import RunPanel, format_duration
+from moewright.spec.units import format_figures
 
 RECORD = sample_run.record(steps=8)
 PLAN = replace(
@@ -81,7 +82,7 @@ def test_the_panel_fits_its_terminal_and_is_drawn_over_itself(
         text = ESCAPES.sub("", third)
         assert f"loss     {RECORD.steps[-1].loss:.4f}" in text
         assert "step 8/8" in text
-        assert f"predicted {RECORD.steps[0].tokens / 9:.4g} to " in text
+        assert f"predicted {format_figures(RECORD.steps[0].tokens / 9)} to " in text
         assert len(third.splitlines()) > 10
 
 

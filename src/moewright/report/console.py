@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +21,7 @@ from moewright.spec.sourced import SourceKind
 from moewright.spec.units import GIB, MIB, format_bytes, format_figures, format_seconds, plural
 
 PIPED_WIDTH = 120
+_WIDEST = 10_000  # no table has as many columns of letters
 BAR_WIDTH = 10
 # Without -v: as many peaks of pipeline ranks, and parts of the step.
 _PEAKS_SHOWN = 4
@@ -31,9 +32,44 @@ STYLES = {Verdict.FITS: "green", Verdict.UNCERTAIN: "yellow", Verdict.OOM: "red"
 
 
 class _Console(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print without a cut at the right edge; a terminal wraps what is longer."""
+        super().print(*objects, **{"crop": False, **options})
+
     def on_broken_pipe(self) -> None:
         """Raise, and so leave a closed pipe to the caller; rich would exit with code 1."""
         raise BrokenPipeError
+
+
+class _FittingTable(Table):
+    """A table that is a list of its rows where a console is narrower than its words.
+
+    So nothing in it is cut, and a layout can be copied whole.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table, or its rows one below the other."""
+        least = self.__rich_measure__(console, options.update(max_width=_WIDEST)).minimum
+        if least <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        if self.title:
+            yield _keep_whole(Text(str(self.title), style=self.title_style))
+        names = [str(column.header).replace("\n", " ") for column in self.columns]
+        indent = max(map(len, names))
+        for cells in zip(*(column.cells for column in self.columns), strict=True):
+            yield Text("")
+            for name, cell in zip(names, cells, strict=True):
+                if str(cell):
+                    yield _keep_whole(Text.assemble(f"{name:{indent}}  ", cell))
+        yield Text("")
+
+
+def _keep_whole(line: Text) -> Text:
+    """Return a line that no console wraps or cuts; a terminal wraps it by itself."""
+    line.no_wrap = True
+    line.overflow = "ignore"
+    return line
 
 
 def make_console(stream: TextIO) -> Console:
@@ -180,7 +216,7 @@ def format_flops(value: float) -> str:
 
 def make_table(*columns: str, text_columns: Iterable[str] = (), title: str = "") -> Table:
     """Make an empty table; the `text_columns` hold words and may wrap, the others numbers."""
-    table = Table(
+    table = _FittingTable(
         title=title or None,
         title_justify="left",
         title_style="bold",
