@@ -12,7 +12,7 @@ from moewright.spec.errors import BadInput
 from moewright.studio.packing import MOST_LETTERS, pack_config, unpack_model
 from moewright.studio.queries import read_query
 
-NAMES = random.Random(34).sample(catalogue.model_names(), 6)
+NAMES = ("OLMoE-1B-7B-0924", "Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-120b", "Mixtral-8x7B")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -32,9 +32,11 @@ def test_what_is_cut_changed_or_endless_is_refused():
         at = draws.randrange(len("mine~") + 1, len(packed))
         letter = draws.choice("abcXYZ019-_")
         changed = packed[:at] + draws.choice(("", letter)) + packed[at + 1 :]
-        if changed != packed:
-            with pytest.raises(BadInput, match="mine"):
-                unpack_model(changed)
+        try:
+            model = unpack_model(changed)
+        except BadInput:
+            continue
+        assert model == unpack_model(packed)  # bits beyond the last byte
     endless = zlib.compress(json.dumps({"a": "x" * (1 << 22)}).encode(), 9)
     with pytest.raises(BadInput, match="whole config"):
         unpack_model(f"mine~{urlsafe_b64encode(endless).decode().rstrip('=')}")
