@@ -54,7 +54,7 @@ class _FittingTable(Table):
             yield from super().__rich_console__(console, options)
             return
         if self.title:
-            yield _keep_whole(Text(str(self.title), style=self.title_style))
+            yield _keep_whole(Text(str(self.title), style="bold"))
         names = [str(column.header).replace("\n", " ") for column in self.columns]
         indent = max(map(len, names))
         for cells in zip(*(column.cells for column in self.columns), strict=True):

@@ -6,7 +6,6 @@ from moewright.codec import format_layout
 from moewright.report.console import (
     describe_imbalance,
     describe_load_limit,
-    format_figures,
     format_flops,
 )
 from moewright.report.document import DocumentSection, Extent, build_table, numbers, words
@@ -14,7 +13,7 @@ from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan
 from moewright.spec.sourced import SourceKind
-from moewright.spec.units import format_bytes, format_count, format_seconds
+from moewright.spec.units import format_bytes, format_count, format_figures, format_seconds
 from moewright.spec.workload import (
     LossSpec,
     RouterAssignment,

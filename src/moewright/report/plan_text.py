@@ -18,7 +18,6 @@ from moewright.report.console import (
     STYLES,
     assumption_table,
     draw_bar,
-    format_figures,
     job_title,
     make_table,
     summarise_sources,
@@ -33,7 +32,7 @@ from moewright.spec.plan import (
     RankingRule,
     Recommendation,
 )
-from moewright.spec.units import format_bytes, format_seconds, plural
+from moewright.spec.units import format_bytes, format_figures, format_seconds, plural
 
 _RANKING_COLUMNS = (
     "",
