@@ -18,12 +18,13 @@ studio.askWhatIf = () => {
   clearTimeout(studio.whatIfTimer);
   const {record} = studio, cards = studio.content().querySelector(".cards");
   if (!record || record.kind !== "PlanView" || !cards) return;
-  const panel = document.getElementById("what-if") || studio.whatIfPanel();
+  const shown = document.getElementById("what-if"), panel = shown || studio.whatIfPanel();
   cards.append(panel);
   studio.whatIfTimer = setTimeout(async () => {
     const view = await studio.get("/api/what-if", studio.job());
     if (view.kind !== "WhatIfView" || studio.record !== record || !panel.isConnected) return;
     const most = Math.max(...view.axes.flatMap(axis => axis.points.map(point => point.tokens_per_s_per_device)));
     panel.querySelector(".multiples").replaceChildren(...view.axes.map(axis => mw.el("div", {}, mw.el("h3", {}, axis.title), axis.points.map(point => studio.whatIfBar(axis, point, most)))));
+    if (!shown) mw.settle(studio.content());
   }, 700);
 };
