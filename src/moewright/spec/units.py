@@ -23,8 +23,12 @@ def format_figures(value: float) -> str:
         return "–"
     rounded = _THREE_FIGURES.create_decimal(Decimal(value))
     if abs(rounded) >= 1000:
-        return f"{Decimal(value).quantize(Decimal(1), ROUND_HALF_UP):,}"
+        return f"{_round_half_up(value):,}"
     return f"{rounded.normalize():f}"
+
+
+def _round_half_up(value: float) -> int:
+    return int(Decimal(value).quantize(Decimal(1), ROUND_HALF_UP))
 
 
 def format_bytes(value_bytes: float) -> str:
@@ -33,7 +37,7 @@ def format_bytes(value_bytes: float) -> str:
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= scale:
             return f"{format_figures(value_bytes / scale)} {unit}"
-    return f"{round(value_bytes)} B"
+    return f"{_round_half_up(value_bytes):,} B"
 
 
 def format_seconds(value_s: float) -> str:

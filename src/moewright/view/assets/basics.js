@@ -26,8 +26,9 @@ mw.digits = value => {
   if (!Number.isFinite(value)) return "–";
   const rounded = Number(value.toPrecision(3));
   if (Math.abs(rounded) < 1e3) return String(rounded);
-  return `${value < 0 ? "-" : ""}${Math.round(Math.abs(value)).toLocaleString("en-US")}`;
+  return mw.count(value);
 };
+mw.count = value => (Math.sign(value) * Math.round(Math.abs(value)) + 0).toLocaleString("en-US");
 mw.seconds = value => {
   const size = Math.abs(value);
   if (size >= 1 || size === 0) return `${mw.digits(value)} s`;
@@ -38,10 +39,9 @@ mw.bytes = value => {
   const size = Math.abs(value);
   for (const [unit, scale] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
     if (size >= scale) return `${mw.digits(value / scale)} ${unit}`;
-  return `${Math.round(value)} B`;
+  return `${mw.count(value)} B`;
 };
 mw.percent = (value, decimals = 1) => `${(100 * value).toFixed(decimals)}%`;
-mw.count = value => Math.round(value).toLocaleString("en-US");
 mw.words = name => name.replaceAll("_", " ");
 mw.signed = (value, show) => `${value < 0 ? "−" : "+"}${show(Math.abs(value))}`;
 
