@@ -197,6 +197,26 @@ def test_a_publisher_has_rows_of_several_kinds_of_ids(tmp_path: Path) -> None:
     assert row.publisher == "bridge"
 
 
+@pytest.mark.parametrize(
+    ("source", "framework"),
+    [
+        ("NVIDIA-NeMo/Automodel docs/performance-summary", "automodel"),
+        ("NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md", "megatron"),
+        ("NVIDIA/NeMo docs/source/performance/performance_summary.md", "megatron"),
+        ("pytorch/torchtitan benchmarks/llama3.md", "torchtitan"),
+        ("bigscience-workshop/bigscience train/tr11-176B-ml/chronicles", "megatron-deepspeed"),
+        ("a cluster of our own", "me"),
+    ],
+)
+def test_rows_name_the_framework_that_their_source_ran(
+    tmp_path: Path, source: str, framework: str
+) -> None:
+    cells = {"id": "me-3", "source": source}
+    by_source, by_cell = table(tmp_path, cells, {**cells, "id": "me-4", "framework": "x"}).rows
+    assert by_source.cells["framework"] == framework
+    assert by_cell.cells["framework"] == "x"
+
+
 def test_a_model_may_be_cut(tmp_path: Path) -> None:
     change = {"model": "Qwen3-235B-A22B (4 layers)", "pp": "1", "vpp": "", "dp": "128"}
     runs = table(tmp_path, change, {**change, "id": "a-2", "model": "Qwen3-235B-A22B (95 layers)"})

@@ -56,6 +56,7 @@ _TABLE_COLUMNS = (
     _text("id"),
     _text("source"),
     _text("publisher"),
+    _text("framework", "trainer"),
     _text("date_release"),
     _text("task"),
     _text("model", "model_name", "model_id"),

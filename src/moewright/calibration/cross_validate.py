@@ -220,7 +220,14 @@ def _leave_out_error(value: str, rule: str) -> BadInput:
 
 
 def _key(row: MeasuredRow, columns: Sequence[str]) -> tuple[str, ...]:
-    return tuple(row.cells[column] for column in columns)
+    """Return what a row shares with those that are left out with it, a text for each column.
+
+    Parts are named by the catalogue, for tables write one in several ways.
+    """
+    return tuple(
+        row.hardware.device.name if column == "hardware" else row.cells[column]
+        for column in columns
+    )
 
 
 def _unexplained_peaks(rows: Sequence[MeasuredRow]) -> list[_UnexplainedPeak]:

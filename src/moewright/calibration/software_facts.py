@@ -159,12 +159,14 @@ def facts_for(cells: Mapping[str, str], model: ModelSpec) -> tuple[SourceFact, .
 def fill_stated(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[str, str]:
     """Correct wrong cells, and fill empty ones with what the source states outside its table.
 
-    A publisher that neither says is the part of the row's id before its number.
+    A publisher that neither says is the part of the row's id before its number, a framework that
+    neither says is the publisher's.
     """
     stated = dict(cells)
     for fact in facts:
         stated = _state(stated, fact)
-    return _fill(stated, [{"publisher": cells["id"].rpartition("-")[0]}])
+    named = _fill(stated, [{"publisher": cells["id"].rpartition("-")[0]}])
+    return _fill(named, [{"framework": named["publisher"]}])
 
 
 def _state(cells: Mapping[str, str], fact: SourceFact) -> dict[str, str]:

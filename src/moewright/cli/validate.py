@@ -36,7 +36,7 @@ def validate(
         Fit the constants on this table before scoring, instead of taking the planner's own.
     leave_out
         Cross-validate: fit each row's constants without the rows that share its values in these
-        columns, such as "publisher" or "model,hardware"; "id" leaves out one row at a time.
+        columns, such as "publisher" or "framework,hardware"; "id" leaves out one row at a time.
     own_rows
         With --leave-out, fit so many of the left-out rows nevertheless and score the others: what a
         user's first runs teach.
