@@ -83,6 +83,32 @@ def test_transcripts_of_preferences_are_two_chats() -> None:
     assert chosen.first == rejected.first == 3
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {
+            "conversations": SHAREGPT[:1],
+            "chosen": SHAREGPT[1],
+            "rejected": {"from": "gpt", "value": "3"},
+        },
+        {"instruction": Q, "input": "", "chosen": A, "rejected": "3"},
+        {"question": Q, "chosen": A, "rejected": "3"},
+        {"prompt": Q, "chosen": [MESSAGES[1]], "rejected": [{"role": "assistant", "content": "3"}]},
+    ],
+)
+def test_public_forms_of_preferences_ask_and_answer_the_same(record: dict[str, Any]) -> None:
+    chosen, rejected = parse_record(record, "dpo:1")
+    assert spoken(chosen) == ASKED
+    assert spoken(rejected) == [ASKED[0], ("assistant", "3")]
+    assert chosen.first == 1
+
+
+def test_an_answer_that_nobody_wants_is_not_learnt() -> None:
+    assert parse_record({"messages": MESSAGES, "label": True}, "kto:1")
+    with pytest.raises(BadInput, match=r"kto:1: is an answer that nobody wants"):
+        parse_record({"messages": MESSAGES, "label": False}, "kto:1")
+
+
 def test_tools_of_a_text_are_those_of_a_list() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     (chat,) = parse_record({"messages": MESSAGES, "tools": json.dumps(tools)}, "x:1")

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -103,8 +103,11 @@ def normalize_record(record: Record, columns: Columns, where: str) -> Record:
         record = _take_columns(record, columns, where)
     tools = _read_json(record.get("tools"))
     extra = {"tools": tools} if isinstance(tools, list) and tools else {}
+    if record.get("label") is False and "messages" in record:
+        rule = "is an answer that nobody wants (label false), and would be learnt"
+        raise BadInput(Reason(field=where, rule=rule, nearest="pairs of chosen and rejected"))
     if "chosen" in record or "rejected" in record:
-        return {**_split_transcripts(record), **extra}
+        return {**_name_preference(record), **extra}
     if isinstance(record.get("prompt"), list) and "completion" in record:
         return {**record, **extra}
     system = _first_text(record, _SYSTEMS)
@@ -193,10 +196,47 @@ def _build_messages(question: _Question) -> list[dict[str, str]]:
     return messages
 
 
+def _name_preference(record: Record) -> Record:
+    """Return a preference with the prompt and the answers that TRL's formats have.
+
+    The prompt may be turns or a question under another name; an answer may be one turn, or the
+    transcript of the whole.
+    """
+    answers = {name: record[name] for name in ("chosen", "rejected") if name in record}
+    if len(answers) > 1 and "prompt" not in record:
+        system = _first_text(record, _SYSTEMS)
+        turns = next((record[name] for name in _LISTS if isinstance(record.get(name), list)), None)
+        questions = {name: record.get(name) for name in (*_PROMPTS, *_CONTEXTS)}
+        question = _find_question({**questions, "output": ""})
+        if turns:
+            record = {**record, "prompt": _name_roles(turns)}
+        elif question is not None and all(isinstance(text, str) for text in answers.values()):
+            turns = _build_messages(replace(question, system=system))[:-1]
+            record = {**record, "prompt": turns}
+            answers = {
+                name: [{"role": "assistant", "content": text}] for name, text in answers.items()
+            }
+        else:
+            return _split_transcripts(record)
+    turned = {
+        name: _name_roles([answer]) if isinstance(answer, dict) else answer
+        for name, answer in answers.items()
+    }
+    return {**record, **turned}
+
+
+def _name_roles(turns: list[Any]) -> list[Any]:
+    """Return ShareGPT's turns as messages; others as they are."""
+    return [
+        {"role": _SPEAKERS.get(turn["from"], "assistant"), "content": turn.get("value")}
+        if isinstance(turn, dict) and isinstance(turn.get("from"), str)
+        else turn
+        for turn in turns
+    ]
+
+
 def _split_transcripts(record: Record) -> Record:
-    """Return a preference whose answers are transcripts, or a text, as messages."""
-    if "prompt" in record:
-        return record
+    """Return a preference whose answers are transcripts as messages."""
     answers = {name: _split_turns(record.get(name)) for name in ("chosen", "rejected")}
     return {**record, **answers} if all(answers.values()) else record
 
