@@ -30,6 +30,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 import tiny_jobs  # noqa: E402
 from faults import harness  # noqa: E402
 from faults.harness import FaultNotPossible, SupervisedRun  # noqa: E402
+from faults.program import find_section, replace_section  # noqa: E402
 from moewright.codec import read_incidents  # noqa: E402
 from moewright.engine.run.train import train  # noqa: E402
 
@@ -44,9 +45,10 @@ What other libraries state is below.
 
 Then `tests/faults/program.py` draws cells of fault, layout (TP, PP, EP, CP, ZeRO-1 to 3), moment
 (start, restore, first step, a step, a save, last step, after it), launcher (own, torchrun), elastic
-or not, with copies or not, and runs them by the command line. A try in which the run noticed
-nothing, and was not ended, is not counted; after each the losses are those without a fault, bit for
-bit, and `report` and `diagnose` answer. A number of a seed is the same cell again.
+or not, in place or not, with copies (in a folder, in a bucket of S3) or not, and runs them by the
+command line. A try in which the run noticed nothing, and was not ended, is not counted; after each
+the losses are those without a fault, bit for bit, and `report`, `diagnose` and the studio answer. A
+number of a seed is the same cell again.
 
 | fault | tried | held | time to notice, s | time to go on, s | steps repeated |
 |---|--:|--:|--:|--:|--:|
@@ -247,7 +249,9 @@ def main() -> int:
     rows = [_format_row(case, outcomes[case.fault]) for case in chosen]
     print("\n".join(rows), flush=True)
     if not arguments.faults:
-        TABLE.write_text(_HEAD + "\n".join(rows) + "\n" + _format_promises(), "utf-8")
+        section = find_section(TABLE.read_text("utf-8"))
+        text = _HEAD + "\n".join(rows) + "\n" + _format_promises()
+        TABLE.write_text(replace_section(text, section) if section else text, "utf-8")
     return int(any(outcome.broken for tried in outcomes.values() for outcome in tried))
 
 

@@ -7,7 +7,20 @@ from pathlib import Path
 import pytest
 
 from faults import fuzz, harness
-from faults.program import FAULTS, LAYOUTS, Laboratory, Launcher, Moment, Try, draw
+from faults.program import (
+    FAULTS,
+    LAYOUTS,
+    Copies,
+    Laboratory,
+    Launcher,
+    Moment,
+    Outcome,
+    Try,
+    draw,
+    find_section,
+    format_section,
+    replace_section,
+)
 from faults.run import Bench, read_matrix
 from moewright.api.reporting import build_report, write_page
 from moewright.codec import read_incidents
@@ -50,7 +63,7 @@ def test_a_case_of_the_matrix_holds(fault: str, tmp_path: Path) -> None:
 
 
 def test_a_cell_is_drawn_again_by_its_number_and_all_are_drawn() -> None:
-    cells = [draw(0, number) for number in range(600)]
+    cells = [draw(0, number) for number in range(900)]
     assert cells[17] == draw(0, 17)
     assert {cell.fault for cell in cells} == set(FAULTS)
     assert {cell.layout for cell in cells} == {layout for _, layout in LAYOUTS}
@@ -60,20 +73,49 @@ def test_a_cell_is_drawn_again_by_its_number_and_all_are_drawn() -> None:
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize("number", range(5))
-def test_the_real_program_goes_on_after_a_fault(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "moment", "copies", "peer_every"),
+    [
+        ("kill_rank", Moment.STEP, Copies.FOLDER, 0),
+        ("kill_rank", Moment.SAVE, Copies.NONE, 1),
+        ("damage_newest", Moment.STEP, Copies.NONE, 3),
+        ("refuse_credentials", Moment.START, Copies.BUCKET, 0),
+        ("remove_bucket", Moment.STEP, Copies.BUCKET, 0),
+        ("turn_clock", Moment.START, Copies.NONE, 0),
+    ],
+)
+def test_the_real_program_goes_on_after_a_fault(
+    fault: str, moment: Moment, copies: Copies, peer_every: int, tmp_path: Path
+) -> None:
     """Try a cell of two ranks under our launcher, by the command line."""
-    drawn = draw(3, number)
     cell = Try(
-        fault="kill_rank" if number == 0 else drawn.fault,
+        fault=fault,
         layout="ep2,mbs1",
         world_size=2,
-        moment=Moment.STEP,
+        moment=moment,
         launcher=Launcher.OWN,
-        is_elastic=drawn.is_elastic,
-        has_copies=drawn.has_copies,
+        is_elastic=False,
+        copies=copies,
+        peer_every=peer_every,
     )
-    assert Laboratory(tmp_path).try_cell(cell, str(number)) == "", str(cell)
+    laboratory = Laboratory(tmp_path)
+    try:
+        assert laboratory.try_cell(cell, "try") == "", str(cell)
+    finally:
+        laboratory.close()
+
+
+def test_the_page_takes_the_tries_by_the_command_line_and_keeps_the_rest() -> None:
+    outcome = Outcome(seed=0, number=4, cell=draw(0, 4), verdict="held", seconds=1.0)
+    page = "# Faults\n\n| a | b |\n\n## What others promise\n\n| c |\n"
+    first = replace_section(page, format_section([outcome]))
+    assert "1 of 1 tries that bit held" in first
+    again = replace_section(first, format_section([outcome, outcome]))
+    assert "2 of 2 tries that bit held" in again
+    assert "1 of 1" not in again
+    assert again.startswith("# Faults")
+    assert again.endswith("## What others promise\n\n| c |\n")
+    assert find_section(again) == format_section([outcome, outcome])
 
 
 @pytest.mark.parametrize("reader", fuzz.READERS, ids=lambda reader: reader.key)

@@ -55,6 +55,8 @@ def test_a_run_goes_on_elsewhere_from_a_copy(
     last = max(step for step in steps if step < 6)  # the first one is always among them
     assert train(plan, tmp_path / "second") is ExitCode.DONE
     assert f"step-{last:08d} came from" in capfd.readouterr().err
+    assert train(plan, tmp_path / "done") is ExitCode.DONE  # the copy has all steps
+    assert read_run(tmp_path / "done").plan == plan
     whole = read_losses(tmp_path / "first")
     assert read_losses(tmp_path / "second") == whole  # the records came with the checkpoint
     ages = [step.copy_age for step in read_run(tmp_path / "first").steps]

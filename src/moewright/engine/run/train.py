@@ -159,6 +159,8 @@ def train(
     steps_done = read_steps_done(plan, run_dir, identity, falls_back=falls_back)
     last_step = _find_last_step(plan.workload, steps_done, extend)
     if steps_done >= last_step:
+        if not (run_dir / PLAN_FILE).exists():  # all of it came from a copy elsewhere
+            _write_plan(plan, run_dir)
         print(f"{run_dir}: all {last_step} steps are done", flush=True)
         return ExitCode.DONE
     if steps_done:
