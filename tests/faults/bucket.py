@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from threading import Event, Thread
 from typing import Any
 
@@ -16,12 +17,11 @@ class Bucket:
 
     def __init__(self) -> None:
         # Imported here: a run of the matrix without copies needs neither.
-        from moto.server import DomainDispatcherApplication, create_backend_app
         from werkzeug.serving import make_server
 
-        self._inner = DomainDispatcherApplication(create_backend_app)
+        moto: Any = import_module("moto.server")
+        self._inner = moto.DomainDispatcherApplication(moto.create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
-        self._server.daemon_threads = True
         self._speaks = Event()
         self._speaks.set()
         self._refusal: tuple[str, bytes] | None = None
