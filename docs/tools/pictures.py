@@ -23,7 +23,7 @@ _LOOKS = (  # of each picture: what its name ends with, width, height, colours
     ("_dark", 1400, 900, "dark"),
 )
 _PAGES = (  # name, address, what says that it is ready
-    ("plan", f"?{_JOB}&{_LAYOUT}", "#layout-text"),
+    ("plan", f"?{_JOB}&{_LAYOUT}", "#verdict:not([data-quality='unjudged'])"),
     ("top", f"top?{_SMALL}&layout=ep8", "html[data-results='final']"),
     ("timetable", f"timetable?{_JOB}&{_LAYOUT}", "html[data-timetable]"),
     (
