@@ -86,6 +86,15 @@ def test_the_panel_fits_its_terminal_and_is_drawn_over_itself(
         assert len(third.splitlines()) > 10
 
 
+def test_a_terminal_without_a_size_is_taken_for_a_usual_one(tmp_path: Path) -> None:
+    write_records(tmp_path, 8)
+    terminal = Terminal(0, 0)
+    panel = RunPanel(terminal.stream)
+    panel.begin(PLAN, tmp_path, 8)
+    panel.refresh()
+    assert "step 8/8" in ESCAPES.sub("", terminal.read())
+
+
 def test_a_terminal_that_is_gone_and_a_damaged_record_end_nothing(tmp_path: Path) -> None:
     write_records(tmp_path, 3)
     terminal = Terminal(80, 24)

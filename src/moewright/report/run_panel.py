@@ -42,6 +42,7 @@ _SMALLEST_WIDTH = 30
 _WIDEST_CURVE = 100
 _BAR_WIDTH = 16
 _LEAST_SHARE = 0.01  # of a step that is worth a word
+_USUAL_SIZE = os.terminal_size((80, 24))
 _CLEAR_LINE = "\x1b[K"
 _CLEAR_BELOW = "\x1b[J"
 
@@ -152,6 +153,8 @@ class RunPanel:
 
     def _write(self, progress: RunProgress) -> None:
         size = os.get_terminal_size(self._stream.fileno())
+        if not size.columns or not size.lines:  # a terminal that was not told
+            size = _USUAL_SIZE
         self._console.size = ConsoleDimensions(size.columns, size.lines)
         width = size.columns - 1  # a full line would make some terminals begin the next
         has_curve = size.lines >= _SMALLEST_HEIGHT and width >= _SMALLEST_WIDTH
