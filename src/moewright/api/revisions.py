@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,18 +50,16 @@ def find_root() -> Path:
 def open_revision(revision: Revision) -> Iterator[Path]:
     """Give a folder with the files of a revision, which is gone afterwards.
 
-    A path in it is that from the root of the repository.
+    A path in it is that from the root of the repository. A symbolic link is a file that holds its
+    target, so that none leads out of the folder. The index of the repository stays as it is.
 
     Raises:
         BadInput: git does not give the files.
     """
     with TemporaryDirectory(prefix="moewright-") as folder:
-        archive = Path(folder) / "files.tar"
-        _run_git(["-C", str(find_root()), "archive", "--output", str(archive), revision.commit])
-        files = Path(folder) / "files"
-        with tarfile.open(archive) as tar:
-            tar.extractall(files, filter="data")
-        yield files
+        where = ["-C", str(find_root()), "-c", "core.symlinks=false", "--work-tree", folder]
+        _run_git([*where, "restore", "--worktree", "--source", revision.commit, "--", ":/"])
+        yield Path(folder)
 
 
 def _run_git(arguments: Sequence[str]) -> bytes:

@@ -12,6 +12,8 @@ import socket
 from collections.abc import Iterator, Set
 from contextlib import suppress
 
+_TCP = ((socket.AF_INET, socket.SOCK_STREAM), (socket.AF_INET6, socket.SOCK_STREAM))
+
 
 def list_connections() -> frozenset[str]:
     """Return Linux's names of this process's connected TCP sockets."""
@@ -37,8 +39,7 @@ def _open_sockets() -> Iterator[tuple[str, socket.socket]]:
         except OSError:  # it has been closed meanwhile
             continue
         with connection:
-            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
-            if is_tcp and connection.type == socket.SOCK_STREAM and _is_connected(connection):
+            if (connection.family, connection.type) in _TCP and _is_connected(connection):
                 yield name, connection
 
 
