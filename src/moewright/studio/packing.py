@@ -41,7 +41,7 @@ def unpack_model(text: str) -> ModelSpec | None:
         data = urlsafe_b64decode(packed["fields"] + "=" * (-len(packed["fields"]) % 4))
         opened = zlib.decompressobj()
         fields = opened.decompress(data, _MOST_BYTES)
-        is_whole = opened.eof
+        is_whole = opened.eof and len(text) <= MOST_LETTERS
     except (Error, zlib.error):
         is_whole = False
     if not is_whole:
