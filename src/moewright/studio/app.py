@@ -32,7 +32,6 @@ from moewright.studio.access import Access
 from moewright.studio.confinement import Confinement
 from moewright.studio.course import (
     send_lesson,
-    send_terms,
     show_chapter,
     show_contents,
     show_glossary,
@@ -77,7 +76,6 @@ def build_app(confinement: Confinement, access: Access) -> Starlette:
         Route("/learn/glossary", show_glossary),
         Route("/learn/{chapter}", show_chapter),
         Route("/api/lesson/{chapter}", send_lesson),
-        Route("/api/terms", send_terms),
         Route("/api/catalogue", studio.list_catalogue),
         Route("/api/plan", studio.send_plan),
         Route("/api/judgement", studio.send_judgement),
@@ -233,12 +231,16 @@ class _Studio:
 
 
 def _list_names() -> dict[str, object]:
-    """Return models and devices that have a name, precisions, and places of the glossary."""
+    """Return models and devices that have a name, precisions, and the words of the glossary."""
     return {
         "models": list_models().to_rows(),
         "devices": list_hardware().to_rows(),
         "precisions": [dtype.value for dtype in Dtype],
-        "terms": {word.lower(): entry.anchor for entry in load_glossary() for word in entry.words},
+        "terms": {
+            word.lower(): {"anchor": entry.anchor, "meaning": entry.meaning}
+            for entry in load_glossary()
+            for word in entry.words
+        },
     }
 
 

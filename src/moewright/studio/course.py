@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from moewright.spec.errors import BadInput
-from moewright.studio.wire import encode_data
 from moewright.view.course.chapter import load_chapter
 from moewright.view.course.course_pages import (
     write_article,
@@ -15,7 +14,6 @@ from moewright.view.course.course_pages import (
     write_glossary,
     write_refusal,
 )
-from moewright.view.course.glossary import load_glossary
 from moewright.view.course.lesson import open_lesson
 from moewright.view.page import render_course_page
 
@@ -28,16 +26,6 @@ async def show_contents(_: Request) -> Response:
 async def show_glossary(_: Request) -> Response:
     """Send the glossary."""
     return HTMLResponse(render_course_page("Glossary", await run_in_threadpool(write_glossary)))
-
-
-async def send_terms(_: Request) -> Response:
-    """Send the words of the glossary, in small letters, each with its anchor and meaning."""
-    terms = {
-        word.lower(): {"anchor": entry.anchor, "meaning": entry.meaning}
-        for entry in load_glossary()
-        for word in entry.words
-    }
-    return Response(encode_data(terms), media_type="application/json")
 
 
 async def show_chapter(request: Request) -> Response:

@@ -54,11 +54,11 @@ mw.tile = (label, text, note, name, value) => mw.el("div", {class: "tile"},
 /* What stands where an answer will be. */
 mw.skeleton = (...heights) => heights.map(height => mw.el("div", {class: "panel skeleton", style: `height:${height}px`, "aria-hidden": "true"}));
 
-/* Words of the glossary are links to it where there is a studio; `terms` has their places by word. */
+/* Words of the glossary say what they mean and lead to it where there is a studio; `terms` has anchors and meanings. */
 mw.terms = {};
 mw.term = (text, key = text) => {
-  const place = typeof text === "string" && (mw.terms[key.toLowerCase()] || mw.terms[text.toLowerCase()]);
-  return place ? mw.el("a", {class: "term", href: `/learn/glossary#${place}`, title: "in the glossary"}, text) : text;
+  const entry = typeof text === "string" && (mw.terms[key.toLowerCase()] || mw.terms[text.toLowerCase()]);
+  return entry ? mw.el("a", {class: "term", href: `/learn/glossary#${entry.anchor}`, title: entry.meaning}, text) : text;
 };
 
 mw.panel = (title, ...children) => mw.el("section", {class: "panel"}, title ? mw.el("div", {class: "head"}, mw.el("h2", {}, title)) : "", ...children);
