@@ -9,7 +9,7 @@ pytest.importorskip("starlette", reason="the studio extra is not installed")
 
 from moewright.studio.access import Access
 from moewright.studio.app import build_app
-from moewright.studio.confinement import Confinement
+from moewright.studio.confinement import Confinement, is_below
 
 PORT = 8765
 ACCESS = Access(port=PORT)
@@ -153,3 +153,11 @@ def test_who_may_only_read_drops_nothing(tmp_path):
 def test_nothing_outside_the_assets_is_sent(app):
     for path in ("/assets/..", "/assets/palette.py", "/assets/%2e%2e", "/api/task/shell"):
         assert ask(app, path, OWN, COOKIE)[0] == 404
+
+
+def test_a_root_holds_what_lies_below_it_and_no_sibling():
+    assert is_below("/etc/hosts", "/")
+    assert is_below("/data/a", "/data")
+    assert is_below("/data", "/data")
+    assert not is_below("/database", "/data")
+    assert not is_below("/", "/data")

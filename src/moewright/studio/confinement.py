@@ -107,8 +107,13 @@ def _require_below(path: Any, folders: tuple[str, ...]) -> None:
     if path is None or isinstance(path, int) or path in BORDER_FILES:
         return
     text = os.path.realpath(os.fsdecode(path))
-    if not any(text == folder or text.startswith(f"{folder}{os.sep}") for folder in folders):
+    if not any(is_below(text, folder) for folder in folders):
         _refuse(text)
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Return whether a real path is that of a folder, or of something in it."""
+    return path == folder or path.startswith(os.path.join(folder, ""))
 
 
 def _check_program(executable: Any, *_: object) -> None:
@@ -118,7 +123,7 @@ def _check_program(executable: Any, *_: object) -> None:
 
 def _refuse(*names: object) -> None:
     name = str(names[0]) if names else ""
-    raise PermissionError(errno.EACCES, "lies outside of the studio's --root", name)
+    raise PermissionError(errno.EACCES, "lies outside of --root", name)
 
 
 def _refuse_connection(*_: object) -> None:
