@@ -22,6 +22,7 @@ from layout_space import SHAPES
 from moewright.codec import parse_layout
 from moewright.engine.checkpoint import Coordinator, save_checkpoint
 from moewright.engine.run import train
+from moewright.engine.run.peer_copies import PeerCopies
 from moewright.engine.run.restore import restore
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import ExitCode
@@ -221,9 +222,10 @@ def test_a_run_moves_from_layout_to_layout(
         comm: Coordinator,
         *,
         falls_back: bool,
+        copies: PeerCopies,
     ) -> int:
         """Save again what the ranks hold once they have loaded."""
-        done = restore(state, run_dir, identity, comm, falls_back=falls_back)
+        done = restore(state, run_dir, identity, comm, falls_back=falls_back, copies=copies)
         save_checkpoint(
             run_dir / "loaded",
             step=done,

@@ -15,6 +15,7 @@ from moewright.agents.schemas import build_schema
 from moewright.api.budgets import compute_budget
 from moewright.api.catalogues import hardware, models
 from moewright.api.checking import check
+from moewright.api.designing import DEFAULT_LIKE, compute_design
 from moewright.api.diagnosing import diagnose
 from moewright.api.launch_scripts import find_better_layouts, read_flags
 from moewright.api.planning import (
@@ -28,7 +29,7 @@ from moewright.api.run_comparisons import compare_run
 from moewright.api.running import export
 from moewright.api.watching import watch
 from moewright.codec import from_data
-from moewright.spec.options import BudgetOptions, SearchOptions, WorkloadOptions
+from moewright.spec.options import BudgetOptions, DesignOptions, SearchOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 
@@ -76,6 +77,23 @@ class BudgetParameters(JobParameters):
     budget_tokens: str
     devices: tuple[int, ...] = ()
     price: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DesignParameters:
+    """What a model is designed for: one of `days` and `design_tokens`, and what bounds its size."""
+
+    on: str
+    like: str = DEFAULT_LIKE
+    seq_len: int | None = None
+    global_batch: int | None = None
+    days: float = 0.0
+    design_tokens: str = ""
+    max_total: str = ""
+    max_active: str = ""
+    serve: str = ""
+    context: int = DesignOptions().context
+    batch: int = DesignOptions().batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +208,14 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "why_not": "The layout that is asked about, as text.",
         "budget_tokens": "Tokens to train on, such as 15T or 500B.",
         "devices": "Numbers of devices to compare.",
+        "like": "The model whose family, attention, router and vocabulary the shapes have.",
+        "days": "Days of training on the hardware.",
+        "design_tokens": "Tokens to train on, such as 1T, in place of days.",
+        "max_total": "The most parameters, such as 30B.",
+        "max_active": "The most parameters of a token, such as 3B.",
+        "serve": "Hardware that has to hold the model when it is served, such as 8xH100.",
+        "context": "Tokens of context of a sequence that is served.",
+        "batch": "Sequences that are served together.",
         "price": "What an hour of a device costs.",
         "to": "The trainer: megatron, bridge, torchtitan, slurm, k8s or torchrun.",
         "job": "The path of a job file of this engine, for slurm, k8s and torchrun.",
@@ -263,6 +289,23 @@ def _budget(question: BudgetParameters) -> object:
         question,
         tokens=question.budget_tokens,
         options=BudgetOptions(price=question.price, devices=question.devices),
+    )
+
+
+def _design(question: DesignParameters) -> object:
+    return compute_design(
+        question.on,
+        question.like,
+        WorkloadOptions(seq_len=question.seq_len, global_batch=question.global_batch),
+        DesignOptions(
+            days=question.days,
+            tokens=question.design_tokens,
+            max_total=question.max_total,
+            max_active=question.max_active,
+            serve=question.serve,
+            context=question.context,
+            batch=question.batch,
+        ),
     )
 
 
@@ -418,6 +461,13 @@ TOOLS: Mapping[str, AgentTool] = MappingProxyType(
                 "money, on several numbers of devices.",
                 parameters=BudgetParameters,
                 answer=_budget,
+            ),
+            AgentTool(
+                name="design",
+                description="Choose the shape of a model: the least predicted loss in so many days "
+                "or tokens on some hardware, with its plan, its size and what serving it takes.",
+                parameters=DesignParameters,
+                answer=_design,
             ),
             AgentTool(
                 name="models",
