@@ -4,9 +4,11 @@ The stand-ins keep what they are given.
 """
 
 import json
+import os
 import sys
 import types
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -97,8 +99,9 @@ def stand_ins():
 
 def built(plan):
     space: dict = {"__name__": "recipe"}
-    exec(compile(render_bridge_recipe(plan), "recipe.py", "exec"), space)
-    return space["config"]()
+    with patch.dict(os.environ):  # a recipe sets variables, which ranks of other tests would get
+        exec(compile(render_bridge_recipe(plan), "recipe.py", "exec"), space)
+        return space["config"]()
 
 
 def dump(config):
