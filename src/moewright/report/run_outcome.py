@@ -62,14 +62,13 @@ def _describe_speed(record: RunRecord) -> str:
     low_s, high_s = estimate.step_interval_80
     if estimate.untimed or not low_s:
         return text
-    if low_s <= measured_s <= high_s:
-        return f"{text}; as predicted ({format_seconds(estimate.step_s)})"
     ratio = measured_s / estimate.step_s
     word = "slower" if ratio > 1 else "faster"
+    place = "in" if low_s <= measured_s <= high_s else "outside of"
     return (
         f"{text}; {max(ratio, 1 / ratio):.2f} x {word} than predicted "
-        f"({format_seconds(estimate.step_s)}; 80 %: {format_seconds(low_s)} to "
-        f"{format_seconds(high_s)})"
+        f"({format_seconds(estimate.step_s)}), {place} its 80 % "
+        f"({format_seconds(low_s)} to {format_seconds(high_s)})"
     )
 
 

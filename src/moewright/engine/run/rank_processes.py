@@ -29,6 +29,8 @@ from moewright.spec.hardware import DeviceKind
 
 # Time between SIGTERM and SIGKILL for the ranks that are left.
 _GRACE_S = 1.0
+# Time between the ends of ranks that one cause has ended.
+_TOGETHER_S = 0.3
 
 
 class RankProcesses:
@@ -73,7 +75,12 @@ class RankProcesses:
         return None in codes and not ended.intersection(code for code in codes if code is not None)
 
     def replace_dead(self) -> None:
-        """Put new processes into the places of dead ranks, and call all ranks together."""
+        """Put new processes into the places of dead ranks, and call all ranks together.
+
+        Ranks that end within a moment of each other are replaced together: each for itself would be
+        two failures of one step, after which a run is given up.
+        """
+        time.sleep(_TOGETHER_S)
         self._meetings += 1
         store = self._folder / f"store-{self._meetings}"
         infos = [replace(info, rendezvous=store) for info in self._infos]
