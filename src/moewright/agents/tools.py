@@ -6,10 +6,11 @@ An answer is the record that the verb of the same name writes as `--json`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from moewright.agents.schemas import build_schema
 from moewright.api.budgets import compute_budget
@@ -33,6 +34,7 @@ from moewright.spec.options import BudgetOptions, DesignOptions, SearchOptions, 
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 
+_Options = TypeVar("_Options", SearchOptions, WorkloadOptions, DesignOptions, BudgetOptions)
 _SEARCH = SearchOptions()
 
 
@@ -260,11 +262,15 @@ def call_tool(name: str, arguments: Mapping[str, Any]) -> object:
     return tool.answer(from_data(tool.parameters, dict(arguments), where=name))
 
 
+def _pick(kind: type[_Options], question: object) -> _Options:
+    """Return options with those of their fields that a question has."""
+    names = (field.name for field in fields(kind))
+    return kind(**{name: getattr(question, name) for name in names if hasattr(question, name)})
+
+
 def _plan(question: PlanParameters) -> Plan:
     request = read_plan_request(question.model, question.on, question)
-    names = (field.name for field in fields(SearchOptions))
-    options = SearchOptions(**{name: getattr(question, name) for name in names})
-    plans = search_request(request, Path(question.model), options)
+    plans = search_request(request, Path(question.model), _pick(SearchOptions, question))
     if plans.best is None:
         raise explain_empty_search(
             request, plans.search, Path(question.model), layout=question.layout
@@ -288,7 +294,7 @@ def _budget(question: BudgetParameters) -> object:
         question.on,
         question,
         tokens=question.budget_tokens,
-        options=BudgetOptions(price=question.price, devices=question.devices),
+        options=_pick(BudgetOptions, question),
     )
 
 
@@ -296,16 +302,8 @@ def _design(question: DesignParameters) -> object:
     return compute_design(
         question.on,
         question.like,
-        WorkloadOptions(seq_len=question.seq_len, global_batch=question.global_batch),
-        DesignOptions(
-            days=question.days,
-            tokens=question.design_tokens,
-            max_total=question.max_total,
-            max_active=question.max_active,
-            serve=question.serve,
-            context=question.context,
-            batch=question.batch,
-        ),
+        _pick(WorkloadOptions, question),
+        replace(_pick(DesignOptions, question), tokens=question.design_tokens),
     )
 
 
@@ -333,25 +331,13 @@ def _state_job(question: RunParameters) -> Plan | None:
     """Return the job that the parameters state; None where the run does, or a script."""
     if question.script or not question.model:
         return None
-    options = WorkloadOptions(
-        seq_len=question.seq_len, global_batch=question.global_batch, network=question.network
-    )
+    options = _pick(WorkloadOptions, question)
     return estimate_request(question.model, question.layout, on=question.on, options=options)[0]
 
 
-def _diagnose(question: RunParameters) -> object:
-    return diagnose(
-        question.run,
-        plan=_state_job(question),
-        script=question.script or None,
-        on=question.on,
-        model=question.model,
-        network=question.network,
-    )
-
-
-def _compare(question: RunParameters) -> object:
-    return compare_run(
+def _ask_of_run(answer: Callable[..., object], question: RunParameters) -> object:
+    """Ask `diagnose` or `compare_run` of a run, with the job that the parameters state."""
+    return answer(
         question.run,
         plan=_state_job(question),
         script=question.script or None,
@@ -426,14 +412,14 @@ TOOLS: Mapping[str, AgentTool] = MappingProxyType(
                 description="Say why a run, a profiler trace or a console log is slow or out of "
                 "memory: walls with evidence, where the step goes, and what to write.",
                 parameters=RunParameters,
-                answer=_diagnose,
+                answer=partial(_ask_of_run, diagnose),
             ),
             AgentTool(
                 name="compare",
                 description="Put a run, a trace or a log beside its prediction and the nearest "
                 "published runs.",
                 parameters=RunParameters,
-                answer=_compare,
+                answer=partial(_ask_of_run, compare_run),
             ),
             AgentTool(
                 name="watch",
