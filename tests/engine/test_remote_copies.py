@@ -197,10 +197,13 @@ def test_an_upload_that_comes_out_otherwise_is_no_copy(
     spec = CheckpointSpec(copy_to=str(tmp_path / "remote"))
     copier = RemoteCopier(tmp_path / "here", spec, ignore)
     copier.submit(save(tmp_path / "here", 2))
-    error = ""
-    while "is not what was written" not in error:  # a message may be read in two parts
-        error += capfd.readouterr().err
+    while not (failures := copier.take_failures()):
+        time.sleep(0.01)
+    # Only now: `readouterr` truncates its file, and a thread that still writes would lose a letter.
+    error = capfd.readouterr().err
     assert "step-00000002 was not copied" in error
+    assert "is not what was written" in error
+    assert len(failures) == 1
     copier.submit(save(tmp_path / "here", 4))
     copier.close()
     assert RemoteFolder(spec.copy_to).list_steps() == [4]
