@@ -15,8 +15,7 @@ from moewright.engine.model.transformer import Transformer
 from moewright.engine.observe.display import STEP_LINES
 from moewright.intake.hf import build_config
 from moewright.spec.plan import Plan
-from moewright.tuning.contract import Contract, Label
-from moewright.tuning.journal import read_journal
+from moewright.tuning.journal import Contract, Label, read_journal
 from moewright.tuning.predictions import StepPredictor
 from moewright.tuning.trial_runner import trial_workload
 from moewright.tuning.trials import TrialLength, TrialRequest

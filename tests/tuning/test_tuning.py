@@ -15,9 +15,17 @@ from moewright.spec.finding import Cause, Wall
 from moewright.spec.options import TuningAxis
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import MIB
-from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules, Ruling, TuningPhase
+from moewright.tuning.decisions import (
+    PREDICTION_RULES,
+    AcceptanceRules,
+    Noise,
+    Ruling,
+    TuningPhase,
+    estimate_noise,
+    log_ratio_interval,
+    t_quantile,
+)
 from moewright.tuning.journal import JOURNAL_FILE, Journal, read_journal
-from moewright.tuning.paired_test import Noise, estimate_noise, log_ratio_interval, t_quantile
 from moewright.tuning.procedure import Tuner
 from moewright.tuning.space import TuningSpace, point_from_job, set_variable
 from moewright.tuning.trials import (

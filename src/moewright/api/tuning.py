@@ -56,15 +56,16 @@ from moewright.spec.options import HERE, Launcher, TrialPlace
 from moewright.spec.plan import Plan
 from moewright.spec.printable import Verbatim
 from moewright.spec.workload import Workload
-from moewright.tuning.contract import (
+from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules, TuningResult
+from moewright.tuning.journal import (
     Contract,
+    Journal,
     Label,
+    announce_new,
     build_contract,
     choose_label,
     freeze_contract,
 )
-from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules, TuningResult
-from moewright.tuning.journal import Journal, announce_new
 from moewright.tuning.procedure import Tuner
 from moewright.tuning.space import TuningSpace, point_from_job
 from moewright.tuning.trials import (

@@ -1,11 +1,23 @@
-"""`moewright bench machine` and `search`: this machine's hardware file, the planner's speed."""
+"""Verbs that measure: this machine, the planner and its error, sweeps, and constants refitted."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from moewright.cli.answers import print_now
-from moewright.cli.options import Count, Flag
+from cyclopts import Parameter
+
+from moewright.cli.answers import print_now, reserve_stdout, write_answer
+from moewright.cli.exit_codes import STOPPED
+from moewright.cli.options import AnswerOptions, Count, Flag, JsonOption, TrialOptions
+from moewright.cli.progress import show_elapsed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moewright.calibration.fit_inputs import NextRun
+
 
 GIGA = 10**9
 
@@ -89,3 +101,179 @@ def _print_bandwidths(path: Path) -> None:
         if slow.rank >= 0:
             line += f"; rank {slow.rank} is on more of them"
         print(line)
+
+
+_HERE = TrialOptions()
+
+
+def bench_sweep(
+    sweep: Path,
+    /,
+    *,
+    predict: Flag = False,
+    out: Path | None = None,
+    trials: TrialOptions = _HERE,
+    json: JsonOption = None,
+) -> int:
+    """Run the layouts of a sweep one after the other, or only estimate them, and print the table.
+
+    With --launcher slurm each row is a job of the scheduler, --at-once of them beside each other.
+    A trial that is finished is not run again: the same command goes on where it was stopped. Beside
+    the table in Markdown the folder gets it as CSV and as a drawing.
+
+    Parameters
+    ----------
+    sweep
+        A sweep file, with sections job and table; recipes/seed0_best.toml is one.
+    predict
+        Estimate only: nothing is run.
+    out
+        The folder of the sweep; runs/<name of the sweep file> when not given.
+    json
+        Write every row, predicted and measured, to this file; "-": to standard output, and the
+        tables to standard error.
+    """
+    from moewright.api.launched_trials import TrialStoppedError
+    from moewright.api.sweeps import read_sweep_tables
+    from moewright.codec import write_text
+
+    folder = out or Path("runs") / sweep.stem
+    try:
+        with reserve_stdout(json):
+            tables = read_sweep_tables(sweep, folder, predict=predict, tell=print_now, place=trials)
+    except TrialStoppedError:
+        print(f"stopped; the same command goes on with {folder}", flush=True)
+        return STOPPED
+    files = tables.render_files()
+    for name, content in files.items():
+        write_text(folder / name, content)
+    with write_answer(
+        tables, json, html=trials.html, views=lambda: [tables.to_document()]
+    ) as console:
+        console.print(files["table.md"], soft_wrap=True)
+        console.print(f"wrote {folder}/{', '.join(files)}", soft_wrap=True)
+    return 0
+
+
+_SHORT = AnswerOptions()
+
+
+def validate(
+    *tables: Path,
+    json: JsonOption = None,
+    fit_on: Path | None = None,
+    leave_out: str = "",
+    own_rows: Count = 0,
+    own_columns: str = "",
+    answer: AnswerOptions = _SHORT,
+) -> int:
+    """Score the planner on measured runs: errors, order of layouts, memory, verdicts.
+
+    Every row that is skipped says why.
+
+    Parameters
+    ----------
+    tables
+        One or more CSV files with the columns of published measurements (id, model, hardware,
+        num_gpus, seq_len, gbs, mbs, tp, ...).
+    json
+        Write the summary and every row, predicted and measured, to this file; "-": to standard
+        output, and the tables to standard error.
+    fit_on
+        Fit the constants on this table before scoring, instead of taking the planner's own.
+    leave_out
+        Cross-validate: fit each row's constants without the rows that share its values in these
+        columns, such as "publisher" or "framework,hardware"; "id" leaves out one row at a time.
+    own_rows
+        With --leave-out, fit so many of the left-out rows nevertheless and score the others: what a
+        user's first runs teach.
+    own_columns
+        Take the --own-rows from those that share a row's values in these columns as well, such as
+        "model,hardware": runs of the same model on the same part.
+    """
+    from moewright.api.measuring import validate as score_planner
+    from moewright.report.document_text import print_document
+    from moewright.report.score_document import build_score_document
+
+    with show_elapsed("scoring every row"):
+        score = score_planner(
+            *tables,
+            fit_on=fit_on,
+            leave_out=_split_columns(leave_out),
+            own_rows=own_rows,
+            own_columns=_split_columns(own_columns),
+        )
+    document = build_score_document(score)
+    with write_answer(score, json, html=answer.html, views=lambda: [document]) as console:
+        print_document(console, document, verbose=answer.verbose)
+    return 0
+
+
+def _split_columns(text: str) -> list[str]:
+    return [column.strip() for column in text.split(",") if column.strip()]
+
+
+def fit(
+    table: Path,
+    /,
+    *,
+    on: str,
+    out: Annotated[Path, Parameter(name="--out")],
+    json: JsonOption = None,
+) -> int:
+    """Refit the constants of a hardware to measured runs, and write a hardware file with them.
+
+    Parameters
+    ----------
+    table
+        A CSV of measured runs with the columns that `validate` reads, or a folder of runs that
+        `train` wrote; one will do.
+    on
+        The hardware, as "H800" or "runs/machine.toml"; rows measured on other parts are left out.
+    out
+        The hardware file to write; name it in --on from then on.
+    json
+        Write the fit (constants, errors, the hardware) to this file; "-": to standard output, and
+        the text to standard error.
+    """
+    from moewright.api.machines import check_hardware_path
+    from moewright.api.measuring import fit as fit_hardware
+    from moewright.codec import write_toml
+
+    check_hardware_path(out)
+    result = fit_hardware(table, on=on)
+    write_toml(out, result.hardware)
+    with write_answer(result, json, written=(out,)) as console:
+        for row_id, reason in result.left_out:
+            console.print(f"{row_id}: left out, {reason}", soft_wrap=True, highlight=False)
+        _print_errors(console, "before", result.errors_before)
+        _print_errors(console, "after", result.errors_after)
+        _print_errors(console, "each run left out of its fit", result.errors_left_out)
+        for constant in result.constants:
+            values = f"{constant.prior:.4g} -> {constant.value:.4g}"
+            spread = f"+-{constant.sd:.0%}, was +-{constant.prior_sd:.0%}"
+            console.print(f"{constant.name}: {values} ({spread})", highlight=False)
+        console.print(
+            f"{result.kept_count} constants keep their value: these runs say too little of them",
+            highlight=False,
+        )
+        if result.next_run is not None:
+            line = _describe_next_run(result.next_run)
+            console.print(line, soft_wrap=True, highlight=False)
+    return 0
+
+
+def _print_errors(console: Console, name: str, errors: Sequence[float]) -> None:
+    from statistics import fmean
+
+    mean = fmean(abs(error) for error in errors)
+    worst = max(errors, key=abs)
+    line = f"error {name}: mean {mean:.1%}, worst {worst:+.1%} ({len(errors)} runs)"
+    console.print(line, highlight=False)
+
+
+def _describe_next_run(run: NextRun) -> str:
+    return (
+        f"next, measure {run.model} in {run.layout}: uncertain by {run.log_time_sd:.0%}; "
+        f"it takes {run.constant} from +-{run.sd:.0%} to +-{run.sd_after:.0%}"
+    )

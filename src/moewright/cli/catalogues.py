@@ -1,9 +1,15 @@
-"""`moewright models` and `moewright hardware`: what is known by name, and by which source."""
+"""Verbs of what is known by name: models, hardware, and what a shell completes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from shlex import quote
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from cyclopts import App
 
 from moewright.cli.answers import write_answer
 from moewright.cli.options import JsonOption
@@ -59,3 +65,136 @@ def _format_lines(rows: Sequence[Row]) -> list[str]:
     from moewright.spec.record import format_table
 
     return format_table(rows)
+
+
+Shell = Literal["bash", "zsh", "fish"]
+
+# Options whose values are hardware, and those whose values are layouts.
+_HARDWARE = "on"
+_LAYOUTS = ("layout", "why-not")
+# Of verbs whose first word is a model, as their help names it.
+_MODEL_HELP = "A model's name"
+_MODEL_VERBS = ("plan", "estimate", "budget")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Names:
+    """The names that are offered as words of a shell."""
+
+    models: str
+    devices: str
+    keys: str
+
+
+def build_completion_verb(app: App) -> Callable[[Shell], int]:
+    """Return the verb that prints how a shell completes the verbs of `app`."""
+
+    def completion(shell: Shell, /) -> int:
+        """Print the script by which a shell completes verbs, options, models, devices and layouts.
+
+        bash: moewright completion bash > ~/.local/share/bash-completion/completions/moewright.
+        zsh: moewright completion zsh > a folder of $fpath, as _moewright.
+        fish: moewright completion fish > ~/.config/fish/completions/moewright.fish.
+
+        Parameters
+        ----------
+        shell
+            The shell.
+        """
+        script = app.generate_completion(prog_name="moewright", shell=shell)
+        print(_ADD_NAMES[shell](script, _collect_names()), end="")
+        return 0
+
+    return completion
+
+
+def _collect_names() -> _Names:
+    from moewright.codec.layout_text import FIELD_OF_KEY
+    from moewright.intake.catalogue import hardware_names, model_names
+    from moewright.spec.choices import FieldKind
+
+    models = sorted({name.rpartition("/")[2] for name in model_names() if " " not in name})
+    is_number = {key: field.kind is FieldKind.NUMBER for key, field in FIELD_OF_KEY.items()}
+    keys = [key if is_number[key] else f"{key}=" for key in FIELD_OF_KEY]
+    lists = (models, hardware_names(), keys)
+    words = [" ".join(map(quote, names)) for names in lists]
+    return _Names(models=words[0], devices=words[1], keys=words[2])
+
+
+def _add_to_bash(script: str, names: _Names) -> str:
+    """Put a function before that of cyclopts, which completes all else."""
+    layouts = "|".join(f"--{option}" for option in _LAYOUTS)
+    wrapper = f"""
+_moewright_names() {{
+  local current="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" fixed=""
+  case "$before" in
+    --{_HARDWARE})
+      [[ "$current" =~ ^[0-9]+x ]] && fixed="${{BASH_REMATCH[0]}}"
+      COMPREPLY=($(compgen -P "$fixed" -W "{names.devices}" -- "${{current#"$fixed"}}"))
+      return ;;
+    {layouts})
+      [[ "$current" == *,* ]] && fixed="${{current%,*}},"
+      COMPREPLY=($(compgen -P "$fixed" -W "{names.keys}" -- "${{current##*,}}"))
+      compopt -o nospace 2>/dev/null
+      return ;;
+    {"|".join(_MODEL_VERBS)})
+      if [[ $COMP_CWORD -eq 2 && "$current" != -* ]]; then
+        COMPREPLY=($(compgen -W "{names.models}" -- "$current") $(compgen -f -- "$current"))
+        return
+      fi ;;
+  esac
+  _moewright "$@"
+}}
+"""
+    registration = "complete -F _moewright moewright"
+    return script.replace(registration, f"{wrapper}\n{registration.replace(' moe', '_names moe')}")
+
+
+def _add_to_zsh(script: str, names: _Names) -> str:
+    """Name the function that completes a value at the end of each of its specifications."""
+    functions = f"""
+_moewright_models() {{ compadd -- {names.models}; _files }}
+_moewright_devices() {{ compset -P '[0-9]*x'; compadd -- {names.devices} }}
+_moewright_layouts() {{ compset -P '*,'; compadd -S '' -- {names.keys} }}
+"""
+    kinds = {_HARDWARE: "devices"} | dict.fromkeys(_LAYOUTS, "layouts")
+    for option, kind in kinds.items():
+        script = re.sub(
+            rf"(--{option}\[[^\n]*\]:{option})' \\", rf"\1:_moewright_{kind}' \\", script
+        )
+    model_help = re.escape(_MODEL_HELP.replace("'", r"'\''"))
+    script = re.sub(rf"('1:{model_help}[^\n]*)' \\", r"\1:_moewright_models' \\", script)
+    head, _, rest = script.partition("\n")
+    return f"{head}\n{functions}{rest}"
+
+
+def _add_to_fish(script: str, names: _Names) -> str:
+    """Give the options their values, and the verbs with a model its names."""
+    functions = f"""
+function __moewright_devices
+    set -l count (string match -r '^[0-9]+x' -- (commandline -ct))
+    for name in {names.devices}
+        echo "$count"$name
+    end
+end
+function __moewright_layouts
+    set -l before (string match -r '^.*,' -- (commandline -ct))
+    for key in {names.keys}
+        echo "$before"$key
+    end
+end
+"""
+    kinds = {_HARDWARE: "devices"} | dict.fromkeys(_LAYOUTS, "layouts")
+    for option, kind in kinds.items():
+        script = re.sub(rf"-l {option} -r\b", f"-l {option} -x -a '(__moewright_{kind})'", script)
+    models = "".join(
+        f"complete -c moewright -n '__fish_moewright_using_command {verb}' -a {quote(names.models)}"
+        "\n"
+        for verb in _MODEL_VERBS
+    )
+    return f"{script}{functions}{models}"
+
+
+_ADD_NAMES: Mapping[Shell, Callable[[str, _Names], str]] = MappingProxyType(
+    {"bash": _add_to_bash, "zsh": _add_to_zsh, "fish": _add_to_fish}
+)

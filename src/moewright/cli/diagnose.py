@@ -1,13 +1,13 @@
-"""`moewright diagnose`: which wall holds a run back."""
+"""Verbs that read a run: what holds it back, what others get, and its page."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moewright.cli.answers import write_answer
-from moewright.cli.options import BatchOptions, DiagnosisOutputs
-from moewright.cli.stated_job import read_stated_job
+from moewright.cli.options import BatchOptions, ComparisonOutputs, DiagnosisOutputs, JsonOption
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import plural
 
@@ -15,6 +15,57 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moewright.api.diagnosing import Diagnosis
+    from moewright.spec.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatedJob:
+    """A job as a plan or a launch script; both are None where the run states it or nothing does."""
+
+    plan: Plan | None = None
+    script: Path | None = None
+
+
+def read_stated_job(
+    run: Path,
+    *,
+    script: Path | None,
+    model: str,
+    on: str,
+    layout: str,
+    batch: BatchOptions,
+) -> StatedJob:
+    """Return the job that options state; a run of ours states its own.
+
+    Raises:
+        BadInput: the options contradict each other, or say no job that can be planned.
+    """
+    from moewright.api.diagnosing import is_engine_run, read_logged_sizes
+    from moewright.api.planning import estimate_request
+
+    if is_engine_run(run):
+        return StatedJob()
+    if script is not None:
+        if layout:
+            rule = "cannot be given with --script, which states it"
+            raise BadInput(Reason(field="--layout", value=layout, rule=rule))
+        return StatedJob(script=script)
+    if model:
+        if not model.endswith(".toml"):
+            # What the log says wins over defaults; what is said otherwise is held against it.
+            global_batch, seq_len = read_logged_sizes(run)
+            batch = replace(
+                batch,
+                global_batch=batch.global_batch or global_batch or None,
+                seq_len=batch.seq_len or seq_len or None,
+            )
+        plan, _ = estimate_request(model, layout, on=on, options=batch)
+        return StatedJob(plan=plan)
+    if layout or batch.seq_len:
+        option = "--layout" if layout else "--seq-len"
+        raise BadInput(Reason(field=option, rule="needs --model beside it"))
+    return StatedJob()
+
 
 _NOTES_SHOWN = 1
 _NO_OPTIONS = BatchOptions()
@@ -190,3 +241,79 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, *, verbose: bool) ->
         print_sections(console, [build_advice_section(diagnosis.advice)], verbose=verbose)
     if diagnosis.hint:
         console.print(diagnosis.hint, soft_wrap=True)
+
+
+_NO_COMPARISON_OUTPUTS = ComparisonOutputs()
+
+
+def compare(
+    run: Path,
+    /,
+    *,
+    script: Path | None = None,
+    model: str = "",
+    on: str = "",
+    layout: str = "",
+    workload: BatchOptions = _NO_OPTIONS,
+    outputs: ComparisonOutputs = _NO_COMPARISON_OUTPUTS,
+) -> int:
+    """Put a run beside its prediction and the nearest published runs, and say what closes the gap.
+
+    Published runs are named with their sources, and how near they are: by model, device,
+    precision and layout. What closes the gap stands in the order of its parts, the largest first.
+
+    Parameters
+    ----------
+    run
+        The folder of a run, as `moewright train --out` made it, or its plan.json; a trace of the
+        PyTorch profiler (.json, .json.gz), an Nsight Systems export (.sqlite), or a folder of them;
+        or a console log of Megatron-LM.
+    script
+        The Megatron-LM launch script of a trace or a log, which tells model, batch and layout.
+    model
+        The model that a trace or a log trained, a name or a config.json; or a job .toml.
+    on
+        The devices of a trace or a log, count x device.
+    layout
+        The layout of a trace or a log, such as "tp2,ep8,pp4".
+    """
+    from moewright.api.run_comparisons import compare_run
+    from moewright.report.document_text import print_document
+    from moewright.report.run_comparison_document import build_run_comparison_document
+
+    stated = read_stated_job(run, script=script, model=model, on=on, layout=layout, batch=workload)
+    comparison = compare_run(
+        run, plan=stated.plan, script=stated.script, on=on, model=model, network=workload.network
+    )
+    document = build_run_comparison_document(comparison)
+    with write_answer(
+        comparison, outputs.json, html=outputs.html, views=lambda: [document]
+    ) as console:
+        print_document(console, document, verbose=outputs.verbose)
+    return 0
+
+
+def report(run: Path, /, *others: Path, out: Path | None = None, json: JsonOption = None) -> int:
+    """Write one HTML page about a run, or several over each other, that opens offline.
+
+    The page shows the verdict, what holds the run back with priced fixes, loss, experts, time,
+    memory, plan, and the predicted and the counted ledger.
+
+    Parameters
+    ----------
+    run
+        The folder of a run, as `moewright train --out` made it, or the plan.json in it.
+    others
+        Folders of runs to lay over it: loss, step time and phases side by side.
+    out
+        The file to write; RUN/report.html when not given.
+    json
+        Write what the page shows (run, findings, comparisons) to this file; "-": to standard
+        output, and all else to standard error.
+    """
+    from moewright.api.reporting import build_report, find_run_folder, write_page
+
+    first, *rest = (build_report(path) for path in (run, *others))
+    page = write_page(first, out or find_run_folder(run) / "report.html", rest)
+    with write_answer((first, *rest) if rest else first, json, written=(page,)):
+        return 0

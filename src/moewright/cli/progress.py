@@ -1,13 +1,21 @@
-"""Bars of bytes on a terminal's standard error, for verbs that read or write large files."""
+"""How a verb that works long shows how far it is, and how it is stopped."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
+
+from moewright.cli.exit_codes import STOPPED
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from moewright.engine.observe.display import RunDisplay
 
 
 @contextmanager
@@ -66,3 +74,42 @@ def show_elapsed(what: str) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         progress.add_task(what, total=None)
         yield
+
+
+def open_display(*, is_quiet: bool = False, is_kept: bool = True) -> RunDisplay:
+    """Open the display for standard output as it is; a panel may stay when its run has ended."""
+    from moewright.engine.observe.display import StepLines
+
+    if is_quiet or not _draws(sys.stdout.isatty()):
+        return StepLines(prints_steps=not is_quiet)
+    from moewright.report.run_panel import RunPanel
+
+    return RunPanel(sys.stdout, is_kept=is_kept)
+
+
+def _draws(is_terminal: bool) -> bool:
+    """Tell whether standard output is a terminal on which text can be drawn over."""
+    from rich.console import Console
+
+    return is_terminal and not Console().is_dumb_terminal
+
+
+def answer_stops(run: Callable[[], int]) -> int:
+    """Return the exit code of a job, which SIGTERM makes STOPPED also where no rank runs.
+
+    While ranks run, the launcher takes the signal; between two starts of them, and when they have
+    saved, it ends this program. Once a job was stopped so, more signals change nothing any more.
+    Other verbs keep the signal's own action, which ends them in a long call of a library too.
+    """
+    before = signal.signal(signal.SIGTERM, _stop)
+    code = 0
+    try:
+        code = run()
+    finally:
+        if code != STOPPED:
+            signal.signal(signal.SIGTERM, before)
+    return code
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    os._exit(STOPPED)

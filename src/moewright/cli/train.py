@@ -1,17 +1,34 @@
-"""`moewright train`: plan a job (or take up its plan), run it, and write its report."""
+"""Verbs that train or prepare it: a job, a Hugging Face folder on chats, a model upcycled."""
 
 from __future__ import annotations
 
+import json
+from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moewright.cli.answers import print_nothing, print_now
-from moewright.cli.displays import open_display
 from moewright.cli.exit_codes import STOPPED
-from moewright.cli.options import EnduranceOptions, Flag, OptionalCount, Quiet, SetOption
-from moewright.cli.stop_signals import answer_stops
+from moewright.cli.options import (
+    Count,
+    EnduranceOptions,
+    Flag,
+    OptionalCount,
+    PortionOptions,
+    Quiet,
+    SetOption,
+    UpcyclingOptions,
+)
+from moewright.cli.progress import answer_stops, open_display
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.model import ModelSpec
 
-_NO_OPTIONS = EnduranceOptions()
+if TYPE_CHECKING:
+    from moewright.engine.run.upcycle import ReadParameter
+
+
+_NO_ENDURANCE = EnduranceOptions()
 
 
 def train(
@@ -23,7 +40,7 @@ def train(
     set_: SetOption = None,
     extend: Flag = False,
     quiet: Quiet = False,
-    endurance: EnduranceOptions = _NO_OPTIONS,
+    endurance: EnduranceOptions = _NO_ENDURANCE,
 ) -> int:
     """Train a job, and resume it where its run folder stands.
 
@@ -93,3 +110,144 @@ def train(
         return code
 
     return answer_stops(run)
+
+
+_NO_PORTION = PortionOptions()
+
+
+def finetune(
+    base: Path | None = None,
+    chats: Path | None = None,
+    /,
+    *,
+    out: Path = Path("runs/finetune"),
+    on: str = "",
+    options: PortionOptions = _NO_PORTION,
+    set_: SetOption = None,
+    quiet: Quiet = False,
+) -> int:
+    """Fine-tune a Hugging Face folder on chats: build the data, plan, train, and export.
+
+    Without BASE and CHATS, a tiny model learns two hundred chats that moewright brings. The same
+    call goes on where an interrupted one stopped. Exit codes are those of `train`.
+
+    Parameters
+    ----------
+    base
+        The Hugging Face folder to start from, with its tokenizer and chat template; or the id of a
+        model of the hub.
+    chats
+        A file or folder of chats, as `data build --chats` reads them.
+    out
+        The folder of the run; the trained model is in its folder hf.
+    on
+        Hardware as count x device, such as 8xH100; this machine, which is measured, when not given.
+    set_
+        Another value for a key of the job, section.key=value; may be given again.
+    quiet
+        Show nothing while it trains, neither a panel on a terminal nor a line a step elsewhere.
+    """
+    from moewright.api.finetuning import finetune as run_finetuning
+    from moewright.api.finetuning_job import FineTuningRequest
+    from moewright.api.training import is_first_rank
+    from moewright.intake.hub import locate_folder
+
+    if base is not None and chats is None:
+        rule = "is needed with a model: a file of chats"
+        raise BadInput(Reason(field="chats", rule=rule, nearest=f"{base} chats.jsonl"))
+    request = FineTuningRequest(
+        base=base and locate_folder(base, "base"),
+        chats=chats,
+        out=out,
+        on=on,
+        options=options,
+        overrides=tuple(set_ or ()),
+    )
+    tell = print_now if is_first_rank() else print_nothing
+    return answer_stops(lambda: run_finetuning(request, tell, open_display(is_quiet=quiet)))
+
+
+def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: Count = 1234) -> int:
+    """Turn a dense checkpoint into one with experts that computes the same.
+
+    Writes config.json and a checkpoint; a job starts from them with model.config = OUT and
+    model.weights = OUT.
+
+    Parameters
+    ----------
+    dense
+        A run folder or folder of checkpoints of moewright, or a Hugging Face folder.
+    out
+        The folder to write; it must not hold anything yet.
+    seed
+        Decides the routers' fresh rows.
+    """
+    from moewright.api.requests import translate_fields
+    from moewright.codec import write_text
+    from moewright.intake.hub import locate_folder
+    from moewright.rules.shapes.parameters import count_parameters
+    from moewright.rules.upcycling import upcycle_model
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        rule = "holds something already"
+        raise BadInput(Reason(field="--out", value=str(out), rule=rule, nearest=f"{out}-2"))
+    source, open_parameters = _open_dense(locate_folder(dense, "dense"))
+    with translate_fields(_option_of_field):
+        model = upcycle_model(source, options)
+    config = _complete_config(model)
+
+    from moewright.engine.run.upcycle import upcycle as write_upcycled
+
+    with open_parameters as read_parameter:
+        write_upcycled(read_parameter, source, model, options, seed=seed, out=out)
+    write_text(out / "config.json", json.dumps(config, indent=1) + "\n")
+    before = count_parameters(source)
+    after = count_parameters(model)
+    width = model.moe.ffn_size if model.moe else 0
+    print(
+        f"wrote {out}: {model.moe_layer_count} of {model.layers} layers with {options.experts} "
+        f"experts of width {width}, top {options.top_k}; {after.total:,} parameters, "
+        f"{after.active:,} active ({before.total:,} before)"
+    )
+    return 0
+
+
+def _option_of_field(field: str) -> str:
+    return field if field.startswith("model") else f"--{field.replace('_', '-')}"
+
+
+def _open_dense(path: Path) -> tuple[ModelSpec, AbstractContextManager[ReadParameter]]:
+    """Return the model of a folder, ours or Hugging Face's, and how its parameters are read."""
+    from moewright.engine.hf.folder import is_hf_folder
+    from moewright.engine.run.upcycle import (
+        open_checkpoint_parameters,
+        open_hf_parameters,
+        read_checkpoint_model,
+    )
+    from moewright.intake.hf import read_config
+
+    if is_hf_folder(path):
+        model = read_config(path)
+        return model, open_hf_parameters(model, path)
+    return read_checkpoint_model(path), open_checkpoint_parameters(path)
+
+
+def _complete_config(model: ModelSpec) -> dict[str, Any]:
+    """Return the config.json of a model, which must say all of it.
+
+    Raises:
+        BadInput: Reading the config back does not give the same model.
+    """
+    from moewright.intake.hf import build_config, parse_config
+
+    config = build_config(model)
+    read_back = parse_config(config, where="config.json", name=model.name)
+    lost = [
+        field.name
+        for field in fields(model)
+        if getattr(read_back, field.name) != getattr(model, field.name)
+    ]
+    if lost:
+        rule = f"its config.json cannot say {', '.join(lost)} of this model"
+        raise BadInput(Reason(field="model", value=model.family, rule=rule))
+    return config

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_now, write_answer
-from moewright.cli.displays import open_display
 from moewright.cli.exit_codes import STOPPED
 from moewright.cli.options import Flag, SetOption, TrialOptions
+from moewright.cli.progress import open_display
 from moewright.spec.errors import BadInput, Reason
 
 _HERE = TrialOptions()

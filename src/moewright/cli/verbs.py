@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from cyclopts import App
 
-from moewright.cli.bench import bench_machine, bench_search
-from moewright.cli.budget import budget
-from moewright.cli.capture import capture
-from moewright.cli.catalogues import hardware, models
+from moewright.cli.bench import bench_machine, bench_search, bench_sweep, fit, validate
+from moewright.cli.catalogues import build_completion_verb, hardware, models
 from moewright.cli.chat import chat
-from moewright.cli.check import check
-from moewright.cli.compare import compare
-from moewright.cli.completion import build_completion_verb
 from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
-from moewright.cli.design import design
-from moewright.cli.diagnose import diagnose
-from moewright.cli.dryrun import dryrun
-from moewright.cli.estimate import estimate
-from moewright.cli.export import export
-from moewright.cli.finetune import finetune
-from moewright.cli.fit import fit
-from moewright.cli.mcp import mcp
-from moewright.cli.plan import plan
-from moewright.cli.report import report
-from moewright.cli.studio import studio
-from moewright.cli.sweep import bench_sweep
-from moewright.cli.train import train
+from moewright.cli.diagnose import compare, diagnose, report
+from moewright.cli.export import capture, export
+from moewright.cli.plan import budget, design, estimate, plan
+from moewright.cli.serve import mcp, studio
+from moewright.cli.train import finetune, train, upcycle
 from moewright.cli.tune import tune
-from moewright.cli.upcycle import upcycle
-from moewright.cli.validate import validate
-from moewright.cli.verify import verify
-from moewright.cli.watch import watch
+from moewright.cli.verify import dryrun, verify
+from moewright.cli.watch import check, watch
 from moewright.version import __version__
 
 

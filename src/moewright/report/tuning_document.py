@@ -21,15 +21,16 @@ from moewright.report.document import (
 )
 from moewright.spec.finding import Basis, Waterfall
 from moewright.spec.units import format_bytes, format_seconds, plural
-from moewright.tuning.contract import Contract
 from moewright.tuning.decisions import (
     Decision,
     IncumbentProfile,
+    Interval,
     Ruling,
     TuningPhase,
     TuningResult,
+    t_quantile,
 )
-from moewright.tuning.paired_test import Interval, t_quantile
+from moewright.tuning.journal import Contract
 from moewright.tuning.space import TuningPoint
 from moewright.tuning.trials import VALIDATION_WINDOW
 

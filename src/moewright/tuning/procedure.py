@@ -21,12 +21,13 @@ from moewright.tuning.decisions import (
     AcceptanceRules,
     Decision,
     IncumbentProfile,
+    Interval,
     ResultCallback,
     Ruling,
     TuningPhase,
     TuningResult,
+    log_ratio_interval,
 )
-from moewright.tuning.paired_test import Interval, log_ratio_interval
 from moewright.tuning.predictions import StepPredictor
 from moewright.tuning.space import TuningPoint, TuningSpace
 from moewright.tuning.trial_runner import BudgetSpentError, TrialRunner

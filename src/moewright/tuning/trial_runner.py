@@ -7,8 +7,7 @@ from math import exp, log
 from statistics import fmean
 
 from moewright.spec.workload import CheckpointSpec, ProfileSpec, Workload
-from moewright.tuning.decisions import AcceptanceRules
-from moewright.tuning.paired_test import Noise, estimate_noise
+from moewright.tuning.decisions import AcceptanceRules, Noise, estimate_noise
 from moewright.tuning.predictions import PointMeasurement, StepPredictor
 from moewright.tuning.space import TuningPoint, TuningSpace
 from moewright.tuning.trials import (
