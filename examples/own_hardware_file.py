@@ -10,7 +10,7 @@ from pathlib import Path
 import tomli_w
 
 import moewright as mw
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 
 # An H100 whose network has half the bandwidth: four 400 Gb/s cards for eight devices.
 base = mw.hardware("8xH100")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import moewright as mw
 from moewright.spec.hardware import Device, DeviceKind, DtypePeak, Fabric, Hardware
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
 JOB = """

@@ -42,8 +42,7 @@ from moewright.spec.model import (
 )
 from moewright.spec.plan import Assumption, Estimate, Plan, TimePart, TimeShare, Verdict
 from moewright.spec.run import EvalRecord, LayerLoad, RunRecord, Session, StepRecord
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import GIB, MIB
+from moewright.spec.units import GIB, MIB, Sourced, SourceKind
 from moewright.spec.workload import DataSpec, Dtype, LossSpec, Routing, Workload
 
 LAYERS = 6

@@ -29,7 +29,7 @@ from moewright.spec.model import (
     RouterSpec,
 )
 from moewright.spec.plan import Estimate, Plan, Verdict
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import DataSpec, Dtype, LossSpec, OptimizerSpec, Routing, Workload
 
 VOCABULARY = 320

@@ -33,8 +33,7 @@ from benchmarks.gpu.sizes import (
 )
 from moewright.cost.estimate import estimate
 from moewright.cost.ledger import predict_rank_ledger
-from moewright.engine.kernels.fused.select import build_kernels
-from moewright.engine.kernels.fused.table import torch_kernels
+from moewright.engine.kernels.fused.table import build_kernels, torch_kernels
 from moewright.engine.kernels.low_precision import Groups, NarrowTensor, convert
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
 from moewright.engine.kernels.scaled_groups import (

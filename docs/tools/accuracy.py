@@ -18,7 +18,7 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
-from moewright.view.palette import TIME_COLOURS
+from moewright.view.page import TIME_COLOURS
 
 PAGE = Path(__file__).parents[1] / "accuracy.md"
 PICTURE = PAGE.with_suffix(".svg")

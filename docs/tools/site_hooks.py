@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moewright.view.course.course_site import (
+from moewright.view.course.course_pages import (
     add_anchors,
     list_site_pages,
     replace_mathematics,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import moewright as mw
-from moewright.api.budget_document import build_budget_document
-from moewright.api.budgets import Budget, compute_budget
+from moewright.api.budgets import Budget, build_budget_document, compute_budget
 from moewright.api.calendar import read_operations
 from moewright.api.requests import read_hardware
 from moewright.cost.calendar_time import (

@@ -19,8 +19,7 @@ import yaml
 import moewright as mw
 from moewright.cli.main import main
 from moewright.codec import write_json
-from moewright.diagnosis.change_budgets import ChangeBudgets, MeasureBudget
-from moewright.diagnosis.checks import JobCheck
+from moewright.diagnosis.checks import ChangeBudgets, JobCheck, MeasureBudget
 from moewright.diagnosis.plan_changes import Measure, PlanChanges
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Verdict

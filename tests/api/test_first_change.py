@@ -107,7 +107,7 @@ import torch.distributed as dist
 
 from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch.deepep import open_library, verify_library
-from moewright.engine.dispatch.library import LibrarySizes
+from moewright.engine.dispatch.interface import LibrarySizes
 from moewright.engine.observe.counters import Counters
 from moewright.spec.layout import DispatcherKind
 

@@ -15,16 +15,15 @@ import torch
 
 from moewright.bench import machine, workers
 from moewright.bench.case import BenchContext, Call, Case, Probe
-from moewright.bench.cases import build_cases
 from moewright.bench.collective_cases import group_sizes, pairing_rounds
 from moewright.bench.compute_cases import draw_expert_rows
 from moewright.bench.machine import machine_fingerprint, measure_machine
 from moewright.bench.tiny_steps import TINY_SHAPES, solve_host_work
-from moewright.bench.workers import run_workers
+from moewright.bench.workers import build_cases, run_workers
 from moewright.codec import read_toml, write_toml
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective, Curve, DeviceKind, Hardware, Op
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
 CPU = DeviceKind.CPU

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from moewright.calibration.engine_runs import read_engine_runs
 from moewright.calibration.fit import (
     FREE_CONSTANTS,
     Fit,
@@ -19,6 +18,7 @@ from moewright.calibration.fit import (
     fit_constants,
     predict_left_out,
 )
+from moewright.calibration.own_runs import read_engine_runs
 from moewright.cli.main import main
 from moewright.codec import parse_layout, write_json, write_toml
 from moewright.codec.run_files import format_record
@@ -29,7 +29,7 @@ from moewright.search.search import build_plan
 from moewright.spec.hardware import Constant
 from moewright.spec.plan import Plan
 from moewright.spec.run import LayerLoad, StepRecord
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Dtype, Routing, Workload
 
 MODEL = catalogue.model("Qwen3-30B-A3B")

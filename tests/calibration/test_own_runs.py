@@ -16,10 +16,10 @@ from moewright.cost.estimate import estimate
 from moewright.cost.evidence import (
     is_shared_by_layouts,
     job_choices,
+    job_factor,
     layout_choices,
     list_choices,
 )
-from moewright.cost.own_runs import job_factor
 from moewright.cost.time.repricing import RepriceableStep
 from moewright.intake import catalogue
 from moewright.rules.job import Job

@@ -16,8 +16,7 @@ from moewright.calibration.splits import rank_correlation
 from moewright.calibration.table import MeasurementTable, read_table
 from moewright.spec.hardware import Constant
 from moewright.spec.plan import Verdict
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import GB
+from moewright.spec.units import GB, Sourced, SourceKind
 
 BASE = {
     "source": "a guide",

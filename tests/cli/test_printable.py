@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from moewright.cli.main import main
 from moewright.intake.hf import read_config
-from moewright.spec.errors import BadInput, Reason
-from moewright.spec.printable import escape_controls
+from moewright.spec.errors import BadInput, Reason, escape_controls
 from moewright.spec.quoting import Csv
 
 HOSTILE = "a\x1b[2J\u202eb\x07\ud800"

@@ -18,7 +18,7 @@ from moewright.spec.ledger import CommRow, Ledger, Selection
 from moewright.spec.model import MoeSpec
 from moewright.spec.names import closest_match
 from moewright.spec.run import StepRecord
-from moewright.spec.sourced import SourceKind
+from moewright.spec.units import SourceKind
 from moewright.spec.workload import Dtype, OptimizerSpec, Workload
 
 lines = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")))

@@ -24,7 +24,7 @@ from moewright.codec import (
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Curve
 from moewright.spec.layout import Layout
-from moewright.spec.sourced import SourceKind
+from moewright.spec.units import SourceKind
 from moewright.spec.workload import Workload
 
 CURVE = Curve(points=((1.0, 2.5), (3.0, 1e12)), kind=SourceKind.MEASURED, source='here, "quoted"')

@@ -16,7 +16,7 @@ from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec
 from moewright.spec.plan import Estimate, Plan, Verdict
 from moewright.spec.run import EvalRecord, Session, StepRecord
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Workload
 
 ONE = Sourced(value=1.0, kind=SourceKind.ASSUMED, source="a test")

@@ -24,7 +24,7 @@ _READERS = {
 # They ask a library for its version alone.
 _VERSIONS_ALONE = {"engine/data/build_corpus.py", "engine/data/build_chats.py"}
 # It unpacks an address, whose letters and bytes it bounds by itself.
-_BOUNDED = {"studio/packing.py"}
+_BOUNDED = {"studio/queries.py"}
 _SOURCE = Path(moewright.__file__).parent
 
 

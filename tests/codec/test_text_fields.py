@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 import moewright.spec
 from moewright.cli.main import main
 from moewright.codec import from_data, read_json, to_data
-from moewright.spec.errors import BadInput
+from moewright.spec.errors import BadInput, Paragraph, has_controls
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan
-from moewright.spec.printable import Paragraph, has_controls
 from moewright.spec.stage_string import StageString, parse_stages
 from sample_run import plan
 

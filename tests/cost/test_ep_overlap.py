@@ -8,7 +8,7 @@ import pytest
 
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
-from moewright.cost.time.ep_overlap import OverlapWindows
+from moewright.cost.time.layer_collectives import OverlapWindows
 from moewright.intake import catalogue
 from moewright.rules.routing import etp_gathered_rows
 from moewright.spec.errors import BadInput
@@ -16,7 +16,7 @@ from moewright.spec.hardware import Constant
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, TimePart, TimeShare
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Routing, Workload
 
 QWEN = catalogue.model("Qwen3-30B-A3B")

@@ -22,7 +22,7 @@ from moewright.spec.hardware import Constant, DeviceKind, Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, StepPhase
 from moewright.spec.plan import Estimate, TimePart
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import (
     DataSpec,
     DocumentMasking,

@@ -28,7 +28,7 @@ from moewright.spec.hardware import Constant, DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import (
     BaseQuantization,
     FineTuningSpec,

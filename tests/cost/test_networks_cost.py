@@ -15,7 +15,7 @@ from moewright.intake import catalogue
 from moewright.spec.hardware import Collective, Constant, Hardware
 from moewright.spec.layout import DispatcherKind, Layout, Overlap
 from moewright.spec.plan import Estimate, TimePart
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Workload
 
 QWEN = catalogue.model("Qwen3-30B-A3B")

@@ -17,7 +17,7 @@ from moewright.rules.expert_load import RankLoad
 from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, DeviceKind
 from moewright.spec.model import MixerKind
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Dtype, Routing, TensorScaling, Workload
 
 WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=64)

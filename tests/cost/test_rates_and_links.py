@@ -31,7 +31,7 @@ from moewright.spec.hardware import (
 from moewright.spec.layout import DispatcherKind
 from moewright.spec.model import MixerKind, RouterSpec
 from moewright.spec.plan import TimePart
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Dtype, Routing, TensorScaling, Workload
 
 

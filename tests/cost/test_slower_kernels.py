@@ -21,7 +21,7 @@ from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, Hardware, Op
 from moewright.spec.layout import CudaGraphScope
 from moewright.spec.plan import TimePart
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import AttentionBackend, ExpertKernels, Routing, TrainerSpec, Workload
 
 HARDWARE = catalogue.hardware("64xB200")

@@ -13,8 +13,7 @@ from moewright.spec.hardware import Constant
 from moewright.spec.ledger import Component, Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import MIB
+from moewright.spec.units import MIB, Sourced, SourceKind
 from moewright.spec.workload import (
     AttentionBackend,
     CrossEntropyKernel,

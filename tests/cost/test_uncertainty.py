@@ -10,9 +10,11 @@ import pytest
 from docs.tools import measured_choices
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
-from moewright.cost.evidence import MeasuredChoices, judge_evidence, list_choices
-from moewright.cost.uncertainty import (
+from moewright.cost.evidence import (
+    MeasuredChoices,
     fit_probability,
+    judge_evidence,
+    list_choices,
     needed_margin,
     peak_interval,
     step_interval,

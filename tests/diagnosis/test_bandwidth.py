@@ -8,7 +8,7 @@ import pytest
 from moewright.codec import read_toml
 from moewright.diagnosis.bandwidth import compute_bandwidths, find_slow_links
 from moewright.spec.hardware import Collective, CollectiveTime, Curve, Hardware, Link
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 
 MACHINE = Path(__file__).parents[1] / "golden" / "machine_2cpu.toml"
 

@@ -14,8 +14,7 @@ from moewright.codec import write_json
 from moewright.codec.run_files import format_record
 from moewright.diagnosis.traces import trace_stream
 from moewright.diagnosis.traces.kineto import read_traces
-from moewright.diagnosis.traces.step_details import LayerPhase, detail_step
-from moewright.diagnosis.traces.trace_changes import ChangeLevel
+from moewright.diagnosis.traces.step_details import ChangeLevel, LayerPhase, detail_step
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective
 from sample_run import record

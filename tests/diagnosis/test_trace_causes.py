@@ -13,9 +13,9 @@ from moewright.diagnosis.traces.capture import KernelKind, TrainerMark, kernel_k
 from moewright.diagnosis.traces.comm_classes import CommClass, classify_channels
 from moewright.diagnosis.traces.gaps import IdleCause
 from moewright.diagnosis.traces.kineto import read_traces
-from moewright.diagnosis.traces.peak_rate import find_peak_rate
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.trace_findings import diagnose_traces
+from moewright.diagnosis.traces.trace_waterfall import find_peak_rate
 from moewright.search.search import build_plan
 from moewright.spec.finding import Cause, Finding, Wall
 from moewright.spec.layout import Layout, Overlap

@@ -29,10 +29,9 @@ from moewright.diagnosis.traces.gaps import IdleCause
 from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.kineto_events import HostEvents
 from moewright.diagnosis.traces.nsight import read_nsight
-from moewright.diagnosis.traces.peak_rate import find_peak_rate
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.trace_findings import diagnose_traces
-from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall
+from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall, find_peak_rate
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Cause, Wall
 from moewright.spec.hardware import Collective

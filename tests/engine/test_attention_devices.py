@@ -15,7 +15,7 @@ from moewright.engine.kernels import attention as module
 from moewright.engine.kernels.attention import AttentionMask, attention, attention_backward
 from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
 from moewright.engine.observe.flop_counter import FlopCounter
-from moewright.engine.observe.observing_mode import ObservingMode
+from moewright.engine.observe.module_scopes import ObservingMode
 
 CPU_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

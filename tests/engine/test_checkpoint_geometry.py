@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moewright.engine.checkpoint import flat_range_boxes, flat_range_shards
-from moewright.engine.checkpoint.geometry import Box, find_tiling_fault
+from moewright.engine.checkpoint.local_shard import Box, find_tiling_fault
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

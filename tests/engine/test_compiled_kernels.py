@@ -13,8 +13,12 @@ from layout_proof import WORKLOAD, draw_test_weight
 from moewright.engine.kernels.fused import compiled
 from moewright.engine.kernels.fused.compiled import describe_compilation
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.engine.kernels.fused.select import build_kernels, implementation_name
-from moewright.engine.kernels.fused.table import compiled_kernels, torch_kernels
+from moewright.engine.kernels.fused.table import (
+    build_kernels,
+    compiled_kernels,
+    implementation_name,
+    torch_kernels,
+)
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
 from moewright.engine.run.verify import FixedBatches

@@ -12,7 +12,7 @@ from layout_space import SHAPES
 from moewright.engine.kernels import compressed_attention
 from moewright.engine.model.key_tables import bound_keys, find_keys
 from moewright.engine.model.router import draw_expert_table
-from moewright.rules.shapes import mixer_flops
+from moewright.rules.shapes import mixers
 
 SEQUENCES, TOKENS, HEADS, WIDTH = 2, 24, 3, 8
 WINDOW, RATE, TOP_K = 6, 4, 2
@@ -120,8 +120,8 @@ def test_counted_pairs_are_those_of_the_published_formula(layer: int, window: in
     model = replace(base, attention=replace(base.attention, sliding_window=window))
     spec = model.attention
     assert spec.indexer is not None
-    core = mixer_flops.attention_flops(model, layer, TOKENS, TOKENS)
-    core -= mixer_flops.scoring_flops(model, layer, TOKENS, TOKENS)
+    core = mixers.attention_flops(model, layer, TOKENS, TOKENS)
+    core -= mixers.scoring_flops(model, layer, TOKENS, TOKENS)
     rate = (TOKENS + 1, spec.sparse_rate, spec.heavy_rate, spec.sparse_rate)[layer]
     chosen = torch.empty(1, TOKENS, spec.indexer.top_k) if rate == spec.sparse_rate else None
     q = torch.empty(1, TOKENS, spec.heads, spec.head_dim)

@@ -23,14 +23,12 @@ from moewright.engine.data.build_corpus import (
     RebuildPolicy,
     build_corpus,
 )
-from moewright.engine.data.census import find_heldout_limit
-from moewright.engine.data.corpus import read_corpus
+from moewright.engine.data.corpus import find_heldout_limit, read_corpus, unigram_entropy
 from moewright.engine.data.indexed import open_indexed
 from moewright.engine.data.sampler import read_samples
 from moewright.engine.data.sharded import open_stream
 from moewright.engine.data.source import STDLIB_EXCLUDED, DocumentReader, SkipReason, find_source
 from moewright.engine.data.tokenizer import TokenizerKind, load_tokenizer, train_bpe
-from moewright.engine.data.unigram import unigram_entropy
 from moewright.spec.errors import BadInput
 
 WORDS = (

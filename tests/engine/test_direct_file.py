@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moewright.engine.checkpoint import direct_file
-from moewright.engine.checkpoint.direct_file import DirectFile
+from moewright.engine.checkpoint import files
+from moewright.engine.checkpoint.files import DirectFile
 
 BUFFER = 1 << 14
 
 
 @pytest.fixture(autouse=True)
 def use_small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_file, "_BUFFER_BYTES", BUFFER)
+    monkeypatch.setattr(files, "_BUFFER_BYTES", BUFFER)
 
 
 def write_pieces(path: Path, sizes: tuple[int, ...]) -> bytes:
@@ -57,8 +57,8 @@ def refuse_at_open(monkeypatch: pytest.MonkeyPatch) -> None:
     open_file = os.open
 
     def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
-        if flags & direct_file._O_DIRECT:
-            os.close(open_file(path, flags & ~direct_file._O_DIRECT, mode))
+        if flags & files._O_DIRECT:
+            os.close(open_file(path, flags & ~files._O_DIRECT, mode))
             raise OSError(errno.EINVAL, "no direct writes")
         return open_file(path, flags, mode)
 
@@ -69,7 +69,7 @@ def refuse_at_write(monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
 
     def refuse(handle: int, data: memoryview) -> int:
-        if fcntl.fcntl(handle, fcntl.F_GETFL) & direct_file._O_DIRECT:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & files._O_DIRECT:
             raise OSError(errno.EINVAL, "no direct writes")
         return write(handle, data)
 
@@ -82,15 +82,15 @@ def write_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate = direct_file._allocate_aligned
-    monkeypatch.setattr(direct_file, "_SMALL_BUFFER_BYTES", BUFFER // 4)
+    allocate = files._allocate_aligned
+    monkeypatch.setattr(files, "_SMALL_BUFFER_BYTES", BUFFER // 4)
 
     def refuse(nbytes: int) -> torch.Tensor:
         if nbytes == BUFFER:
             raise RuntimeError("no memory")
         return allocate(nbytes)
 
-    monkeypatch.setattr(direct_file, "_allocate_aligned", refuse)
+    monkeypatch.setattr(files, "_allocate_aligned", refuse)
 
 
 @pytest.mark.parametrize("hinder", [refuse_at_open, refuse_at_write, write_a_part, refuse_memory])

@@ -161,8 +161,7 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
     """By hand: a product's two operands, its output and a copy of it live at once."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from moewright.engine.observe.module_scopes import ModuleScopes
-    from moewright.engine.observe.observing_mode import ObservingMode
+    from moewright.engine.observe.module_scopes import ModuleScopes, ObservingMode
     from moewright.engine.observe.storage_census import StorageCensus
 
     with FakeTensorMode():
@@ -186,8 +185,7 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
     """As with fully_shard: of two gathered weights of 8 floats one lives at a time."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from moewright.engine.observe.module_scopes import ModuleScopes
-    from moewright.engine.observe.observing_mode import ObservingMode
+    from moewright.engine.observe.module_scopes import ModuleScopes, ObservingMode
     from moewright.engine.observe.storage_census import StorageCensus
 
     def fill(weight: torch.Tensor, gathered: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tiny_jobs
-from moewright.engine.kernels.fused import select
+from moewright.engine.kernels.fused import table
 from moewright.engine.run.train import train
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
@@ -49,19 +49,19 @@ def test_what_a_job_gets(
     implementation: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(select, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(select, "version", lambda name: "3.7")
-    reasons = select.unavailable_reasons(choice, device, interpreted=interpreted)
+    monkeypatch.setattr(table, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(table, "version", lambda name: "3.7")
+    reasons = table.unavailable_reasons(choice, device, interpreted=interpreted)
     assert len(reasons) == bool(refusal)
     assert all(reason.rule.startswith(refusal) for reason in reasons)
     if implementation is not None:
-        assert select.implementation_name(choice, device).split()[0] == implementation
+        assert table.implementation_name(choice, device).split()[0] == implementation
 
 
 def test_the_reference_imports_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "find_spec", lambda name: None)
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
     for choice, device in product((FusedKernels.AUTO, FusedKernels.PLAIN), DeviceKind):
-        assert select.build_kernels(choice, device).implementation is FusedKernels.PLAIN
+        assert table.build_kernels(choice, device).implementation is FusedKernels.PLAIN
 
 
 def test_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

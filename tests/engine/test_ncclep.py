@@ -13,7 +13,7 @@ from moewright.engine.comm.autograd_collectives import all_to_all_in_turn
 from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch import ncclep_binding
 from moewright.engine.dispatch.deepep import DeepEpDispatcher
-from moewright.engine.dispatch.library import LibrarySizes
+from moewright.engine.dispatch.interface import LibrarySizes
 from moewright.engine.dispatch.ncclep_binding import NcclEp
 from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.observe.counters import Counters

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moewright.engine.kernels import fp8_base, nf4
-from moewright.engine.kernels.fp8_base import Fp8Weight, pack_fp8
-from moewright.engine.kernels.nf4 import LEVELS, Nf4Weight, dynamic_levels, pack_nf4
+from moewright.engine.kernels import packed_base
+from moewright.engine.kernels.packed_base import (
+    LEVELS,
+    Fp8Weight,
+    Nf4Weight,
+    dynamic_levels,
+    pack_fp8,
+    pack_nf4,
+)
 from moewright.rules.packed_base import NF4_BLOCK, packed_bytes_per_element, packed_nbytes
 from moewright.spec.workload import BaseQuantization, FineTuningSpec, Task, Workload
 
@@ -161,17 +166,15 @@ def test_fp8_blocks_are_those_of_published_folders(shape: tuple[int, ...]) -> No
     assert (once - weight).norm() / weight.norm() < 0.03
 
 
-@pytest.mark.parametrize("module", [nf4, fp8_base])
-def test_chunks_are_widened_to_the_same_numbers(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_chunks_are_widened_to_the_same_numbers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = draw(3, 2, 256, 200)
     packed: Nf4Weight | Fp8Weight = (
-        pack(weight) if module is nf4 else pack_fp8(weight, torch.float32, weight.device)
+        pack(weight) if bits == 4 else pack_fp8(weight, torch.float32, weight.device)
     )
     whole = packed.unpack()
     for numel in (128, 512, 30_000, 120_000):
-        monkeypatch.setattr(module, "CHUNK_NUMEL", numel // 128 * 128)
+        monkeypatch.setattr(packed_base, "CHUNK_NUMEL", numel // 128 * 128)
         assert torch.equal(packed.unpack(), whole)
 
 
@@ -189,22 +192,22 @@ class WidestOutput(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("module", [nf4, fp8_base], ids=["nf4", "fp8"])
+@pytest.mark.parametrize("bits", [4, 8])
 def test_packing_in_chunks_makes_the_same_bits_and_nothing_whole(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a rank holds as it starts is less than what its products widen later."""
     weight = draw(3, 2, 256, 200)
     before = weight.clone()
 
     def pack_once() -> tuple[torch.Tensor, ...]:
-        if module is nf4:
+        if bits == 4:
             return pack(weight).tensors
         return pack_fp8(weight, torch.float32, weight.device).tensors
 
     whole = pack_once()
     for numel in (26_624, 51_200, 102_400):  # of 51,200 numbers a matrix
-        monkeypatch.setattr(module, "CHUNK_NUMEL", numel)
+        monkeypatch.setattr(packed_base, "CHUNK_NUMEL", numel)
         with WidestOutput() as widest:
             chunked = pack_once()
         assert all(map(torch.equal, chunked, whole))

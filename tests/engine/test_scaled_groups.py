@@ -22,7 +22,7 @@ from moewright.engine.kernels.products import NarrowProducts, Products
 from moewright.engine.kernels.scaled_groups import find_group_product
 from moewright.engine.kernels.scaled_products import ScaledProduct
 from moewright.engine.observe.flop_counter import FlopCounter
-from moewright.engine.observe.observing_mode import ObservingMode
+from moewright.engine.observe.module_scopes import ObservingMode
 from moewright.rules.delayed_scaling import ScaledLinear
 from moewright.rules.low_precision import NarrowFormat, Recipe, find_recipe
 from moewright.spec.ledger import Module

@@ -10,7 +10,7 @@ import torch
 
 from moewright.engine.kernels import sparse_attention
 from moewright.engine.model.key_tables import bound_keys
-from moewright.rules.shapes import mixer_flops
+from moewright.rules.shapes import mixers
 from moewright.spec.model import IndexerSpec
 from tiny_jobs import MODEL
 
@@ -98,8 +98,8 @@ def test_counted_pairs_are_those_of_the_published_formula(top_k: int) -> None:
     attention = MODEL.attention
     indexer = IndexerSpec(heads=2, head_dim=3, top_k=top_k)
     model = replace(MODEL, attention=replace(attention, indexer=indexer))
-    scores = mixer_flops.scoring_flops(model, 0, TOKENS, TOKENS)
-    core = mixer_flops.attention_flops(model, 0, TOKENS, TOKENS) - scores
+    scores = mixers.scoring_flops(model, 0, TOKENS, TOKENS)
+    core = mixers.attention_flops(model, 0, TOKENS, TOKENS) - scores
     q = torch.empty(1, TOKENS, attention.heads, 1)
     chosen = torch.empty(1, TOKENS, min(top_k, TOKENS))
     width = attention.head_dim + attention.v_head_dim

@@ -7,9 +7,8 @@ import time
 
 import torch
 
-from moewright.engine.observe.device_meter import DeviceMeter
-from moewright.engine.observe.step_timing import StepTimer, add_links
-from moewright.engine.observe.wait_clock import WaitClock
+from moewright.engine.observe.phase_clock import DeviceMeter
+from moewright.engine.observe.step_timing import StepTimer, WaitClock, add_links
 from moewright.spec.layout import Layout
 from moewright.spec.run import DeviceSample, GroupWait, HostTime, RankTiming
 

@@ -13,7 +13,7 @@ from moewright.engine.optim.muon import orthogonalize
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update, sgd_update
 from moewright.engine.run.build_state import build_train_state
 from moewright.rules.job import plan_job
-from moewright.rules.muon import COEFFICIENTS, scale_update
+from moewright.rules.optimizers import COEFFICIENTS, scale_update
 from moewright.spec.workload import Dtype, MatrixUpdate, MuonCoefficients, MuonScale, MuonSpec
 from tiny_jobs import MODEL, build_plan
 

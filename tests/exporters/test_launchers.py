@@ -18,8 +18,8 @@ from moewright.exporters.megatron.script import (
     megatron_flags,
     render_megatron_script,
 )
-from moewright.exporters.run_files import RunFiles
 from moewright.exporters.slurm import render_slurm_script
+from moewright.exporters.torchrun import RunFiles
 from moewright.intake import catalogue
 from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.spec.errors import BadInput

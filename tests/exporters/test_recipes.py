@@ -8,14 +8,13 @@ import pytest
 
 import moewright as mw
 from megatron_cases import build_plan, catalogue_model, parse_flags
-from moewright.api.run_settings import settle_run
-from moewright.api.running import export
+from moewright.api.running import export, settle_run
 from moewright.codec import parse_layout
 from moewright.exporters.bridge import render_bridge_recipe
 from moewright.exporters.megatron.script import all_flags, render_megatron_script
 from moewright.exporters.recipes import apply_recipe, find_recipe, list_recipes
 from moewright.intake import catalogue
-from moewright.rules.checkpoint_interval import expected_work_ratio
+from moewright.rules.goodput import expected_work_ratio
 from moewright.spec.errors import BadInput
 from moewright.spec.options import RunOptions
 from moewright.spec.workload import LossSpec, OptimizerSpec, RouterTraining, Workload

@@ -12,8 +12,7 @@ from moewright.codec import write_toml
 from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware, Op
-from moewright.spec.sourced import SourceKind
-from moewright.spec.units import GIB
+from moewright.spec.units import GIB, SourceKind
 from moewright.spec.workload import Dtype
 
 

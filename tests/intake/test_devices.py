@@ -14,8 +14,7 @@ from moewright.rules.networks import runs_on
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import NetworkKind, Op
 from moewright.spec.layout import DispatcherKind
-from moewright.spec.sourced import SourceKind
-from moewright.spec.units import GIB, TERA
+from moewright.spec.units import GIB, TERA, SourceKind
 from moewright.spec.workload import Dtype, Workload
 
 WITHOUT_FP8 = ("V100", "A100", "A800", "TPU-v5p", "TPU-v6e", "Ascend")

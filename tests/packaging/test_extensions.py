@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import moewright.intake.added_catalogues
+import moewright.intake.networks
 from moewright.intake import catalogue
 from moewright.intake.devices import read_devices
 
@@ -56,7 +56,7 @@ source = "Acme's datasheet"
 
 def own_entry(kind: str) -> dict:
     """Return an entry of our own catalogue, as a form for an added one."""
-    root = Path(moewright.intake.added_catalogues.__file__).parent / "data"
+    root = Path(moewright.intake.networks.__file__).parent / "data"
     if kind == "model":
         models = json.loads((root / "models.json").read_text())
         return {"source": "Acme", "config": models["Qwen/Qwen3-30B-A3B"]["config"]}

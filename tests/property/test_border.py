@@ -25,9 +25,8 @@ from hypothesis import strategies as st
 import moewright as mw
 from moewright.report.document_markdown import render_markdown
 from moewright.report.sweep_table import build_sweep_document, render_csv, render_svg
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import BadInput, Reason, escape_controls, has_controls
 from moewright.spec.plan import Plan
-from moewright.spec.printable import escape_controls, has_controls
 from moewright.spec.quoting import Csv, Html, Json, Markdown, Python, Shell, Toml, Yaml
 from moewright.spec.record import render_html_table
 from moewright.tuning.sweep import SweepRow, SweepRowSpec

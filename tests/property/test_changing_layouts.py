@@ -19,7 +19,7 @@ from moewright.engine.observe.record import write_rank_timings
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.run import GroupWait, HostTime, RankTiming, StepRecord
-from moewright.studio.runs import read_runs
+from moewright.studio.folder import read_runs
 from sample_run import EXPERTS, LAYERS, layer_load, plan, record, step_record, time_rows
 
 DEGREES = st.sampled_from((1, 2, 4))

@@ -23,8 +23,7 @@ from moewright.spec.hardware import Constant
 from moewright.spec.ledger import Component
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.plan import Estimate, Verdict
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import GB, GIB
+from moewright.spec.units import GB, GIB, Sourced, SourceKind
 from moewright.spec.workload import Dtype, OptimizerSpec, Routing, Workload
 
 DATA = Path(__file__).parent / "data"

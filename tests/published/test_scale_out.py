@@ -17,7 +17,7 @@ from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.table import read_table
 from moewright.cost.time.repricing import RepriceableStep
 from moewright.spec.hardware import Constant
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 
 DATA = Path(__file__).parent / "data"
 NO_SCALE_TERMS = tuple(

@@ -17,7 +17,7 @@ from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.spec.hardware import Constant
 from moewright.spec.plan import TimePart
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Routing, Workload
 
 ROWS = read_table(Path(__file__).parent / "data" / "measured_steps.csv").rows

@@ -14,9 +14,8 @@ import pytest
 
 import sample_run
 from moewright.codec import STEPS_FILE, format_record
-from moewright.codec.record_tail import RecordTail
-from moewright.report.curve import draw_curve
-from moewright.report.run_panel import RunPanel, format_duration
+from moewright.codec.run_files import RecordTail
+from moewright.report.run_panel import RunPanel, draw_curve, format_duration
 from moewright.spec.units import format_figures
 
 RECORD = sample_run.record(steps=8)

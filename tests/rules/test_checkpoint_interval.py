@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moewright.rules.checkpoint_interval import (
+from moewright.rules.goodput import (
     expected_work_ratio,
     first_order_interval_s,
     optimum_interval_s,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moewright.intake import catalogue
-from moewright.rules.shapes import flops, mixer_flops
+from moewright.rules.shapes import flops, mixers
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, Module
 from moewright.spec.model import ModelSpec
@@ -108,12 +108,12 @@ def test_window_saves_what_it_does_not_attend() -> None:
     seq = 1024
     window = 128
     heads = 64
-    windowed = mixer_flops.attention_flops(model, 0, seq, seq)
+    windowed = mixers.attention_flops(model, 0, seq, seq)
     assert windowed == heads * (64 + 64) * sum(
         2 * min(query + 1, window) - 1 for query in range(seq)
     )
-    assert mixer_flops.attention_flops(model, 1, seq, seq) == 2 * heads * (64 + 64) * seq * seq // 2
-    assert mixer_flops.attention_flops(model, 0, window, window) == mixer_flops.attention_flops(
+    assert mixers.attention_flops(model, 1, seq, seq) == 2 * heads * (64 + 64) * seq * seq // 2
+    assert mixers.attention_flops(model, 0, window, window) == mixers.attention_flops(
         model, 1, window, window
     )
 

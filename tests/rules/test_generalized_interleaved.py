@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from moewright.intake import catalogue
-from moewright.rules.saved.activation_offload import offloading_layers
+from moewright.rules.saved.saved_tensor import offloading_layers
 from moewright.rules.timetable.schedule import (
     check_schedule,
     max_in_flight,

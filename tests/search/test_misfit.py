@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from moewright.api.misfits import view_misfit
+from moewright.api.judging import view_misfit
 from moewright.api.planning import Plans, search_request
 from moewright.api.requests import read_plan_request
 from moewright.codec import parse_layout

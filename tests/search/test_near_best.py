@@ -13,9 +13,7 @@ from moewright.api.planning import Plans
 from moewright.codec import read_json, write_json
 from moewright.cost.evidence import count_proofs, layout_choices, read_measured_choices
 from moewright.rules.job import plan_job
-from moewright.search.near_best import NearBest
-from moewright.search.proven import ProvenChoices
-from moewright.search.ranking import bound_s
+from moewright.search.ranking import NearBest, ProvenChoices, bound_s
 from moewright.search.screening import Screener
 from moewright.search.space import build_search_space, degree_groups
 from moewright.spec.plan import Plan

@@ -29,7 +29,7 @@ from moewright.spec.hardware import DeviceKind, OwnRun
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase
 from moewright.spec.plan import Estimate, TimePart
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import (
     AttentionBackend,
     BaseQuantization,

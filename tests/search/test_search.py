@@ -21,8 +21,7 @@ from moewright.spec.hardware import Constant, DeviceKind, Hardware
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout, Offload, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Verdict
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import format_seconds
+from moewright.spec.units import Sourced, SourceKind, format_seconds
 from moewright.spec.workload import Dtype, Routing, Workload
 
 WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=128)

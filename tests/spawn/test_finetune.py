@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 import tiny_jobs
-from moewright.api.exporting_weights import plan_export
+from moewright.api.converting import plan_export
 from moewright.cli.main import main
 from moewright.codec import write_toml
 from moewright.engine.run.generate import AnsweringModel

@@ -17,7 +17,7 @@ from layout_proof import assert_equal_lines
 from moewright.codec import read_json
 from moewright.codec.run_files import TRACE_FOLDER
 from moewright.cost.ledger import predict_ledger
-from moewright.cost.time.ep_overlap import OverlapWindows
+from moewright.cost.time.layer_collectives import OverlapWindows
 from moewright.engine.comm import autograd_collectives, collectives
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.model.attention import Attention

@@ -23,9 +23,9 @@ from moewright.cost.estimate import estimate
 from moewright.diagnosis.engine_run import diagnose_run
 from moewright.diagnosis.traces.breakdown import break_down_step
 from moewright.diagnosis.traces.kineto import read_traces
-from moewright.diagnosis.traces.peak_rate import find_peak_rate
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.trace_findings import diagnose_traces
+from moewright.diagnosis.traces.trace_waterfall import find_peak_rate
 from moewright.engine.comm import collectives
 from moewright.engine.model import transformer
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
@@ -35,7 +35,7 @@ from moewright.engine.run.worker import ExitCode
 from moewright.spec.finding import Cause, Wall
 from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import DataSpec, LossSpec, ProfileSpec, RouterForce, RouterTraining
 
 pytestmark = [pytest.mark.spawn, pytest.mark.serial]

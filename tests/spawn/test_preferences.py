@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 import tiny_jobs
 from chat_folders import CHATML, write_chat_folder, write_preferences
 from hf_families import save_gradients, write_model
-from moewright.api.exporting_weights import plan_export
+from moewright.api.converting import plan_export
 from moewright.engine.data.build_chats import build_chats
 from moewright.engine.data.chat_encoder import ChatOptions
 from moewright.engine.data.packing import open_chats

@@ -21,8 +21,8 @@ from moewright.api.training import plan_for_ranks
 from moewright.codec import parse_layout, read_incidents, read_run
 from moewright.diagnosis.compare_ledgers import compare_ranks
 from moewright.engine.run import supervise as supervise_module
-from moewright.engine.run.incidents import note_failure
 from moewright.engine.run.launch import LaunchHooks
+from moewright.engine.run.run_records import note_failure
 from moewright.engine.run.supervise import RETURN_SIGNAL, Elasticity, supervise
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode, FailureKind, RankFailure

@@ -17,7 +17,7 @@ import pytest
 import tiny_jobs
 from moewright.codec import read_incidents
 from moewright.engine.comm import collectives
-from moewright.engine.observe.device_meter import DeviceMeter
+from moewright.engine.observe.phase_clock import DeviceMeter
 from moewright.engine.run.launch import launch
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Timeouts

@@ -16,7 +16,7 @@ from hf_families import write_model
 from moewright.codec import read_json
 from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
-from moewright.engine.kernels.nf4 import pack_nf4
+from moewright.engine.kernels.packed_base import pack_nf4
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.intake.hf import read_config

@@ -9,8 +9,7 @@ import pytest
 
 from moewright.intake import catalogue, hf
 from moewright.spec.errors import BadInput
-from moewright.studio.packing import MOST_LETTERS, pack_config, unpack_model
-from moewright.studio.queries import read_query
+from moewright.studio.queries import MOST_LETTERS, pack_config, read_query, unpack_model
 
 NAMES = ("OLMoE-1B-7B-0924", "Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-120b", "Mixtral-8x7B")
 

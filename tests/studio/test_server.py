@@ -21,8 +21,7 @@ from sample_run import record, write_run
 
 pytest.importorskip("uvicorn", reason="the studio extra is not installed")
 
-from moewright.studio.folder import StudioFolder
-from moewright.studio.runs import list_run_folders
+from moewright.studio.folder import StudioFolder, list_run_folders
 
 pytestmark = pytest.mark.waits
 

@@ -13,8 +13,7 @@ from moewright.search.space import no_objections
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Cause, Wall
 from moewright.spec.options import TuningAxis
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import MIB
+from moewright.spec.units import MIB, Sourced, SourceKind
 from moewright.tuning.decisions import (
     PREDICTION_RULES,
     AcceptanceRules,

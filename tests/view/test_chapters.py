@@ -34,11 +34,12 @@ from moewright.view.course.chapter import (
     load_chapter,
     read_chapter,
 )
-from moewright.view.course.course_questions import load_questions, write_questions
-from moewright.view.course.course_site import (
+from moewright.view.course.course_pages import (
     list_site_pages,
+    load_questions,
     replace_mathematics,
     replace_pictures,
+    write_questions,
 )
 from moewright.view.course.figures import compute_figure
 from moewright.view.course.glossary import find_term
@@ -46,7 +47,7 @@ from moewright.view.course.inline import read_figure
 from moewright.view.course.lesson import open_lesson
 from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
 from moewright.view.course.mathematics import write_mathematics
-from moewright.view.course.tiny_router import load_tiny_router
+from moewright.view.course.route_pictures import load_tiny_router
 
 CHAPTERS = list_chapters()
 # Pages that somebody reads from end to end, so that they are split when they grow.

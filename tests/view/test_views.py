@@ -9,9 +9,14 @@ from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.ledger import Component, Module, StepPhase
 from moewright.spec.plan import TimePart
-from moewright.view import palette
 from moewright.view.layout_controls import ControlKind
-from moewright.view.page import render_page
+from moewright.view.page import (
+    MEMORY_COLOURS,
+    MODULE_COLOURS,
+    PHASE_COLOURS,
+    TIME_COLOURS,
+    render_page,
+)
 from moewright.view.plan_view import ListedFigures
 from moewright.view.search_view import RankedKind, RankedPlan, mark_front
 
@@ -91,15 +96,15 @@ def test_published_runs_are_those_of_the_page_on_accuracy(shown):
 
 def test_a_part_has_one_colour_everywhere_and_no_two_share_it():
     for kind, names in (
-        (palette.MEMORY_COLOURS, Component),
-        (palette.TIME_COLOURS, TimePart),
-        (palette.MODULE_COLOURS, Module),
-        (palette.PHASE_COLOURS, StepPhase),
+        (MEMORY_COLOURS, Component),
+        (TIME_COLOURS, TimePart),
+        (MODULE_COLOURS, Module),
+        (PHASE_COLOURS, StepPhase),
     ):
         assert set(kind) == {name.value for name in names}
         assert len(set(kind.values())) == len(kind)
     for name in ("attention", "experts", "head"):
-        assert palette.TIME_COLOURS[name] == palette.MODULE_COLOURS[name]
+        assert TIME_COLOURS[name] == MODULE_COLOURS[name]
 
 
 def test_the_front_is_what_nothing_beats_in_time_and_memory():

@@ -14,10 +14,14 @@ from moewright.api.judging import judge
 from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.measuring import FitResult, SweepResult, fit, sweep, validate
 from moewright.api.planning import Plans, WhyNot, estimate, plan, why_not
-from moewright.api.run_comparisons import compare_run
+from moewright.api.run_comparisons import (
+    StepChanges,
+    TraceReplays,
+    compare_run,
+    compare_steps,
+    what_if,
+)
 from moewright.api.running import export, train
-from moewright.api.step_changes import StepChanges, compare_steps
-from moewright.api.trace_changes import TraceReplays, what_if
 from moewright.api.views import show
 from moewright.api.watching import watch
 from moewright.diagnosis.checks import Check

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from moewright.cost.calendar_time import Operations, unit_devices
-from moewright.cost.reliability import read_reliability
+from moewright.cost.calendar_time import Operations, read_reliability, unit_devices
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.options import BudgetOptions

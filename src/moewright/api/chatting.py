@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from moewright.api.exporting_weights import plan_export
+from moewright.api.converting import plan_export
 from moewright.intake import hf
 from moewright.intake.hub import locate_folder
 from moewright.rules.shapes.parameters import count_parameters

@@ -3,24 +3,95 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.planning import estimate_request, is_plan_file
-from moewright.api.revisions import find_revision, find_root, open_revision
 from moewright.codec import from_data, read_toml, to_data
-from moewright.diagnosis.change_budgets import ChangeBudgets, find_breaches
-from moewright.diagnosis.checks import Check, JobCheck, OptionChange
+from moewright.diagnosis.checks import ChangeBudgets, Check, JobCheck, OptionChange, find_breaches
 from moewright.diagnosis.plan_changes import compare_plans
 from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
+
+_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Revision:
+    """A commit of the repository that the working folder lies in; `path` is "" for all of it."""
+
+    text: str
+    commit: str
+    path: str
+
+
+def find_revision(text: str) -> Revision | None:
+    """Return the revision that a text names; None for a path that exists, and for anything else."""
+    if not text or Path(text).exists():
+        return None
+    name, _, path = text.partition(":")
+    if not name:
+        return None
+    try:
+        commit = _run_git(["rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^0"])
+    except BadInput:
+        return None
+    return Revision(text=text, commit=commit.decode().strip(), path=path)
+
+
+def find_root() -> Path:
+    """Return the root of the repository that the working folder lies in.
+
+    Raises:
+        BadInput: there is none.
+    """
+    return Path(_run_git(["rev-parse", "--show-toplevel"]).decode().strip())
+
+
+@contextmanager
+def open_revision(revision: Revision) -> Iterator[Path]:
+    """Give a folder with the files of a revision, which is gone afterwards.
+
+    A path in it is that from the root of the repository. A symbolic link is a file that holds its
+    target, so that none leads out of the folder. The index of the repository stays as it is.
+
+    Raises:
+        BadInput: git does not give the files.
+    """
+    with TemporaryDirectory(prefix="moewright-") as folder:
+        where = ["-C", str(find_root()), "-c", "core.symlinks=false", "--work-tree", folder]
+        _run_git([*where, "restore", "--worktree", "--source", revision.commit, "--", ":/"])
+        yield Path(folder)
+
+
+def _run_git(arguments: Sequence[str]) -> bytes:
+    """Return what git prints.
+
+    Raises:
+        BadInput: there is no git, or it fails.
+    """
+    try:
+        return subprocess.run(
+            ["git", *arguments], check=True, capture_output=True, timeout=_TIMEOUT_S
+        ).stdout
+    except FileNotFoundError:
+        rule = "is not installed here; give two files"
+    except subprocess.TimeoutExpired:
+        rule = f"does not answer within {_TIMEOUT_S} s"
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode("utf-8", "replace").strip().splitlines() or ["fails"]
+        rule = f"says: {lines[0]}"
+    raise BadInput(Reason(field="git", rule=rule))
+
 
 BUDGETS_FILE = Path("moewright.toml")
 _RECORDS = (".toml", ".json")

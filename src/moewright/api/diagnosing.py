@@ -32,17 +32,16 @@ from moewright.diagnosis.traces.log_findings import (
 from moewright.diagnosis.traces.megatron_log import MegatronLog, read_log
 from moewright.diagnosis.traces.megatron_timers import measure_parts
 from moewright.diagnosis.traces.nsight import is_export, read_nsight
-from moewright.diagnosis.traces.peak_rate import find_peak_rate
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.step_details import StepDetails, detail_step
 from moewright.diagnosis.traces.trace_findings import diagnose_traces
-from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall
+from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall, find_peak_rate
 from moewright.diagnosis.traces.worst_step import WorstStep, find_worst_step
 from moewright.diagnosis.utilization import describe_use
 from moewright.diagnosis.waterfall import build_log_waterfall, peak_flops
-from moewright.report.advice_section import list_advice_lines
 from moewright.report.diagnosis_text import describe_log
-from moewright.report.findings_track import write_findings_tracks
+from moewright.report.finding_sections import list_advice_lines
+from moewright.report.trace import write_findings_tracks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.hardware import Hardware

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from moewright.api.exporting_weights import ExportForm, holds_adapters, plan_export
+from moewright.api.converting import ExportForm, holds_adapters, plan_export
 from moewright.api.finetuning_job import JOB_FILE, FineTuningRequest, check_request, write_job
 from moewright.api.machines import Tell
 from moewright.api.training import TrainingRequest, is_first_rank, prepare_training, run_training

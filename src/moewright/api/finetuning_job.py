@@ -73,7 +73,7 @@ def check_request(request: FineTuningRequest, base: Path) -> None:
     Raises:
         BadInput: naming the file of the base, the option, or the key of the job.
     """
-    from moewright.engine.data.census import check_heldout_fraction
+    from moewright.engine.data.corpus import check_heldout_fraction
     from moewright.engine.data.preflight import require_vocabulary
     from moewright.engine.data.tokenizer import TOKENIZER_FILE, load_tokenizer
     from moewright.engine.hf.folder import open_hf_folder

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moewright.api.advising import write_megatron_changes
 from moewright.api.comparison import summarize_plan
 from moewright.api.requests import read_hardware, translate_fields
-from moewright.api.written_changes import write_megatron_changes
 from moewright.codec import format_layout
 from moewright.codec.megatron_options import field_option
 from moewright.diagnosis.judgement import Judgement, judge_plan

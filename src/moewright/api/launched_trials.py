@@ -15,11 +15,11 @@ from types import FrameType
 
 from moewright.api.machines import Tell
 from moewright.api.trial_jobs import JobQueue, JobState, LocalQueue, SlurmQueue
-from moewright.api.trial_place import plan_start
 from moewright.api.trial_results import (
     TrialProgress,
     classify_failure,
     describe_failure,
+    plan_start,
     read_engine_outcome,
     read_engine_progress,
     read_megatron_outcome,
@@ -29,7 +29,7 @@ from moewright.api.trial_results import (
 )
 from moewright.codec import PLAN_FILE, fingerprint, write_json, write_text
 from moewright.codec.files import name_shards
-from moewright.exporters.trial_script import (
+from moewright.exporters.slurm import (
     EXIT_FILE,
     OUTPUT_FILE,
     RUN_FOLDER,
@@ -38,10 +38,9 @@ from moewright.exporters.trial_script import (
     render_trial_script,
     sbatch_options,
 )
-from moewright.spec.errors import BadInput
+from moewright.spec.errors import BadInput, Verbatim
 from moewright.spec.options import Launcher, TrialPlace, TrialTrainer
 from moewright.spec.plan import Plan
-from moewright.spec.printable import Verbatim
 from moewright.tuning.trials import TrialFailure, TrialLength, TrialOutcome, TrialRequest
 
 TRIALS_FOLDER = "trials"

@@ -13,7 +13,6 @@ from moewright.calibration.cross_validate import (
     calibrate_leaving_out,
     calibrate_on,
 )
-from moewright.calibration.engine_runs import read_engine_runs
 from moewright.calibration.fit import FittedConstant, PriorCentre, fit_constants
 from moewright.calibration.fit_inputs import (
     NextRun,
@@ -26,7 +25,12 @@ from moewright.calibration.fit_inputs import (
     suggest_next_run,
 )
 from moewright.calibration.measured_row import MeasuredRow
-from moewright.calibration.own_runs import carry_over, predict_own_runs, weigh_own_runs
+from moewright.calibration.own_runs import (
+    carry_over,
+    predict_own_runs,
+    read_engine_runs,
+    weigh_own_runs,
+)
 from moewright.calibration.score import Score, score_table
 from moewright.calibration.table import read_table
 from moewright.rules.limits.engine_limits import unsupported_layout

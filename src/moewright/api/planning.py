@@ -26,7 +26,7 @@ from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.limits.trainers import TargetTrainer, job_refusals, trainer_refusals
 from moewright.search import explain, what_if
-from moewright.search.imbalance import explain_imbalance
+from moewright.search.misfit import explain_imbalance
 from moewright.search.ranking import bound_s, is_safe, to_ranked_layout
 from moewright.search.search import DOES_NOT_FIT, SearchResult, build_plan, search
 from moewright.search.space import Objections, no_objections

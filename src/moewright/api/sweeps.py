@@ -10,7 +10,7 @@ from statistics import median
 from moewright.api.launched_trials import LaunchedTrials, launch_trials
 from moewright.api.machines import Tell, read_job_hardware
 from moewright.api.requests import read_plan_request
-from moewright.api.trial_place import plan_start
+from moewright.api.trial_results import plan_start
 from moewright.codec import fingerprint, parse_layout, read_run
 from moewright.cost.estimate import estimate
 from moewright.intake.job import read_job
@@ -24,12 +24,11 @@ from moewright.report.sweep_table import (
 )
 from moewright.rules.steady_steps import steady_steps
 from moewright.search.search import build_plan
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import BadInput, Reason, Verbatim
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.options import HERE, TrialPlace, WorkloadOptions
 from moewright.spec.plan import Estimate, Plan
-from moewright.spec.printable import Verbatim
 from moewright.spec.record import Record, Row
 from moewright.spec.units import TERA
 from moewright.spec.workload import Workload

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from moewright.api.machines import Tell
-from moewright.spec.errors import BadInput, Reason
-from moewright.spec.printable import escape_controls
+from moewright.spec.errors import BadInput, Reason, escape_controls
 
 _PATIENCE_S = 10.0  # of a process that was told to end
 _CALL_S = 60.0  # of a command of Slurm

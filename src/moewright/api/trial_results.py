@@ -1,4 +1,4 @@
-"""What a trial's folder shows: figures, findings, and why it failed."""
+"""Where trials run, and what their folders show: figures, findings, and why they failed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moewright.diagnosis.traces.log_findings import find_log_walls
 from moewright.diagnosis.traces.megatron_log import MegatronLog, parse_log
 from moewright.diagnosis.traces.megatron_timers import measure_parts
 from moewright.diagnosis.waterfall import build_log_waterfall
-from moewright.exporters.trial_script import OUTPUT_FILE, RUN_FOLDER
+from moewright.exporters.slurm import OUTPUT_FILE, RUN_FOLDER, TrialStart
 from moewright.rules.steady_steps import steady_steps
-from moewright.spec.errors import BadInput
+from moewright.spec.errors import BadInput, Reason, Verbatim, escape_controls
+from moewright.spec.options import Launcher, TrialPlace, TrialTrainer
 from moewright.spec.plan import Plan
-from moewright.spec.printable import Verbatim, escape_controls
 from moewright.tuning.trials import (
     VALIDATE_STEPS,
     VALIDATION_WINDOW,
@@ -30,6 +30,51 @@ from moewright.tuning.trials import (
     build_outcome,
     without_fixes,
 )
+
+_MAX_AT_ONCE = 64
+
+
+def plan_start(place: TrialPlace) -> TrialStart:
+    """Return how each trial is started.
+
+    Raises:
+        BadInput: the options contradict each other, or pretrain_gpt.py is not there.
+    """
+    if not 1 <= place.at_once <= _MAX_AT_ONCE:
+        nearest = str(min(max(place.at_once, 1), _MAX_AT_ONCE))
+        rule = f"must be in 1..{_MAX_AT_ONCE}"
+        value = str(place.at_once)
+        raise BadInput(Reason(field="--at-once", value=value, rule=rule, nearest=nearest))
+    is_scheduled = place.launcher is Launcher.SLURM
+    if place.at_once > 1 and not is_scheduled:
+        rule = "trials of one machine would slow each other"
+        raise BadInput(Reason(field="--at-once", value=str(place.at_once), rule=rule, nearest="1"))
+    if place.sbatch and not is_scheduled:
+        rule = "needs --launcher slurm"
+        raise BadInput(Reason(field="--sbatch", value=place.sbatch, rule=rule))
+    return TrialStart(
+        trainer_script=_find_trainer(place),
+        trainer_flags=place.megatron_args,
+        setup=place.setup,
+        sbatch=place.sbatch,
+        is_scheduled=is_scheduled,
+    )
+
+
+def _find_trainer(place: TrialPlace) -> str:
+    if place.trainer is TrialTrainer.OURS:
+        if place.megatron or place.megatron_args:
+            rule = "needs --trainer megatron"
+            raise BadInput(Reason(field="--megatron", rule=rule))
+        return ""
+    rule = "is needed: pretrain_gpt.py, or the checkout of Megatron-LM that holds it"
+    if place.megatron is None:
+        raise BadInput(Reason(field="--megatron", rule=rule))
+    path = place.megatron / "pretrain_gpt.py" if place.megatron.is_dir() else place.megatron
+    if not path.is_file():
+        raise BadInput(Reason(field="--megatron", value=str(place.megatron), rule=rule))
+    return str(path.resolve())
+
 
 # What allocators, the kernel and the launcher say when there is no memory left, in lower case.
 _NO_MEMORY = (

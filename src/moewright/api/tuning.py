@@ -26,8 +26,7 @@ from moewright.api.requests import (
     to_job_keys,
     translate_fields,
 )
-from moewright.api.trial_place import plan_start
-from moewright.api.trial_results import classify_failure, describe_failure
+from moewright.api.trial_results import classify_failure, describe_failure, plan_start
 from moewright.codec import (
     PLAN_FILE,
     parse_layout,
@@ -47,14 +46,13 @@ from moewright.rules.limits.engine_limits import unsupported_layout, unsupported
 from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.search.search import build_plan
 from moewright.search.space import Objections, no_objections
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import BadInput, Reason, Verbatim
 from moewright.spec.finding import Basis
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.options import HERE, Launcher, TrialPlace
 from moewright.spec.plan import Plan
-from moewright.spec.printable import Verbatim
 from moewright.spec.workload import Workload
 from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules, TuningResult
 from moewright.tuning.journal import (

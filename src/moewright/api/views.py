@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moewright.api.budgets import check_budget_figures, price_devices, scale_devices
-from moewright.api.misfits import view_misfit
+from moewright.api.judging import view_misfit
 from moewright.api.planning import (
     Plans,
     explain_empty_search,
@@ -26,6 +26,7 @@ from moewright.api.running import list_trainers
 from moewright.codec import format_layout, parse_layout, read_json
 from moewright.codec.layout_words import describe_layout
 from moewright.diagnosis.judgement import QUICK_PART, Judgement, judge_plan
+from moewright.intake import catalogue
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.search.explain import explain_beside
 from moewright.search.misfit import Misfit
@@ -38,12 +39,25 @@ from moewright.spec.options import SearchOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record
 from moewright.spec.workload import Dtype
-from moewright.view.budget_view import BudgetPoint, BudgetView
-from moewright.view.comparison_view import ComparisonView, build_comparison_view
+from moewright.view.comparison_view import (
+    BudgetPoint,
+    BudgetView,
+    ComparisonView,
+    WhatIfAxis,
+    WhatIfPoint,
+    WhatIfView,
+    build_comparison_view,
+)
 from moewright.view.layout_controls import list_controls
-from moewright.view.plan_view import PlanView, RefusalView, build_plan_view, build_refusal
+from moewright.view.plan_view import (
+    PlanView,
+    RefusalView,
+    TimetableView,
+    build_plan_view,
+    build_refusal,
+    build_timetable_view,
+)
 from moewright.view.search_view import SearchView, build_search_view
-from moewright.view.timetable_view import TimetableView, build_timetable_view
 
 _FIRST_TOP = 3
 
@@ -272,3 +286,84 @@ def view_budget(query: ViewQuery, *, tokens: str, price: float | None) -> Iterat
         yield build(0, is_final=False)
     fewest = find_fewest(request.model, request.workload, request.hardware)
     yield build(fewest.count if fewest else -1, is_final=True)
+
+
+_DEVICES = ("H100", "H200", "B200", "MI300X")
+_NETWORKS = ("ib", "roce", "efa", "tcp")
+_PRECISIONS = (Dtype.BF16, Dtype.FP8, Dtype.MXFP8, Dtype.NVFP4)
+_SCALES = (0.5, 1, 2, 4)
+
+
+def view_what_if(query: ViewQuery) -> WhatIfView:
+    """Return what a query's layout does where one option of its job is another.
+
+    Raises:
+        BadInput: something cannot be used, or the layout is illegal as it is.
+    """
+    own = query.build()
+    return WhatIfView(
+        axes=(
+            WhatIfAxis(title="Devices", key="on", points=tuple(_scale_devices(query, own))),
+            WhatIfAxis(title="Kind of device", key="on", points=tuple(_swap_devices(query, own))),
+            WhatIfAxis(title="Network", key="network", points=tuple(_swap_networks(query, own))),
+            WhatIfAxis(title="Precision", key="precision", points=tuple(_narrow(query, own))),
+            WhatIfAxis(title="Sequence", key="seq_len", points=tuple(_stretch(query, own))),
+        )
+    )
+
+
+def _scale_devices(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
+    for scale in _SCALES:
+        count = int(own.hardware.count * scale)
+        value = f"{count}x{own.hardware.device.name}"
+        yield _try_query(replace(query, on=value), own if scale == 1 else None, f"{count:,}", value)
+
+
+def _swap_devices(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
+    name = own.hardware.device.name
+    others = (catalogue.hardware(f"1x{device}").device.name for device in _DEVICES)
+    for device in dict.fromkeys((name, *others)):
+        value = f"{own.hardware.count}x{device}"
+        changed = replace(query, on=value)
+        yield _try_query(changed, own if device == name else None, device, value)
+
+
+def _swap_networks(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
+    chosen = query.options.network
+    for network in dict.fromkeys((chosen, "", *_NETWORKS)):
+        changed = replace(query, options=replace(query.options, network=network))
+        is_own = network == chosen
+        yield _try_query(changed, own if is_own else None, network or "its own", network)
+
+
+def _narrow(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
+    chosen = own.workload.precision
+    for precision in dict.fromkeys((*_PRECISIONS, chosen)):
+        changed = replace(query, options=replace(query.options, precision=precision))
+        plan = own if precision is chosen else None
+        yield _try_query(changed, plan, precision.value, precision.value)
+
+
+def _stretch(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
+    for scale in _SCALES:
+        seq_len = int(own.workload.seq_len * scale)
+        changed = replace(query, options=replace(query.options, seq_len=seq_len))
+        yield _try_query(changed, own if scale == 1 else None, f"{seq_len:,}", str(seq_len))
+
+
+def _try_query(query: ViewQuery, own: Plan | None, label: str, value: str) -> WhatIfPoint:
+    """Estimate a changed query, which `own` is the answer to where nothing is changed."""
+    try:
+        plan = own or query.build()
+    except BadInput as error:
+        return WhatIfPoint(label=label, value=value, is_own=False, rule=error.reasons[0].rule)
+    estimate = plan.estimate
+    return WhatIfPoint(
+        label=label,
+        value=value,
+        is_own=own is not None,
+        tokens_per_s_per_device=estimate.tokens_per_s_per_device,
+        step_s=estimate.step_s,
+        peak_bytes=estimate.peak_bytes,
+        verdict=estimate.verdict.value,
+    )

@@ -13,7 +13,7 @@ from moewright.cost.symbols import Symbols, build_symbols
 from moewright.cost.time import elementwise
 from moewright.cost.time.op_time import OpRow
 from moewright.engine.dispatch.rows import Permute, Unpermute
-from moewright.engine.kernels.fused.select import build_kernels
+from moewright.engine.kernels.fused.table import build_kernels
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.autograd import NormSettings, RmsNorm, Rotary
 from moewright.engine.runtime import torch_dtype

@@ -15,10 +15,9 @@ from statistics import fmean
 import torch
 
 from moewright.bench.case import Case, Probe
-from moewright.bench.cases import build_cases
 from moewright.bench.collective_cases import pairing_rounds
 from moewright.bench.tiny_steps import TINY_SHAPES, HostWork, solve_host_work
-from moewright.bench.workers import CallClock, choose_clock, run_workers
+from moewright.bench.workers import CallClock, build_cases, choose_clock, run_workers
 from moewright.engine.run.process_limit import count_cores, refuse_too_many_processes
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
@@ -36,7 +35,7 @@ from moewright.spec.hardware import (
     Op,
     OpRate,
 )
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
 # A part of the fingerprint: it is raised when the same machine would be described differently.

@@ -14,23 +14,68 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from itertools import zip_longest
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from moewright.bench.case import BenchContext, Call, Case
-from moewright.bench.cases import build_cases
-from moewright.bench.collective_cases import group_sizes
+from moewright.bench.case import BenchContext, Call, Case, Probe
+from moewright.bench.collective_cases import build_collective_cases, build_link_cases, group_sizes
+from moewright.bench.compute_cases import build_compute_cases
 from moewright.codec.processes import die_with_parent
 from moewright.engine.memory.allocator import keep_freed_memory
 from moewright.engine.run.process_limit import count_cores
 from moewright.spec.hardware import DeviceKind
+
+
+def build_cases(kind: DeviceKind, ranks: int) -> tuple[Case, ...]:
+    """Build every case for a machine of so many ranks, the indispensable ones first.
+
+    First comes what a hardware file cannot be without: launches, tiny steps, the smallest point of
+    each curve. Then come all of the collectives, then the other rates by rounds. When time runs
+    out, what is missing are the largest points of the rates.
+    """
+    curves: dict[tuple[str, str, int], list[Case]] = {}
+    for case in _all_cases(kind, ranks):
+        curves.setdefault(case.curve_key, []).append(case)
+    indispensable: list[Case] = []
+    communication: list[Case] = []
+    rates: list[list[Case]] = []
+    for cases in curves.values():
+        curve = sorted(cases, key=lambda case: case.x)
+        needed = _count_indispensable(curve)
+        indispensable += curve[:needed]
+        if curve[0].is_communication:
+            communication += curve[needed:]
+        else:
+            rates.append(curve[needed:])
+    rounds = zip_longest(*rates)
+    return (
+        *indispensable,
+        *communication,
+        *(case for cases in rounds for case in cases if case is not None),
+    )
+
+
+def _all_cases(kind: DeviceKind, ranks: int) -> Iterator[Case]:
+    yield from build_compute_cases(kind)
+    yield from build_collective_cases(ranks)
+    yield from build_link_cases(ranks)
+
+
+def _count_indispensable(curve: Sequence[Case]) -> int:
+    """Return how many of a curve's first points must be measured."""
+    if curve[0].op is Probe.STEP:
+        return len(curve)
+    # A launch says nothing alone: the first point that works must be measured as well.
+    return 1 if curve[0].work else 2
+
 
 # Time spent on one case, when the budget allows.
 SLICE_S = 0.2

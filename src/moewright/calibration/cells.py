@@ -29,8 +29,7 @@ from moewright.spec.layout import (
     Recompute,
 )
 from moewright.spec.model import ModelSpec
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import GB, GIB, TERA
+from moewright.spec.units import GB, GIB, TERA, Sourced, SourceKind
 from moewright.spec.workload import Dtype, FineTuningSpec, OptimizerSpec, Task, TensorScaling
 
 VPP_ON = "on"  # virtual stages, of a number that the source does not state

@@ -15,8 +15,13 @@ from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.splits import SpeedPair
 from moewright.codec import format_layout
 from moewright.cost.constants import Constants
-from moewright.cost.evidence import MeasuredChoices, count_missing, list_choices
-from moewright.cost.uncertainty import step_bound, step_deviation
+from moewright.cost.evidence import (
+    MeasuredChoices,
+    count_missing,
+    list_choices,
+    step_bound,
+    step_deviation,
+)
 from moewright.spec.plan import RankingRule
 
 MIN_CHOICES = 5  # layouts of one job that make a choice

@@ -20,7 +20,7 @@ from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Constant, OwnRun
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 
 MIN_TIMED_ROWS = 3
 _MIN_PEAKS = 3

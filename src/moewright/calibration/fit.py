@@ -21,7 +21,7 @@ import numpy.typing as npt
 from moewright.calibration.readings import PricedStep
 from moewright.cost.constants import Constants
 from moewright.spec.hardware import Constant, Hardware
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 
 # Standard deviation of the logarithm of a step's time, of a row that the model describes in full:
 # repeats differ by 0-5 %, and more between releases.

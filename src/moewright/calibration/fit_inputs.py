@@ -36,8 +36,8 @@ from moewright.spec.layout import (
     Schedule,
 )
 from moewright.spec.plan import Verdict
-from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.stage_string import EVEN_SPLIT
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Task
 
 MIN_RUNS = 1

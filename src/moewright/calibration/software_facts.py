@@ -20,7 +20,7 @@ from moewright.rules.job import Job
 from moewright.spec.hardware import Constant
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import (
     AttentionBackend,
     Dtype,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from moewright.calibration.cells import cell_error, parse_number
-from moewright.rules.shapes import flops, mixer_flops
+from moewright.rules.shapes import flops, mixers
 from moewright.spec.model import MixerKind, ModelSpec, RecurrentKind
 from moewright.spec.units import TERA
 
@@ -115,7 +115,7 @@ def _flops_per_token(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -
     if convention is FlopsConvention.CAUSAL:
         return counted
     causal_half = sum(
-        mixer_flops.attention_flops(model, layer, seq_len, seq_len) for layer in range(model.layers)
+        mixers.attention_flops(model, layer, seq_len, seq_len) for layer in range(model.layers)
     )
     return counted + flops.TRAIN_TO_FORWARD_RATIO * causal_half // seq_len
 

@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from moewright.calibration.measured_row import MeasuredRow, RowStatement
-from moewright.cost.uncertainty import tail_width
+from moewright.cost.evidence import tail_width
 
 # Intervals of predictions: how wide they have to be, and how many measurements they cover.
 #

@@ -20,9 +20,8 @@ from moewright.calibration.columns import (
     fill_from_layout,
 )
 from moewright.calibration.measured_row import MeasuredRow, parse_row
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import BadInput, Reason, escape_controls
 from moewright.spec.hardware import Hardware
-from moewright.spec.printable import escape_controls
 
 # Rows that report the same measurement twice, and rows that contradict each other.
 

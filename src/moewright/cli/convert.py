@@ -37,7 +37,7 @@ def convert_import(
         The job that is to go on with a checkpoint of Megatron-LM: main weights, moments of AdamW
         and the number of steps come along, and `out` is the folder of its run.
     """
-    from moewright.api.resuming import read_resumed_job
+    from moewright.api.converting import read_resumed_job
     from moewright.engine.hf.import_weights import plan_import, run_import
     from moewright.engine.torch_dist.import_weights import (
         find_megatron_checkpoint,
@@ -121,7 +121,7 @@ def convert_export(
         Write to Megatron-LM the main weights, the moments of AdamW and the schedule too, for a run
         with expert parallelism (split) or without (joint) that has --use-distributed-optimizer.
     """
-    from moewright.api.exporting_weights import ExportForm, plan_export
+    from moewright.api.converting import ExportForm, plan_export
     from moewright.engine.checkpoint import find_checkpoint
     from moewright.spec.workload import Dtype
 

@@ -109,7 +109,7 @@ def diagnose(
     """
     from moewright.api.diagnosing import diagnose as diagnose_path
     from moewright.api.diagnosing import view_diagnosis
-    from moewright.api.step_changes import compare_steps
+    from moewright.api.run_comparisons import compare_steps
     from moewright.report.step_details_text import print_changes
 
     if len(later) > 1:
@@ -150,7 +150,7 @@ def diagnose(
 
 def _replay(run: Path, outputs: DiagnosisOutputs) -> int:
     """Print what a step of a trace would take under a change."""
-    from moewright.api.trace_changes import what_if
+    from moewright.api.run_comparisons import what_if
     from moewright.report.document_text import print_document
     from moewright.report.what_if_document import build_what_if_document
 
@@ -163,9 +163,9 @@ def _replay(run: Path, outputs: DiagnosisOutputs) -> int:
 
 def print_short_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """Print a diagnosis in ten lines: the wall, where the step goes, and what to write."""
-    from moewright.report.advice_section import build_advice_section, describe_step
     from moewright.report.console import job_title
     from moewright.report.document_text import print_sections
+    from moewright.report.finding_sections import build_advice_section, describe_step
 
     assert diagnosis.job is not None
     assert diagnosis.advice is not None
@@ -209,14 +209,13 @@ def print_judgement(console: Console, diagnosis: Diagnosis) -> None:
 def print_diagnosis(console: Console, diagnosis: Diagnosis, *, verbose: bool) -> None:
     """Print all of a diagnosis; without `verbose` what needs no known job."""
     from moewright.api.diagnosing import DiagnosisSource
-    from moewright.report.advice_section import build_advice_section
     from moewright.report.diagnosis_text import (
         print_breakdown,
         print_log,
         print_waterfall,
     )
     from moewright.report.document_text import print_sections
-    from moewright.report.finding_sections import list_finding_sections
+    from moewright.report.finding_sections import build_advice_section, list_finding_sections
     from moewright.report.step_details_text import print_details
 
     for note in diagnosis.notes:

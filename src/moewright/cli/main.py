@@ -131,7 +131,7 @@ def _report(text: str, code: int) -> int:
 
     from contextlib import suppress
 
-    from moewright.spec.printable import escape_controls
+    from moewright.spec.errors import escape_controls
 
     # Where nobody can be told, the exit code still says it.
     with suppress(OSError):

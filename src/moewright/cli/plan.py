@@ -96,7 +96,7 @@ def _print_misfit(console: Console, plans: Plans, layout: str) -> list[Misfit]:
 
     Returns the last record of it, none where no layout is legal.
     """
-    from moewright.api.misfits import view_misfit
+    from moewright.api.judging import view_misfit
 
     last: list[Misfit] = []
     printed = 0
@@ -177,7 +177,7 @@ def estimate(
     from moewright.diagnosis.judgement import judge_quickly
     from moewright.report.console import print_defaults, print_estimate, print_measured_load
     from moewright.report.trace import write_trace
-    from moewright.search.imbalance import explain_imbalance
+    from moewright.search.misfit import explain_imbalance
     from moewright.spec.plan import Verdict
 
     better = None
@@ -288,8 +288,7 @@ def budget(
     tokens
         Tokens to train on, such as 15T or 500B.
     """
-    from moewright.api.budget_document import build_budget_document
-    from moewright.api.budgets import compute_budget
+    from moewright.api.budgets import build_budget_document, compute_budget
     from moewright.report.console import print_defaults
     from moewright.report.document_text import print_document
 

@@ -196,8 +196,7 @@ def check(
 def _write_files(checked: Check, outputs: CheckOutputs) -> tuple[Path, ...]:
     """Write the answer in the formats that are asked for, and return their files."""
     from moewright.codec import write_text
-    from moewright.report.check_document import build_check_document
-    from moewright.report.check_formats import render_junit, render_sarif
+    from moewright.report.check_document import build_check_document, render_junit, render_sarif
     from moewright.report.document_markdown import render_markdown
 
     written = []

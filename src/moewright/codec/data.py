@@ -16,10 +16,9 @@ from cattrs.errors import AttributeValidationNote, IterableValidationError, Iter
 from cattrs.gen import make_dict_structure_fn
 
 from moewright.codec.model_sizes import find_size_faults
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import BadInput, Paragraph, Reason, Verbatim, has_controls, is_control
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
-from moewright.spec.printable import Paragraph, Verbatim, has_controls, is_control
 from moewright.spec.record import to_plain_data
 from moewright.spec.stage_string import StageString, parse_stages
 

@@ -6,8 +6,7 @@ A hardware file's own constants win over the defaults for its kind of device.
 from __future__ import annotations
 
 from moewright.spec.hardware import Constant, Hardware
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import GIB, MIB
+from moewright.spec.units import GIB, MIB, Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
 TIME_FINDINGS = "fit of 96 published MoE rows, centre of the neutral priors"

@@ -14,7 +14,15 @@ from moewright.cost.constants import (
     NVFP4_CONSTANTS,
     OFFLOAD_CONSTANTS,
 )
-from moewright.cost.evidence import count_missing, judge_evidence
+from moewright.cost.evidence import (
+    count_missing,
+    fit_probability,
+    job_factor,
+    judge_evidence,
+    peak_interval,
+    step_deviation,
+    step_interval,
+)
 from moewright.cost.ledger import flop_rows, recomputed_flop_rows, recomputed_logit_rows
 from moewright.cost.memory.estimate_memory import (
     expected_symbols,
@@ -26,7 +34,6 @@ from moewright.cost.memory.estimate_memory import (
 from moewright.cost.memory.host_memory import judge_host_memory
 from moewright.cost.memory.model_states import BucketSet, stage_bucket_sets
 from moewright.cost.memory.peak import RankMemory, memory_verdict
-from moewright.cost.own_runs import job_factor
 from moewright.cost.routed_rows import (
     count_expert_rows,
     is_moe_layer,
@@ -54,12 +61,6 @@ from moewright.cost.time.step_time import (
     stage_time,
     step_time,
 )
-from moewright.cost.uncertainty import (
-    fit_probability,
-    peak_interval,
-    step_deviation,
-    step_interval,
-)
 from moewright.cost.volumes.collective_bytes import comm_rows
 from moewright.rules import grid
 from moewright.rules.expert_load import (
@@ -80,8 +81,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Ledger, MemoryRow, StepPhase, TimeRow
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, Imbalance, TimePart, TimeShare
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import TERA
+from moewright.spec.units import TERA, Sourced, SourceKind
 from moewright.spec.workload import DocumentMasking, Dtype, Routing, Workload
 
 

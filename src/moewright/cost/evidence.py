@@ -1,5 +1,22 @@
-"""The evidence for an estimate: which choices of a job measured runs made, alone and together.
+"""What stands behind an estimate: measured choices, own runs, and how far it may be off.
 
+Runs of one's own beside a prediction: what no constant explains of them holds for runs alike. A fit
+leaves a part of each run open, log(measured / predicted). Runs that make the same choices share it:
+its covariance is LEFT_OPEN_SD^2 * exp(-distance), where the distance sums over choices that one of
+the two runs makes and the other does not. This is simple kriging over choices (Matheron 1963;
+Kennedy and O'Hagan 2001, who call it a model's discrepancy). What all layouts of a job share, its
+model, part and precision, tells runs apart four times as much as a choice among layouts, so that
+what is carried over is mostly a level of the job, and its layouts keep the order that constants
+give them: single runs tell little of an order. The numbers are those of runs of one publisher,
+docs/log/planner_accuracy.md.
+
+How far a prediction may be off: intervals of time and memory, and the probability of fitting.
+Residuals of runs that a fit has not seen have heavy tails: the interval of a step is that of the
+exponential of a Student's t of four degrees of freedom around its prediction, that of a peak is of
+such a t. The bound that ranks layouts and the probability of fitting take a normal variable. They
+work on numbers and on arrays alike, so that the search ranks by what an estimate states.
+
+The evidence for an estimate: which choices of a job measured runs made, alone and together.
 data/measured_choices.csv has one line for each set of choices that published runs made, with their
 number; docs/tools/measured_choices.py writes it.
 """
@@ -7,24 +24,122 @@ number; docs/tools/measured_choices.py writes it.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import combinations
-from math import log, log10
+from math import acos, cos, erf, exp, log, log10, sqrt
+from statistics import NormalDist
 
 import numpy as np
 
+from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import Array
 from moewright.rules.job import Job
 from moewright.rules.shapes.parameters import count_parameters
-from moewright.spec.hardware import Hardware
+from moewright.spec.hardware import Hardware, OwnRun
 from moewright.spec.layout import LAYOUT_FIELDS, CpComm, ExpertPlacement, Layout, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Evidence, EvidenceGrade
-from moewright.spec.sourced import SourceKind
+from moewright.spec.units import SourceKind
 from moewright.spec.workload import Dtype, ExpertKernels, Task, Workload
+
+LEFT_OPEN_SD = 0.14  # of log(measured / predicted), where no run alike is known
+JOB_FADING = 0.2  # a choice that all layouts of a job share, such as its model
+LAYOUT_FADING = 0.05  # any other: of the layout, the number of devices and their network
+
+
+def choice_distance(choices: Iterable[str]) -> float:
+    """Return how far two runs lie apart of which one makes these choices and the other does not."""
+    return sum(JOB_FADING if is_shared_by_layouts(choice) else LAYOUT_FADING for choice in choices)
+
+
+def likeness(distances: Array | float) -> Array:
+    """Return the correlation of what is left open of two runs, by their distance."""
+    return np.asarray(np.exp(-np.asarray(distances, dtype=float)))
+
+
+def run_distances(choices: Sequence[Collection[str]], others: Sequence[Collection[str]]) -> Array:
+    """Return the distances of runs, by their choices [choices, others]."""
+    sets = [frozenset(other) for other in others]
+    rows = [[choice_distance(other.symmetric_difference(run)) for other in sets] for run in choices]
+    return np.array(rows, dtype=float).reshape(len(choices), len(sets))
+
+
+def own_run_factor(own_runs: Sequence[OwnRun], distances: Array) -> Array:
+    """Return the factor of predicted seconds, by the distance to each own run.
+
+    `distances` is [..., own runs].
+    """
+    weights = np.array([run.weight.value for run in own_runs])
+    return np.asarray(np.exp(likeness(distances) @ weights))
+
+
+def job_factor(job: Job, hardware: Hardware) -> float:
+    """Return the factor of a job's predicted seconds; 1 where the hardware has no own runs."""
+    if not hardware.own_runs:
+        return 1.0
+    own = [run.choices for run in hardware.own_runs]
+    distances = run_distances([list_choices(job, hardware)], own)
+    return float(own_run_factor(hardware.own_runs, distances)[0])
+
+
+_STANDARD = NormalDist()
+
+
+def step_deviation(constants: Constants, choices: Array | int, pairs: Array | int) -> Array:
+    """Return the standard deviation of the logarithm of a step's seconds.
+
+    The choices that no run made, and the pairs that no run made together, add theirs in squares.
+    """
+    variance = (
+        constants["step_time_sd"] ** 2
+        + constants["choice_time_sd"] ** 2 * choices
+        + constants["pair_time_sd"] ** 2 * pairs
+    )
+    return np.sqrt(variance)
+
+
+def step_bound(step_s: float, step_sd: Array | float, risk: float) -> Array:
+    """Return the seconds that a step exceeds with a probability of `risk`."""
+    return np.asarray(step_s * np.exp(_STANDARD.inv_cdf(1 - risk) * step_sd))
+
+
+def step_interval(step_s: float, step_sd: float, share: float) -> tuple[float, float]:
+    """Return the seconds between which a step lies with a probability of `share`."""
+    factor = exp(tail_width(share) * step_sd)
+    return step_s / factor, step_s * factor
+
+
+def peak_interval(peak_bytes: float, sd_bytes: float, share: float) -> tuple[float, float]:
+    """Return the bytes between which a peak lies with a probability of `share`; never below 0."""
+    half_bytes = tail_width(share) * sd_bytes
+    return max(0.0, peak_bytes - half_bytes), peak_bytes + half_bytes
+
+
+def fit_probability(margin_bytes: float, sd_bytes: float) -> float:
+    """Return the probability that a peak stays within capacity, `margin_bytes` above the mean."""
+    if sd_bytes <= 0:
+        return float(margin_bytes >= 0)
+    return 0.5 * (1 + erf(margin_bytes / sd_bytes / sqrt(2)))
+
+
+def needed_margin(sd_bytes: Array, probability: float) -> Array:
+    """Return the bytes between mean peak and capacity at which a layout fits so probably."""
+    return _STANDARD.inv_cdf(probability) * sd_bytes
+
+
+def tail_width(share: float) -> float:
+    """Return the deviations on either side that hold a share of a Student's t.
+
+    It has four degrees of freedom, of which the quantile is known in closed form.
+    """
+    probability = (1 + share) / 2
+    alpha = 4 * probability * (1 - probability)
+    ratio = cos(acos(sqrt(alpha)) / 3) / sqrt(alpha)
+    return 2 * sqrt(ratio - 1)
+
 
 JOIN = " with "  # between the two choices of a pair
 OWN_RATES = "rates of this machine"

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from moewright.cost.memory.activations import ActivationContext, ledger_saved_rows
 from moewright.cost.memory.fsdp_states import flat_bucket_sets, unit_gradient_bytes, unit_state_rows
-from moewright.cost.memory.hosted_activations import hosted_rows
+from moewright.cost.memory.host_memory import hosted_rows, peer_copy_rows
 from moewright.cost.memory.model_states import frozen_rows
 from moewright.cost.memory.paired_memory import paired_saved_rows
 from moewright.cost.memory.peak import sum_memory
-from moewright.cost.memory.peer_copies import peer_copy_rows
 from moewright.cost.memory.replicas import replica_rows
 from moewright.cost.memory.storages import bound_allowance, list_storages
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moewright.cost.constants import Constants
-from moewright.cost.evidence import JOIN
-from moewright.cost.own_runs import LEFT_OPEN_SD, likeness, run_distances
+from moewright.cost.evidence import JOIN, LEFT_OPEN_SD, likeness, run_distances
 from moewright.cost.stage_parts import Array
 
 # Deviations of a difference up to which it decides nothing: the faster layout is so with a

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moewright.cost.routed_rows import is_moe_layer
-from moewright.rules.saved.activation_offload import has_staying_layers, offloads_at
+from moewright.rules.saved.saved_tensor import has_staying_layers, offloads_at
 from moewright.rules.shapes import flops
 from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout

@@ -1,12 +1,128 @@
-"""The answer of a check: the jobs of a change, what each costs, and the budgets that it breaks."""
+"""A check of a change: its budgets, what each of its jobs costs, and the budgets that break."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import isinf
 
-from moewright.diagnosis.change_budgets import BudgetBreach
-from moewright.diagnosis.plan_changes import PlanChanges
+from moewright.diagnosis.plan_changes import Measure, MeasureChange, PlanChanges
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.plan import Verdict
 from moewright.spec.record import Record, Row
+from moewright.spec.units import format_bytes, format_count, format_seconds
+
+_ORDER = (Verdict.FITS, Verdict.UNCERTAIN, Verdict.OOM)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureBudget:
+    """The most that a measure may be, in SI units, and may grow, as a share of what it was."""
+
+    most: float | None = None
+    growth: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeBudgets:
+    """The budgets of a change; what is not said is free.
+
+    `verdict` is the worst that the job after the change may have. With `keep_training` the model
+    and what trains it stay as they are: layouts, hardware and kernels may change.
+    """
+
+    step_s: MeasureBudget = MeasureBudget()
+    peak_bytes: MeasureBudget = MeasureBudget()
+    states_bytes: MeasureBudget = MeasureBudget()
+    saved_bytes: MeasureBudget = MeasureBudget()
+    host_bytes: MeasureBudget = MeasureBudget()
+    comm_bytes: MeasureBudget = MeasureBudget()
+    calls: MeasureBudget = MeasureBudget()
+    flops: MeasureBudget = MeasureBudget()
+    verdict: Verdict = Verdict.OOM
+    keep_training: bool = False
+
+    def find(self, measure: Measure) -> MeasureBudget:
+        """Return the budget of a measure."""
+        budget: MeasureBudget = getattr(self, measure.value)
+        return budget
+
+    def check(self, where: str) -> None:
+        """Raise BadInput for a budget that is below nothing."""
+        for field in fields(self):
+            budget = getattr(self, field.name)
+            if not isinstance(budget, MeasureBudget):
+                continue
+            if budget.most is not None and budget.most < 0:
+                raise _refuse(where, f"{field.name}.most", budget.most, "0")
+            if budget.growth is not None and budget.growth < -1:
+                raise _refuse(where, f"{field.name}.growth", budget.growth, "-1")
+
+
+def _refuse(where: str, key: str, value: float, least: str) -> BadInput:
+    rule = f"must be at least {least}"
+    return BadInput(
+        Reason(field=f"{where}: budgets.{key}", value=f"{value:g}", rule=rule, nearest=least)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetBreach:
+    """A budget that a change breaks: its key in the file, and a sentence on it."""
+
+    budget: str
+    text: str
+
+
+def find_breaches(changes: PlanChanges, budgets: ChangeBudgets) -> Iterator[BudgetBreach]:
+    """Yield the budgets that a change breaks.
+
+    One on a step that has no predicted time is broken: nothing shows that it is kept.
+    """
+    for measure in Measure:
+        budget = budgets.find(measure)
+        change = changes.find(measure)
+        if change is None:
+            if budget.most is not None or budget.growth is not None:
+                text = f"{measure.value} has a budget and no prediction on this device"
+                yield BudgetBreach(budget=measure.value, text=text)
+            continue
+        value = format_measure(measure, change.after)
+        if budget.most is not None and change.after > budget.most:
+            most = format_measure(measure, budget.most)
+            text = f"{measure.value} is {value}, over the most of {most}"
+            yield BudgetBreach(budget=f"{measure.value}.most", text=text)
+        if budget.growth is not None and change.growth > budget.growth:
+            text = (
+                f"{measure.value} grows by {format_growth(change)} to {value}, over the budget "
+                f"of {budget.growth:+.2%}"
+            )
+            yield BudgetBreach(budget=f"{measure.value}.growth", text=text)
+    if _ORDER.index(changes.verdict_after) > _ORDER.index(budgets.verdict):
+        text = f"the verdict is {changes.verdict_after}, worse than {budgets.verdict}"
+        yield BudgetBreach(budget="verdict", text=text)
+    trained = [switch for switch in changes.switches if switch.changes_training]
+    if budgets.keep_training and trained:
+        text = f"training changes: {'; '.join(map(str, trained))}"
+        yield BudgetBreach(budget="keep_training", text=text)
+
+
+def format_measure(measure: Measure, value: float) -> str:
+    """Return a figure with its unit; counts of bytes and calls are whole beside it."""
+    if measure is Measure.STEP:
+        return format_seconds(value)
+    if measure is Measure.CALLS:
+        return f"{value:,.0f}"
+    if measure is Measure.FLOPS:
+        return format_count(value)
+    return format_bytes(value)
+
+
+def format_growth(change: MeasureChange) -> str:
+    """Return the growth of a measure in percent; "new" where there was none of it."""
+    if isinf(change.growth):
+        return "new"
+    return f"{change.growth:+.2%}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,9 +9,8 @@ from math import inf, sqrt
 
 from moewright.codec import format_layout
 from moewright.cost.constants import Constants
-from moewright.cost.evidence import list_choices, read_measured_choices
+from moewright.cost.evidence import list_choices, read_measured_choices, step_interval
 from moewright.cost.selection import error_covariance
-from moewright.cost.uncertainty import step_interval
 from moewright.diagnosis.compare_ledgers import (
     SAVED_COMPONENTS,
     Section,

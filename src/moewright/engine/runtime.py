@@ -11,7 +11,7 @@ import torch
 
 from moewright.engine.comm.mesh import Mesh
 from moewright.engine.comm.pass_turns import PassTurns
-from moewright.engine.dispatch.library import DispatchLibrary
+from moewright.engine.dispatch.interface import DispatchLibrary
 from moewright.engine.dispatch.rows import RowBudget
 from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet

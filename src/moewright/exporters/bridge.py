@@ -16,9 +16,7 @@ from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import PLAIN_FIELDS
 from moewright.exporters.megatron.model import model_flags
 from moewright.exporters.megatron.script import all_flags, comment_lines, environment_variables
-from moewright.exporters.run_files import NO_FILES, RunFiles
-from moewright.exporters.torchrun import torchrun_command
-from moewright.exporters.transport import transport_settings
+from moewright.exporters.torchrun import NO_FILES, RunFiles, torchrun_command, transport_settings
 from moewright.families.table import find_family
 from moewright.intake import catalogue
 from moewright.intake.megatron.options import MegatronOption, option_table

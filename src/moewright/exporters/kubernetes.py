@@ -15,8 +15,7 @@ from typing import Any
 
 from moewright.exporters.launch import LaunchSpec, build_launch_spec
 from moewright.exporters.megatron.script import comment_lines, join_words
-from moewright.exporters.run_files import NO_FILES, RunFiles
-from moewright.exporters.torchrun import JOB_RESTARTS, RANK_RESTARTS
+from moewright.exporters.torchrun import JOB_RESTARTS, NO_FILES, RANK_RESTARTS, RunFiles
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind, Hardware, NetworkKind
 from moewright.spec.plan import Plan

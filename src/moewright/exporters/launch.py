@@ -10,9 +10,14 @@ from pathlib import PurePosixPath
 from moewright.codec.data_paths import parse_data_paths
 from moewright.exporters.megatron.layout import training_steps
 from moewright.exporters.megatron.script import TRAINER, environment_variables, megatron_flags
-from moewright.exporters.run_files import NO_FILES, RunFiles
-from moewright.exporters.torchrun import engine_words, split_into_nodes
-from moewright.exporters.transport import TransportSetting, transport_settings
+from moewright.exporters.torchrun import (
+    NO_FILES,
+    RunFiles,
+    TransportSetting,
+    engine_words,
+    split_into_nodes,
+    transport_settings,
+)
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Workload

@@ -13,8 +13,7 @@ from typing import Any
 
 from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import training_steps
-from moewright.exporters.run_files import NO_FILES, RunFiles
-from moewright.exporters.torchrun import torchrun_command
+from moewright.exporters.torchrun import NO_FILES, RunFiles, torchrun_command
 from moewright.rules.batch_rampup import wsd_decay_steps
 from moewright.rules.job import micro_batches, plan_job
 from moewright.rules.limits.torchtitan_limits import FLAVOURS, torchtitan_refusals

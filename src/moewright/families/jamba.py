@@ -16,11 +16,13 @@ from moewright.families.experts import (
 )
 from moewright.families.fields import MAX_HIDDEN, MAX_LAYERS, FieldReader
 from moewright.families.keys import Fixed, Ignored, Switch
-from moewright.families.layer_words import FULL, LINEAR, read_layer_words
-from moewright.families.mixers import (
+from moewright.families.layer_words import (
+    FULL,
+    LINEAR,
     MAX_STATE,
     RecurrentLayers,
     mixer_size,
+    read_layer_words,
     read_mixers,
     write_mixers,
 )

@@ -20,8 +20,7 @@ from moewright.families.experts import (
 )
 from moewright.families.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, FieldReader
 from moewright.families.keys import Fixed, Ignored, Neutral, OneWord, Whole
-from moewright.families.layer_words import FULL, LINEAR, read_layer_words
-from moewright.families.mixers import read_mixers, write_mixers
+from moewright.families.layer_words import FULL, LINEAR, read_layer_words, read_mixers, write_mixers
 from moewright.families.record import Family
 from moewright.families.rope import refuse_unread
 from moewright.spec.model import ModelSpec, PositionKind, RecurrentKind

@@ -1,11 +1,15 @@
-"""Lists of one word a layer in a config.json."""
+"""Parts of a config.json that say what each layer is: a list of words, or recurrent mixers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from moewright.families.draft import Draft, Part
 from moewright.families.fields import FieldReader
-from moewright.spec.model import MixerKind, ModelSpec
+from moewright.families.keys import Whole
+from moewright.spec.model import MixerKind, ModelSpec, RecurrentKind
 from moewright.spec.names import closest_match
 
 FULL = "full_attention"
@@ -47,3 +51,41 @@ def read_local_mixers(kinds: tuple[Any, ...], local: str) -> tuple[MixerKind, ..
 def write_local_words(model: ModelSpec, local: str) -> list[str]:
     """Return a word for each layer: `local` where it attends to a window."""
     return [local if model.layer_window(layer) else FULL for layer in range(model.layers)]
+
+
+MAX_STATE = 2**16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentLayers:
+    """Layers of which some have attention and the others a recurrent mixer of these `parts`."""
+
+    kind: RecurrentKind
+    parts: tuple[Part, ...]
+
+    def read(self, fields: FieldReader, draft: Draft) -> None:
+        """Read the mixer; every model of the family has such layers."""
+        draft["recurrent.kind"] = self.kind
+        for part in self.parts:
+            part.read(fields, draft)
+
+    def write(self, model: ModelSpec, config: dict[str, Any]) -> None:
+        """Add the mixer, where the model has such layers."""
+        if model.recurrent is not None:
+            for part in self.parts:
+                part.write(model, config)
+
+
+def mixer_size(name: str, says: str, high: int, default: int | None = None) -> Whole:
+    """Build a size of the recurrent mixer: the field `name` says RecurrentSpec's field `says`."""
+    return Whole(names=(name,), says=f"recurrent.{says}", high=high, default=default)
+
+
+def read_mixers(kinds: Sequence[Any]) -> tuple[MixerKind, ...]:
+    """Return what mixes the tokens of each layer; all that is not full attention is recurrent."""
+    return tuple(MixerKind.ATTENTION if kind == FULL else MixerKind.RECURRENT for kind in kinds)
+
+
+def write_mixers(model: ModelSpec) -> list[str]:
+    """Return transformers' word for what mixes the tokens of each layer."""
+    return [LINEAR if mixer is MixerKind.RECURRENT else FULL for mixer in model.mixers]

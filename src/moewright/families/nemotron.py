@@ -36,8 +36,7 @@ from moewright.families.keys import (
     Word,
     Written,
 )
-from moewright.families.layer_words import FULL, LINEAR
-from moewright.families.mixers import MAX_STATE, RecurrentLayers, mixer_size
+from moewright.families.layer_words import FULL, LINEAR, MAX_STATE, RecurrentLayers, mixer_size
 from moewright.families.record import Family
 from moewright.families.rope import Rope
 from moewright.families.tiny import EIGHT_ROUTED_EXPERTS

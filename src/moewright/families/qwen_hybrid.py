@@ -10,8 +10,15 @@ from moewright.families.decoder import LAYER_COUNT, SWIGLU, Decoder, norm_eps
 from moewright.families.draft import Draft, Part
 from moewright.families.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, FieldReader
 from moewright.families.keys import Fixed, Neutral
-from moewright.families.layer_words import FULL, LINEAR, read_layer_words
-from moewright.families.mixers import RecurrentLayers, mixer_size, read_mixers, write_mixers
+from moewright.families.layer_words import (
+    FULL,
+    LINEAR,
+    RecurrentLayers,
+    mixer_size,
+    read_layer_words,
+    read_mixers,
+    write_mixers,
+)
 from moewright.families.qwen import qwen_experts
 from moewright.families.record import Family
 from moewright.families.rope import Rope

@@ -13,7 +13,6 @@ from typing import Any
 
 from moewright.codec import from_data, parse_json, read_toml, to_data
 from moewright.intake import hf
-from moewright.intake.added_catalogues import check_new_names, read_added_files
 from moewright.intake.devices import (
     MAX_DEVICES,
     DeviceEntry,
@@ -23,12 +22,16 @@ from moewright.intake.devices import (
     read_devices,
 )
 from moewright.intake.hardware_text import parse_hardware_text
-from moewright.intake.networks import apply_network, complete_fabric
-from moewright.spec.errors import BadInput, Reason
+from moewright.intake.networks import (
+    apply_network,
+    check_new_names,
+    complete_fabric,
+    read_added_files,
+)
+from moewright.spec.errors import BadInput, Reason, escape_controls
 from moewright.spec.hardware import Curve, Device, Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
-from moewright.spec.printable import escape_controls
 from moewright.spec.workload import Dtype
 
 # Hardware files, such as the one that `moewright bench` writes.

@@ -10,8 +10,12 @@ from importlib import resources
 from typing import TypeVar
 
 from moewright.codec import from_data, parse_json
-from moewright.intake.added_catalogues import check_new_names, read_added_files
-from moewright.intake.networks import check_networks, complete_fabric
+from moewright.intake.networks import (
+    check_networks,
+    check_new_names,
+    complete_fabric,
+    read_added_files,
+)
 from moewright.spec.hardware import (
     Constant,
     Curve,
@@ -24,8 +28,7 @@ from moewright.spec.hardware import (
     Op,
     OpRate,
 )
-from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import GIB
+from moewright.spec.units import GIB, Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
 MAX_DEVICES = 1_000_000

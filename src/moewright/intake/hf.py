@@ -22,10 +22,9 @@ from moewright.families.fields import FieldReader
 from moewright.families.record import Family
 from moewright.families.table import known_families, nested_families
 from moewright.intake.unknown_fields import require_same_score, skipped_names
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import BadInput, Reason, escape_controls, has_controls
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
-from moewright.spec.printable import escape_controls, has_controls
 
 MAX_FILE_BYTES = 16 * 2**20
 

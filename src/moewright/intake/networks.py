@@ -1,16 +1,17 @@
-"""Kinds of network: what each allows, and hardware whose fabric is of another kind."""
+"""Kinds of network: what each allows, hardware whose fabric is another, and added catalogues."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
+from importlib import resources
 from pathlib import Path
 
 from moewright.codec import from_data, parse_toml, read_toml_data
-from moewright.intake.added_catalogues import check_new_names, read_added_files
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.extensions import ExtensionPoint, list_extensions, load_extension
 from moewright.spec.hardware import (
     Constant,
     Hardware,
@@ -20,7 +21,34 @@ from moewright.spec.hardware import (
 )
 from moewright.spec.layout import DispatcherKind
 from moewright.spec.names import closest_match
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
+
+
+def read_added_files(file_name: str) -> Iterator[tuple[str, str]]:
+    """Yield where each package that has such a file has it, and its text.
+
+    Raises:
+        BadInput: a package cannot be imported.
+    """
+    for name, entry in list_extensions(ExtensionPoint.CATALOGUE).items():
+        package = load_extension(ExtensionPoint.CATALOGUE, name)
+        file = resources.files(package).joinpath(file_name)
+        if file.is_file():
+            yield f"{entry.value}/{file_name}", file.read_text(encoding="utf-8")
+
+
+def check_new_names(names: Iterable[str], own_names: Iterable[str], *, where: str) -> None:
+    """Refuse names that the catalogue has already: an estimate would not say which it used.
+
+    Raises:
+        BadInput: a name is known, whatever the case of its letters.
+    """
+    folded = {name.casefold() for name in own_names}
+    for name in names:
+        if name.casefold() in folded:
+            rule = "is in the catalogue already; an added entry needs a name of its own"
+            raise BadInput(Reason(field=where, value=name, rule=rule))
+
 
 _NETWORKS = Path(__file__).parent / "data" / "networks.toml"
 _ANY_PRODUCT = "any"

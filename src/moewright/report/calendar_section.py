@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isinf
 
-from moewright.cost.calendar_time import CalendarTime, WhenShort
-from moewright.cost.reliability import read_reliability
+from moewright.cost.calendar_time import CalendarTime, WhenShort, read_reliability
 from moewright.report.document import (
     DocumentSection,
     Extent,

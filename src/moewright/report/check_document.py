@@ -1,11 +1,12 @@
-"""A check of a change as a document: the verdict, the switches, what they cost, and the budgets."""
+"""A check of a change as a document, and as SARIF 2.1.0 and the XML of JUnit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+from xml.etree import ElementTree
 
-from moewright.diagnosis.change_budgets import format_growth, format_measure
-from moewright.diagnosis.checks import Check, JobCheck, OptionChange
+from moewright.diagnosis.checks import Check, JobCheck, OptionChange, format_growth, format_measure
 from moewright.diagnosis.compare_ledgers import Section
 from moewright.diagnosis.plan_changes import Measure, MeasureChange, PlanChanges, RowChange
 from moewright.report.document import (
@@ -21,7 +22,10 @@ from moewright.report.document import (
     numbers,
     words,
 )
+from moewright.spec.errors import escape_controls
+from moewright.spec.quoting import Json
 from moewright.spec.units import format_bytes, format_count
+from moewright.version import __version__
 
 _MAX_SWITCHES = 12
 _MAX_ROWS = 8
@@ -175,3 +179,66 @@ def _format_option(option: OptionChange) -> Line:
     if not option.after:
         return (name, f" {option.before}" if option.before != "on" else "", ", left out now")
     return (name, f" {option.before} -> {option.after}")
+
+
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_FIT = "fits"
+_HELP = {_FIT: "the job fits, or may fit, as it did before the change"}
+
+
+def render_sarif(check: Check) -> Json:
+    """Return a log of SARIF 2.1.0 with a result for each broken budget."""
+    results = [
+        _build_result(job, rule, text) for job in check.jobs for rule, text in list_failures(job)
+    ]
+    rules = sorted({result["ruleId"] for result in results})
+    driver = {
+        "name": "moewright check",
+        "version": __version__,
+        "rules": [
+            {"id": rule, "shortDescription": {"text": _HELP.get(rule, f"budget {rule}")}}
+            for rule in rules
+        ],
+    }
+    run = {"tool": {"driver": driver}, "results": results}
+    return Json.dump({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1)
+
+
+def list_failures(job: JobCheck) -> Iterator[tuple[str, str]]:
+    """Yield the rule and a sentence for each reason for which a job fails."""
+    yield from ((breach.budget, breach.text) for breach in job.breaches)
+    if job.changes is not None and job.changes.breaks_fit:
+        yield _FIT, f"does not fit any more: the verdict was {job.changes.verdict_before}"
+
+
+def _build_result(job: JobCheck, rule: str, text: str) -> dict[str, Any]:
+    place = {
+        "artifactLocation": {"uri": job.path},
+        "region": {"startLine": job.line},
+    }
+    return {
+        "ruleId": rule,
+        "level": "error",
+        "message": {"text": text},
+        "locations": [{"physicalLocation": place}],
+    }
+
+
+def render_junit(check: Check) -> str:
+    """Return a test suite of JUnit with a case for each job, which fails over its budgets."""
+    suite = ElementTree.Element("testsuite", name="moewright check")
+    failures = 0
+    for job in check.jobs:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname="moewright.check", name=escape_controls(job.path)
+        )
+        texts = [text for _, text in list_failures(job)]
+        if texts:
+            failures += 1
+            failure = ElementTree.SubElement(case, "failure", message=escape_controls(texts[0]))
+            failure.text = escape_controls("; ".join(texts))
+        if job.note:
+            ElementTree.SubElement(case, "skipped", message=escape_controls(job.note))
+    suite.set("tests", str(len(check.jobs)))
+    suite.set("failures", str(failures))
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

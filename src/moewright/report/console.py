@@ -17,8 +17,15 @@ from moewright.diagnosis.judgement import Judgement, Quality
 from moewright.rules.expert_load import layer_load_factors
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.plan import Assumption, Estimate, Plan, TimeShare, Verdict
-from moewright.spec.sourced import SourceKind
-from moewright.spec.units import GIB, MIB, format_bytes, format_figures, format_seconds, plural
+from moewright.spec.units import (
+    GIB,
+    MIB,
+    SourceKind,
+    format_bytes,
+    format_figures,
+    format_seconds,
+    plural,
+)
 
 PIPED_WIDTH = 120
 _WIDEST = 10_000  # no table has as many columns of letters

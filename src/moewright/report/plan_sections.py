@@ -12,8 +12,13 @@ from moewright.report.document import DocumentSection, Extent, build_table, numb
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan
-from moewright.spec.sourced import SourceKind
-from moewright.spec.units import format_bytes, format_count, format_figures, format_seconds
+from moewright.spec.units import (
+    SourceKind,
+    format_bytes,
+    format_count,
+    format_figures,
+    format_seconds,
+)
 from moewright.spec.workload import (
     LossSpec,
     RouterAssignment,

@@ -23,7 +23,7 @@ from moewright.report.console import (
     summarise_sources,
 )
 from moewright.search.explain import DEPARTURE, EXPECTED_ERROR, SECOND
-from moewright.search.imbalance import REMEDY
+from moewright.search.misfit import REMEDY
 from moewright.spec.plan import (
     Estimate,
     Evidence,

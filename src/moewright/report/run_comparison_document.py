@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from moewright.diagnosis.published import Nearness
 from moewright.diagnosis.run_comparison import ComparedRun, GapCloser, RunComparison
-from moewright.report.advice_section import build_advice_section
 from moewright.report.console import job_title
 from moewright.report.document import (
     Document,
@@ -20,7 +19,7 @@ from moewright.report.document import (
     numbers,
     words,
 )
-from moewright.report.finding_sections import list_fix_runs
+from moewright.report.finding_sections import build_advice_section, list_fix_runs
 from moewright.spec.units import format_figures, format_seconds
 
 _MAX_GAPS = 6

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moewright.diagnosis.traces.step_details import StepDetails
-from moewright.diagnosis.traces.trace_changes import ChangeLevel, StepChange
+from moewright.diagnosis.traces.step_details import ChangeLevel, StepChange, StepDetails
 from moewright.report.console import make_table
 from moewright.spec.units import GB, format_bytes, format_seconds
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from moewright.cost.evidence import fit_probability
 from moewright.cost.stage_parts import Array
-from moewright.cost.uncertainty import fit_probability
 from moewright.search.heuristics import GUIDELINES, Guideline
 from moewright.search.screening import BoundedGroup, GroupScores, Screener
 from moewright.search.space import PipelineShape, SearchSpace, degree_groups, no_objections

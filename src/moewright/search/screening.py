@@ -13,26 +13,23 @@ from itertools import chain
 
 import numpy as np
 
+from moewright.cost.evidence import job_factor, needed_margin
 from moewright.cost.memory.activations import (
     ActivationPolicies,
     ActivationPolicy,
     OffloadedActivations,
 )
 from moewright.cost.memory.peak import ModelMemory
-from moewright.cost.own_runs import job_factor
 from moewright.cost.stage_parts import Array, LayerKind, count_parts, list_parts
 from moewright.cost.time.layer_time import stage_transfer_s
 from moewright.cost.time.pipeline_time import build_pipeline, closed_form_s
-from moewright.cost.uncertainty import needed_margin
 from moewright.rules.limits.compatibility import check_compatibility
 from moewright.rules.limits.megatron_limits import paired_pass_limits
 from moewright.rules.timetable import stages
-from moewright.search.pipeline_arrays import PipelineBatch
-from moewright.search.pipelines import PipelineCache
+from moewright.search.pipelines import PipelineBatch, PipelineCache
 from moewright.search.screening_memory import ScreeningMemory
 from moewright.search.screening_risk import PolicyFactors, ScreeningRisk
-from moewright.search.screening_tail import ScreeningTails
-from moewright.search.screening_time import GroupTimes, ScreeningTimes, TimingClass
+from moewright.search.screening_time import GroupTimes, ScreeningTails, ScreeningTimes, TimingClass
 from moewright.search.space import (
     DegreeGroup,
     PipelineShape,

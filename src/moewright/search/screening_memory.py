@@ -34,11 +34,11 @@ from moewright.cost.symbols import Symbols
 from moewright.rules import grid
 from moewright.rules.adapters import is_trained
 from moewright.rules.job import Job
-from moewright.rules.moments import shard_multiple
+from moewright.rules.optimizers import shard_multiple
 from moewright.rules.packed_base import holds_packed
 from moewright.rules.shapes import fsdp, shards
 from moewright.rules.shapes.param import Param
-from moewright.search.pipeline_arrays import PipelineBatch
+from moewright.search.pipelines import PipelineBatch
 from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import MemoryRow, Module

@@ -12,11 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from moewright.cost.constants import Constants
-from moewright.cost.evidence import job_choices, layout_choices, read_measured_choices
+from moewright.cost.evidence import (
+    choice_distance,
+    job_choices,
+    layout_choices,
+    own_run_factor,
+    read_measured_choices,
+    step_bound,
+    step_deviation,
+)
 from moewright.cost.memory.activations import ActivationPolicy
-from moewright.cost.own_runs import choice_distance, own_run_factor
 from moewright.cost.stage_parts import Array
-from moewright.cost.uncertainty import step_bound, step_deviation
 from moewright.search.space import (
     PipelineShapes,
     SearchSpace,

@@ -29,9 +29,7 @@ from moewright.search.heuristics import (
     find_departures,
     model_parallel_size,
 )
-from moewright.search.near_best import NearBest
-from moewright.search.proven import ProvenChoices
-from moewright.search.ranking import bound_s, is_safe
+from moewright.search.ranking import NearBest, ProvenChoices, bound_s, is_safe
 from moewright.search.screening import Screener
 from moewright.search.space import (
     Objections,

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from moewright.spec.layout import DispatcherKind
 from moewright.spec.record import Record, Row
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
 

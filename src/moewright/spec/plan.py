@@ -11,8 +11,7 @@ from moewright.spec.ledger import Ledger
 from moewright.spec.model import ModelSpec
 from moewright.spec.options import SearchOptions
 from moewright.spec.record import Record, Row
-from moewright.spec.sourced import SourceKind
-from moewright.spec.units import GIB
+from moewright.spec.units import GIB, SourceKind
 from moewright.spec.workload import Workload
 
 

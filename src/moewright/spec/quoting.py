@@ -28,8 +28,7 @@ from string import Formatter
 from typing import Any, NoReturn, Self
 from unicodedata import category
 
-from moewright.spec.errors import BadInput, Reason
-from moewright.spec.printable import escape_controls, has_controls
+from moewright.spec.errors import BadInput, Reason, escape_controls, has_controls
 
 # A spreadsheet computes a cell that begins with one of these; the wide ones in some countries.
 _FORMULA_STARTS = ("=", "+", "@", "-", "＝", "＋", "＠", "－")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moewright.spec.errors import NO_TEXT, Paragraph
 from moewright.spec.ledger import Ledger, Selection, TimeRow
 from moewright.spec.plan import Plan
-from moewright.spec.printable import NO_TEXT, Paragraph
 from moewright.spec.record import Record
 from moewright.spec.workload import RouterForce
 

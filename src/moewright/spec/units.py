@@ -1,8 +1,10 @@
-"""Units: SI inside (bytes, seconds, FLOPs), readable text only where it is shown."""
+"""Units and sources of numbers: SI inside, readable text only where it is shown."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Context, Decimal
+from enum import StrEnum
 from math import isfinite
 
 KIB = 1024
@@ -64,3 +66,21 @@ def plural(count: float, noun: str) -> str:
     if number == "1":
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
+
+
+class SourceKind(StrEnum):
+    """How far a number may be trusted, best first."""
+
+    MEASURED = "measured"
+    FITTED = "fitted"
+    DATASHEET = "datasheet"
+    ASSUMED = "assumed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sourced:
+    """A value in SI units, the kind of evidence for it, and the evidence itself in words."""
+
+    value: float
+    kind: SourceKind
+    source: str

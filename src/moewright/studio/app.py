@@ -22,8 +22,13 @@ from starlette.routing import Route
 from moewright.api.catalogues import hardware as list_hardware
 from moewright.api.catalogues import models as list_models
 from moewright.api.running import export
-from moewright.api.views import view_comparison, view_judgement, view_plan, view_timetable
-from moewright.api.what_if_views import view_what_if
+from moewright.api.views import (
+    view_comparison,
+    view_judgement,
+    view_plan,
+    view_timetable,
+    view_what_if,
+)
 from moewright.report.trace import build_trace
 from moewright.spec.errors import BadInput
 from moewright.spec.record import Record, format_json
@@ -36,16 +41,18 @@ from moewright.studio.course import (
     show_contents,
     show_glossary,
 )
-from moewright.studio.folder import LARGEST_TEXT_BYTES, LARGEST_TRACE_BYTES, StudioFolder
-from moewright.studio.guard import LocalGuard
-from moewright.studio.queries import read_query
-from moewright.studio.runs import (
+from moewright.studio.folder import (
+    LARGEST_TEXT_BYTES,
+    LARGEST_TRACE_BYTES,
+    StudioFolder,
     encode_runs,
     is_other_file,
     list_run_folders,
     read_runs,
     stamp_runs,
 )
+from moewright.studio.guard import LocalGuard
+from moewright.studio.queries import read_query
 from moewright.studio.tasks import Workers
 from moewright.studio.wire import build_or_refuse, encode_data, encode_failure, encode_record
 from moewright.view.card import render_card

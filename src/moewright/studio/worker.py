@@ -18,9 +18,13 @@ from moewright.api.views import view_budget, view_search
 from moewright.spec.errors import BadInput, Reason, lacks_memory
 from moewright.spec.units import format_bytes
 from moewright.studio.confinement import Confinement
-from moewright.studio.drops import read_dropped_model, read_dropped_script
 from moewright.studio.folder import StudioFolder
-from moewright.studio.queries import read_number, read_query
+from moewright.studio.queries import (
+    read_dropped_model,
+    read_dropped_script,
+    read_number,
+    read_query,
+)
 from moewright.studio.wire import encode_data, encode_failure, encode_record, encode_refusal
 
 # A small job, whose search fills the caches of tables and imports before anybody asks.

@@ -21,7 +21,7 @@ from moewright.cost.time.repricing import RepriceableStep
 from moewright.search.search import build_plan
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.plan import Estimate, Plan
-from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Routing, Workload
 from moewright.tuning.space import TuningPoint, TuningSpace
 

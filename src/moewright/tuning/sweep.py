@@ -25,12 +25,11 @@ from moewright.codec import (
     to_data,
 )
 from moewright.search.search import build_plan
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import NO_TEXT, NOTHING, BadInput, Paragraph, Reason, Verbatim
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan
-from moewright.spec.printable import NO_TEXT, NOTHING, Paragraph, Verbatim
 from moewright.spec.workload import Routing, Workload
 
 TRIALS_FILE = "trials.jsonl"

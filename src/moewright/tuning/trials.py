@@ -19,9 +19,9 @@ from moewright.diagnosis.traces.log_findings import predict_findings
 from moewright.diagnosis.waterfall import describe_ideal_step, ideal_step_s, predict_drops
 from moewright.rules.expert_placement import rank_load_factor
 from moewright.rules.steady_steps import steady_steps
+from moewright.spec.errors import NOTHING, Verbatim
 from moewright.spec.finding import Cause, Finding, Wall, Waterfall
 from moewright.spec.plan import Plan
-from moewright.spec.printable import NOTHING, Verbatim
 from moewright.spec.run import RunRecord
 from moewright.tuning.space import TuningPoint
 

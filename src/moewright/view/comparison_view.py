@@ -1,4 +1,4 @@
-"""Layouts side by side: what each changes of the first one's step and memory, and why."""
+"""Layouts side by side; one with an option of its job changed; a budget by number of devices."""
 
 from __future__ import annotations
 
@@ -120,3 +120,98 @@ def _component_bytes(estimate: Estimate) -> dict[Component, int]:
         if ledger.pp_rank == estimate.peak_rank:
             return sum_components(ledger)
     return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIfPoint:
+    """A value in place of the job's own, and what the layout does with it.
+
+    `value` is that of the address. `rule` says why there is no figure, "" where there is one.
+    """
+
+    label: str
+    value: str
+    is_own: bool
+    tokens_per_s_per_device: float = 0.0
+    step_s: float = 0.0
+    peak_bytes: int = 0
+    verdict: str = ""
+    rule: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIfAxis:
+    """The values of one option of the job, in their order; `key` is that of the address."""
+
+    title: str
+    key: str
+    points: tuple[WhatIfPoint, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class WhatIfView(Record):
+    """A layout around its own point, an option at a time."""
+
+    axes: tuple[WhatIfAxis, ...]
+
+    def title(self) -> str:
+        """Return the options."""
+        return ", ".join(axis.title for axis in self.axes)
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each value."""
+        return [
+            {"option": axis.title, "value": point.label, "step_s": point.step_s}
+            for axis in self.axes
+            for point in axis.points
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetPoint:
+    """What the tokens take on so many devices; `cost` is 0 without a price.
+
+    `ramp_days` are those of the steps whose batch is below the full one.
+    """
+
+    devices: int
+    layout: str
+    words: str
+    step_s: float
+    steps: int
+    days: float
+    days_80: tuple[float, float]
+    device_hours: float
+    ramp_days: float
+    cost: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class BudgetView(Record):
+    """The points of a budget so far; `price` is the user's, so that costs are assumed.
+
+    `fewest` is the smallest number of devices on which a layout fits as surely as a plan asks for,
+    0 while that is not known and -1 where none is up to the largest number that was tried.
+    """
+
+    model: str
+    device: str
+    tokens: int
+    tokens_per_step: int
+    first_tokens: int  # of the first step, where the batch grows
+    price: float
+    points: tuple[BudgetPoint, ...]
+    without_layout: tuple[int, ...]
+    fewest: int
+    is_final: bool
+
+    def title(self) -> str:
+        """Return model and tokens."""
+        return f"{self.model} on {self.tokens:,} tokens"
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each number of devices."""
+        return [
+            {"devices": point.devices, "days": point.days, "step_s": point.step_s}
+            for point in self.points
+        ]

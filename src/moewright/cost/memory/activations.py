@@ -33,8 +33,13 @@ from moewright.rules import routing
 from moewright.rules.adapters import trains_module
 from moewright.rules.job import Job, micro_batch_tokens
 from moewright.rules.saved import recompute
-from moewright.rules.saved.activation_offload import activation_offloads
-from moewright.rules.saved.saved_tensor import ENGINE_STACK, Place, SavedTensor, SavingStack
+from moewright.rules.saved.saved_tensor import (
+    ENGINE_STACK,
+    Place,
+    SavedTensor,
+    SavingStack,
+    activation_offloads,
+)
 from moewright.rules.shapes import shards
 from moewright.rules.timetable import timetable_row
 from moewright.rules.timetable.stages import Chunk, chunk_layers

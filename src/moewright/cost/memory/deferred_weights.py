@@ -17,7 +17,7 @@ from moewright.rules.adapters import adapted_linears, is_frozen, trains_module
 from moewright.rules.job import Job, micro_batch_tokens, routed_rows, tp_group_tokens
 from moewright.rules.saved import recompute
 from moewright.rules.saved.trained_saved import adapter_tensor
-from moewright.rules.shapes.mixer_flops import recurrent_macs
+from moewright.rules.shapes.mixers import recurrent_macs
 from moewright.rules.shapes.shards import shard_size
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module

@@ -14,7 +14,7 @@ from moewright.cost.memory.model_states import (
     state_rows,
 )
 from moewright.rules.job import Job
-from moewright.rules.moments import moment_nbytes, scale_nbytes
+from moewright.rules.optimizers import moment_nbytes, scale_nbytes
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes import fsdp
 from moewright.spec.layout import Layout

@@ -13,13 +13,13 @@ from moewright.cost.stage_parts import Array
 from moewright.rules import grid
 from moewright.rules.adapters import adapter_parameters, is_frozen, is_trained, trains_all
 from moewright.rules.job import Job
-from moewright.rules.moments import (
+from moewright.rules.optimizers import (
+    is_muon_matrix,
     moment_nbytes,
     scale_nbytes,
     shard_multiple,
     stored_nbytes,
 )
-from moewright.rules.muon import is_muon_matrix
 from moewright.rules.packed_base import (
     holds_packed,
     is_packed,

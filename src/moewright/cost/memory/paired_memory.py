@@ -23,8 +23,7 @@ from moewright.cost.memory.activations import (
 from moewright.cost.routed_rows import ExpertRows, is_moe_layer
 from moewright.cost.stage_parts import Array
 from moewright.rules.saved import recompute
-from moewright.rules.saved.activation_offload import offloads_at
-from moewright.rules.saved.saved_tensor import KeptTensor, Place, SavedTensor
+from moewright.rules.saved.saved_tensor import KeptTensor, Place, SavedTensor, offloads_at
 from moewright.rules.timetable.paired_passes import (
     PassSegment,
     PassWork,

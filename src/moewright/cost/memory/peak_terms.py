@@ -19,6 +19,7 @@ import numpy as np
 from moewright.cost.constants import Constants
 from moewright.cost.memory.buffers import fsdp_buffer_bytes, gathered_bytes, resident_bytes
 from moewright.cost.memory.fsdp_states import unit_state_rows
+from moewright.cost.memory.host_memory import element_nbytes
 from moewright.cost.memory.model_states import (
     book_states,
     checkpoint_bytes,
@@ -27,7 +28,6 @@ from moewright.cost.memory.model_states import (
     moves_units,
     step_gradient_bytes,
 )
-from moewright.cost.memory.peer_copies import element_nbytes
 from moewright.cost.memory.rank_batch import Booked, RankBatch
 from moewright.cost.memory.replicas import replica_rows
 from moewright.cost.stage_parts import Array

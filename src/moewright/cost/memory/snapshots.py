@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moewright.cost.stage_parts import Array
-from moewright.rules.saved.activation_offload import fetches_chunks
+from moewright.rules.saved.saved_tensor import fetches_chunks
 from moewright.rules.timetable import schedule, timetable_row
 from moewright.rules.timetable.paired_passes import can_pair
 from moewright.spec.layout import Layout

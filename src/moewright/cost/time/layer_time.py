@@ -18,18 +18,20 @@ from moewright.cost.memory.activations import OffloadedActivations
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols
 from moewright.cost.time.collective_time import CollectiveModel
-from moewright.cost.time.ep_overlap import EXPERT_ROW_NAMES, covered_exchange, weight_gradient_s
 from moewright.cost.time.gemm_rows import LayerOps
 from moewright.cost.time.host_time import host_exponent, layer_host_s
 from moewright.cost.time.layer_collectives import (
+    EXPERT_ROW_NAMES,
+    covered_exchange,
     cp_exchange_s,
     ep_exchange_s,
     tp_all_reduce_s,
     tp_exchange_s,
     tp_heads_s,
+    weight_gradient_s,
 )
 from moewright.cost.time.op_time import DeviceRates, TimedRows
-from moewright.rules.saved.activation_offload import fetches_chunks
+from moewright.rules.saved.saved_tensor import fetches_chunks
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, CudaGraphScope, Layout, Overlap, Recompute
 from moewright.spec.model import MixerKind, ModelSpec

@@ -16,7 +16,7 @@ from moewright.cost.symbols import Symbols
 from moewright.cost.time.elementwise import RMS_NORM, ROPE, elementwise_row, kernel_rows
 from moewright.cost.time.gemm_rows import gemm_row
 from moewright.cost.time.op_time import OpRow
-from moewright.rules.shapes import mixer_flops
+from moewright.rules.shapes import mixers
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Recompute
 from moewright.spec.model import (
@@ -57,7 +57,7 @@ def mixer_products(sym: Symbols, layer: int) -> Iterator[OpRow]:
 def _recurrent_products(sym: Symbols, spec: RecurrentSpec) -> Iterator[OpRow]:
     h, tp, T = sym.model.hidden_size, sym.layout.tp, sym.T
     out = spec.value_width / tp
-    sharded, replicated = mixer_flops.recurrent_macs(spec, h)
+    sharded, replicated = mixers.recurrent_macs(spec, h)
     wide = sharded / h / tp - out
     yield gemm_row("mixer.in", sym, T, wide, h, TimePart.DENSE)
     if replicated:
@@ -74,7 +74,7 @@ def _compressed_products(sym: Symbols, layer: int) -> Iterator[OpRow]:
     yield _widen(gemm_row("attention.o_down", sym, sym.T, low, spec.out_width / tp, dense), sym)
     groups = spec.output_groups * low / tp
     yield gemm_row("attention.o", sym, sym.T, h, groups, dense)
-    _, replicated = mixer_flops.mixer_macs(sym.model, layer)
+    _, replicated = mixers.mixer_macs(sym.model, layer)
     compressor = replicated / h - rank - spec.head_dim
     if compressor:
         yield _widen(gemm_row("attention.compressor", sym, sym.t, compressor, h, dense), sym)
@@ -104,13 +104,13 @@ def mixer_core(sym: Symbols, layer: int) -> tuple[_RowPair, ...]:
     if mixer is MixerKind.RECURRENT:
         assert sym.model.recurrent is not None  # what a recurrent layer needs
         return tuple(_scan_rows(sym, sym.model.recurrent))
-    core_flops = mixer_flops.attention_flops(sym.model, layer, sym.T, sym.seq_len) / sym.layout.tp
+    core_flops = mixers.attention_flops(sym.model, layer, sym.T, sym.seq_len) / sym.layout.tp
     if sym.workload.trainer.attention_backend.keeps_scores:
         return tuple(_whole_score_rows(sym, core_flops))
     # Documents shorten what reaches to their beginning, and no window.
     near = core_flops
     if sym.model.attention.kind is AttentionKind.COMPRESSED:
-        near = mixer_flops.window_flops(sym.model, sym.T, sym.seq_len) / sym.layout.tp
+        near = mixers.window_flops(sym.model, sym.T, sym.seq_len) / sym.layout.tp
     elif not sym.model.layer_window(layer):
         near = 0
     core_flops = near + (core_flops - near) * sym.attended_share

@@ -18,7 +18,7 @@ from moewright.cost.volumes.collective_calls import CallSum
 from moewright.rules import grid
 from moewright.rules.adapters import is_trained
 from moewright.rules.job import Job
-from moewright.rules.muon import deal_matrices, list_matrices
+from moewright.rules.optimizers import deal_matrices, list_matrices
 from moewright.rules.shapes import fsdp, shards
 from moewright.rules.shapes.parameters import parameters
 from moewright.spec.hardware import Collective, Op

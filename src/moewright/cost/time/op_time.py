@@ -13,7 +13,7 @@ from moewright.rules.routing import largest_of
 from moewright.spec.hardware import Curve, Hardware, Op
 from moewright.spec.layout import Recompute
 from moewright.spec.plan import Assumption, TimePart
-from moewright.spec.sourced import SourceKind
+from moewright.spec.units import SourceKind
 from moewright.spec.workload import Dtype
 
 # Constants that stand in for a rate: they matter only where the hardware file has none for the op.

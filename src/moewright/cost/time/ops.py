@@ -25,7 +25,7 @@ from moewright.cost.time.mixers import (
 )
 from moewright.cost.time.op_time import OpRow
 from moewright.rules.adapters import trains_module
-from moewright.rules.shapes.mixer_flops import mixer_macs
+from moewright.rules.shapes.mixers import mixer_macs
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module

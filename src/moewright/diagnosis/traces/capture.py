@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moewright.diagnosis.traces.intervals import Intervals
+from moewright.spec.errors import escape_controls
 from moewright.spec.hardware import Collective
-from moewright.spec.printable import escape_controls
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -25,6 +25,7 @@ from moewright.diagnosis.traces.capture import (
     collective_in_name,
     kernel_kind,
 )
+from moewright.diagnosis.traces.comm_classes import find_trainer_marks
 from moewright.diagnosis.traces.intervals import NO_INTERVALS
 from moewright.diagnosis.traces.kineto_events import (
     GROUPED_OPS,
@@ -39,7 +40,6 @@ from moewright.diagnosis.traces.kineto_events import (
     to_int,
     to_intervals,
 )
-from moewright.diagnosis.traces.trainer_marks import find_trainer_marks
 from moewright.spec.run import WAIT_RANGE_PREFIX
 
 _GLOO = "gloo:"

@@ -28,6 +28,7 @@ from moewright.diagnosis.traces.capture import (
     collective_in_name,
     comm_library,
 )
+from moewright.diagnosis.traces.comm_classes import find_trainer_marks
 from moewright.diagnosis.traces.cpu_traces import read_cpu_captures
 from moewright.diagnosis.traces.intervals import Intervals
 from moewright.diagnosis.traces.kineto_events import (
@@ -48,7 +49,6 @@ from moewright.diagnosis.traces.kineto_events import (
     to_key,
 )
 from moewright.diagnosis.traces.trace_stream import TraceStream
-from moewright.diagnosis.traces.trainer_marks import find_trainer_marks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import plural
 

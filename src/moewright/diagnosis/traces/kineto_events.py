@@ -19,7 +19,7 @@ import numpy as np
 
 from moewright.diagnosis.traces.capture import Floats, HostRanges
 from moewright.diagnosis.traces.intervals import Intervals, intersect, merge, subtract, unite
-from moewright.spec.printable import escape_controls
+from moewright.spec.errors import escape_controls
 
 US = 1e-6
 _LATEST_S = 1e11  # of any clock; later times are damage

@@ -28,13 +28,13 @@ from moewright.diagnosis.traces.capture import (
     collective_in_name,
     comm_library,
 )
+from moewright.diagnosis.traces.comm_classes import find_trainer_marks
 from moewright.diagnosis.traces.kineto_events import (
     DATA_WAIT_NAME,
     GC_NAME,
     TimeSpan,
     to_intervals,
 )
-from moewright.diagnosis.traces.trainer_marks import find_trainer_marks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Collective
 

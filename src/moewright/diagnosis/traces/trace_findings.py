@@ -12,8 +12,8 @@ from moewright.diagnosis.traces.breakdown import Breakdown, CopyTime
 from moewright.diagnosis.traces.capture import KernelKind, TrainerMark
 from moewright.diagnosis.traces.comm_classes import CAUSE_OF_CLASS, CommClass
 from moewright.diagnosis.traces.gaps import Gap, IdleCause
-from moewright.diagnosis.traces.peak_rate import PeakRate
 from moewright.diagnosis.traces.rank_skew import RankSkew, mean_idle_s, measure_comm
+from moewright.diagnosis.traces.trace_waterfall import PeakRate
 from moewright.spec.finding import Cause, Finding, Wall
 from moewright.spec.plan import Plan
 from moewright.spec.units import GB, TERA, format_bytes, format_seconds, plural

@@ -14,12 +14,6 @@ from moewright.engine.checkpoint.commit import (
     write_single_process,
 )
 from moewright.engine.checkpoint.coordinator import Coordinator, run_on_all_ranks, single_process
-from moewright.engine.checkpoint.fall_back import (
-    find_readable,
-    offer_older,
-    put_damaged_aside,
-    read_newest_index,
-)
 from moewright.engine.checkpoint.files import (
     PayloadReader,
     TensorHeader,
@@ -30,7 +24,6 @@ from moewright.engine.checkpoint.files import (
     write_tensors,
     write_text,
 )
-from moewright.engine.checkpoint.geometry import flat_range_boxes
 from moewright.engine.checkpoint.index import (
     CheckpointIndex,
     StoredShard,
@@ -39,14 +32,19 @@ from moewright.engine.checkpoint.index import (
     read_index,
 )
 from moewright.engine.checkpoint.loader import (
+    find_readable,
     load_checkpoint,
+    offer_older,
+    put_damaged_aside,
     read_index_on_all_ranks,
+    read_newest_index,
     read_tensor_box,
     refuse_mismatch,
 )
 from moewright.engine.checkpoint.local_shard import (
     SAFETENSORS_DTYPES,
     LocalShard,
+    flat_range_boxes,
     flat_range_shards,
     whole_shard,
 )

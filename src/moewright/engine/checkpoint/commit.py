@@ -24,7 +24,6 @@ from moewright.engine.checkpoint.files import (
     write_tensors,
     write_text,
 )
-from moewright.engine.checkpoint.geometry import find_tiling_fault
 from moewright.engine.checkpoint.index import (
     INDEX_FILE,
     STEP_LIMIT,
@@ -41,6 +40,7 @@ from moewright.engine.checkpoint.local_shard import (
     SAFETENSORS_DTYPES,
     LocalShard,
     find_nonfinite,
+    find_tiling_fault,
 )
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import CheckpointSpec

@@ -17,8 +17,12 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, NoReturn
 
-from moewright.engine.checkpoint.geometry import Box, find_tiling_fault
-from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, is_legal_name
+from moewright.engine.checkpoint.local_shard import (
+    SAFETENSORS_DTYPES,
+    Box,
+    find_tiling_fault,
+    is_legal_name,
+)
 from moewright.spec.errors import BadInput, Reason
 
 INDEX_FILE = "index.json"

@@ -26,9 +26,13 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from moewright.engine.checkpoint.geometry import Box, find_tiling_fault
 from moewright.engine.checkpoint.index import StoredShard, TensorEntry, payload_file_name
-from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, LocalShard
+from moewright.engine.checkpoint.local_shard import (
+    SAFETENSORS_DTYPES,
+    Box,
+    LocalShard,
+    find_tiling_fault,
+)
 
 # [name, dtype, shape, offsets, sizes]: a shard without its data, as ranks send it to each other.
 ShardSpec = list[Any]

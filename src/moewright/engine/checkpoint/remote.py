@@ -31,9 +31,9 @@ from moewright.engine.checkpoint.commit import (
     checkpoint_step,
     find_latest,
 )
-from moewright.engine.checkpoint.fall_back import put_aside
 from moewright.engine.checkpoint.files import damage_error, fsync_directory
 from moewright.engine.checkpoint.index import INDEX_FILE, CheckpointIndex, FileEntry, read_index
+from moewright.engine.checkpoint.loader import put_aside
 from moewright.engine.checkpoint.patience import SilentServerError, wait_patiently
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import CheckpointSpec

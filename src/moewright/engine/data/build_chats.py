@@ -34,11 +34,6 @@ from moewright.engine.data.build_corpus import (
     read_intact_corpus,
     wrap_write_errors,
 )
-from moewright.engine.data.census import (
-    check_heldout_fraction,
-    find_heldout_limit,
-    hash_document,
-)
 from moewright.engine.data.chat_encoder import ChatEncoder, ChatOptions, ChatSample
 from moewright.engine.data.chat_forms import parse_columns
 from moewright.engine.data.chat_template import TEMPLATE_FILE
@@ -49,7 +44,11 @@ from moewright.engine.data.corpus import (
     CorpusKind,
     CorpusSplit,
     LongestSample,
+    check_heldout_fraction,
+    find_heldout_limit,
+    hash_document,
     learnt_prefix,
+    unigram_nats,
 )
 from moewright.engine.data.indexed import IndexedWriter, open_indexed, remove_pair, token_dtype
 from moewright.engine.data.records import is_chat_file, read_rows
@@ -59,7 +58,6 @@ from moewright.engine.data.tokenizer import (
     TOKENIZER_FILE,
     TokenizerKind,
 )
-from moewright.engine.data.unigram import unigram_nats
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DataSpec
 

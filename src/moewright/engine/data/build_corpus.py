@@ -23,19 +23,18 @@ import tokenizers
 from moewright.codec import read_json, write_json
 from moewright.codec.folder_lock import lock_folder
 from moewright.codec.foreign import read_apart
-from moewright.engine.data.census import (
-    DocumentCensus,
-    check_heldout_fraction,
-    find_heldout_limit,
-    hash_document,
-)
 from moewright.engine.data.corpus import (
     CORPUS_FILE,
     Corpus,
     CorpusKind,
     CorpusSplit,
+    DocumentCensus,
+    check_heldout_fraction,
+    find_heldout_limit,
+    hash_document,
     learnt_prefix,
     read_corpus,
+    unigram_entropy,
 )
 from moewright.engine.data.indexed import IndexedDataset, IndexedWriter, open_indexed, token_dtype
 from moewright.engine.data.sharded import ShardedWriter, open_stream, remove_shards
@@ -50,7 +49,6 @@ from moewright.engine.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from moewright.engine.data.unigram import unigram_entropy
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DataSpec
 

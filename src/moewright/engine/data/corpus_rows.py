@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from moewright.codec.data_paths import WeightedPath, parse_data_paths
-from moewright.engine.data.blend import Blend, build_blend
-from moewright.engine.data.corpus import corpus_entropy
+from moewright.engine.data.blend import Blend, StepSequences, build_blend, pack_step
+from moewright.engine.data.corpus import corpus_entropy, sum_token_counts, unigram_nats
 from moewright.engine.data.indexed import IndexedDataset
 from moewright.engine.data.packing import (
     ChatDataset,
@@ -35,8 +35,6 @@ from moewright.engine.data.sampler import (
     read_samples,
 )
 from moewright.engine.data.sharded import open_stream
-from moewright.engine.data.step_packing import StepSequences, pack_step
-from moewright.engine.data.unigram import sum_token_counts, unigram_nats
 from moewright.rules.packing import PackedSequences, packed_share
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DocumentMasking, Objective, Workload

@@ -21,6 +21,8 @@ from moewright.engine.dispatch.alltoall import AllToAllDispatcher
 from moewright.engine.dispatch.dedup import mask_repeats
 from moewright.engine.dispatch.deepep_bindings import DeepEp, HybridEp
 from moewright.engine.dispatch.interface import (
+    DispatchLibrary,
+    LibrarySizes,
     RoutedRows,
     RowExchange,
     RowMap,
@@ -28,8 +30,8 @@ from moewright.engine.dispatch.interface import (
     build_row_map,
     copy_to_host,
     permute_to_local_experts,
+    unusable_reason,
 )
-from moewright.engine.dispatch.library import DispatchLibrary, LibrarySizes, unusable_reason
 from moewright.engine.dispatch.ncclep_binding import NcclEp
 from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused.interface import KernelSet

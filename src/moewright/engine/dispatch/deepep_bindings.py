@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from moewright.engine.comm.collectives import Group
-from moewright.engine.dispatch.library import LibrarySizes, ReceivedCopies
+from moewright.engine.dispatch.interface import LibrarySizes, ReceivedCopies
 
 
 class DeepEp:

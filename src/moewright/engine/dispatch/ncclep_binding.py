@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from moewright.engine.comm.collectives import Group, communicator_address
-from moewright.engine.dispatch.interface import copy_to_host
-from moewright.engine.dispatch.library import LibrarySizes, ReceivedCopies
+from moewright.engine.dispatch.interface import LibrarySizes, ReceivedCopies, copy_to_host
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

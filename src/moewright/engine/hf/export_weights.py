@@ -33,7 +33,7 @@ from moewright.engine.checkpoint import (
 )
 from moewright.engine.hf.candidates import HfTensor, list_model_tensors
 from moewright.engine.hf.folder import INDEX_FILE, SINGLE_FILE, HfReader, open_hf_folder
-from moewright.engine.hf.import_weights import ReportProgress
+from moewright.engine.hf.import_weights import DTYPE_ORDER, HfOrigin, ReportProgress, parse_origin
 from moewright.engine.hf.names import (
     NameTable,
     beside_tensors,
@@ -43,7 +43,6 @@ from moewright.engine.hf.names import (
     find_nesting,
     match_names,
 )
-from moewright.engine.hf.origin import DTYPE_ORDER, HfOrigin, parse_origin
 from moewright.engine.hf.packed import PACKED_DTYPES, tensor_error
 from moewright.families.weight_names import BESIDE_PREFIX
 from moewright.spec.errors import BadInput, Reason

@@ -20,8 +20,10 @@ from moewright.engine.comm.autograd_collectives import (
 from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch.allgather import AllGatherDispatcher
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher
-from moewright.engine.dispatch.alltoall_budget import BudgetedAllToAllDispatcher
-from moewright.engine.dispatch.alltoall_padded import PaddedAllToAllDispatcher
+from moewright.engine.dispatch.alltoall_padded import (
+    BudgetedAllToAllDispatcher,
+    PaddedAllToAllDispatcher,
+)
 from moewright.engine.dispatch.dedup import DedupDispatcher
 from moewright.engine.dispatch.deepep import DeepEpDispatcher
 from moewright.engine.dispatch.interface import (

@@ -211,7 +211,7 @@ class Indexer(nn.Module):
         return chosen.unflatten(0, (context.sequences, seq_len)), inputs
 
     def _build_weights(self, attention: AttentionSpec, spec: IndexerSpec) -> None:
-        """Build the parameters, in the order of rules.shapes.mixer_parameters."""
+        """Build the parameters, in the order of rules.shapes.mixers."""
         runtime = self._runtime
         hidden = runtime.model.hidden_size
         self.q = Weight(runtime, spec.heads * spec.head_dim, attention.q_lora_rank)

@@ -18,10 +18,14 @@ from typing import Any, Protocol
 import torch
 
 from moewright.engine.observe.flop_counter import FlopCounter
-from moewright.engine.observe.module_scopes import ModuleScopes
-from moewright.engine.observe.observing_mode import ObservingMode, OperationArgs, OperationKwargs
+from moewright.engine.observe.module_scopes import (
+    ModuleScopes,
+    ObservingMode,
+    OperationArgs,
+    OperationKwargs,
+)
+from moewright.engine.observe.step_timing import WaitClock
 from moewright.engine.observe.storage_census import StorageCensus, storage_id
-from moewright.engine.observe.wait_clock import WaitClock
 from moewright.engine.torch_private import tree_iter
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import (

@@ -42,7 +42,7 @@ from moewright.engine.kernels.state_space import (
     STATE_SPACE_BACKWARD,
     state_space_flops,
 )
-from moewright.engine.observe.observing_mode import OperationArgs, OperationKwargs
+from moewright.engine.observe.module_scopes import OperationArgs, OperationKwargs
 from moewright.engine.torch_private import ONEDNN_LINEAR
 from moewright.spec.ledger import FlopOp
 

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from moewright.engine.observe.module_scopes import ModuleScopes
-from moewright.engine.observe.observing_mode import OperationKwargs
+from moewright.engine.observe.module_scopes import ModuleScopes, OperationKwargs
 from moewright.engine.torch_private import has_fake_mode, tree_iter
 from moewright.spec.ledger import Module, StorageBytes, StorageMoment, StorageRow
 

@@ -31,7 +31,7 @@ from moewright.engine.optim.optimizer_states import (
     store_states,
 )
 from moewright.engine.runtime import Runtime, torch_dtype
-from moewright.rules.moments import shard_multiple
+from moewright.rules.optimizers import shard_multiple
 from moewright.rules.shapes.buckets import Bucket, offloaded_numel, plan_buckets, shard_range
 from moewright.rules.shapes.fsdp import (
     flat_buffer_layout,

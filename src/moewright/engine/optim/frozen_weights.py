@@ -9,8 +9,7 @@ from torch import nn
 
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import all_gather_rows
-from moewright.engine.kernels.fp8_base import Fp8Weight, pack_fp8
-from moewright.engine.kernels.nf4 import Nf4Weight, pack_nf4
+from moewright.engine.kernels.packed_base import Fp8Weight, Nf4Weight, pack_fp8, pack_nf4
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.optim.optimizer_states import OwnedRange, build_local_shards

@@ -14,7 +14,7 @@ import torch
 from moewright.engine.kernels.low_precision import ONE_GROUP, NarrowTensor, convert
 from moewright.engine.runtime import torch_dtype
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
-from moewright.rules.moments import MOMENT_BLOCK, is_scaled
+from moewright.rules.optimizers import MOMENT_BLOCK, is_scaled
 from moewright.spec.workload import Dtype
 
 # Moments that are not fp32 are read and written so many elements at a time, so that their fp32

@@ -29,7 +29,7 @@ from moewright.engine.optim.optimizer_states import (
 )
 from moewright.engine.runtime import Runtime
 from moewright.rules.grid import axis_size
-from moewright.rules.muon import (
+from moewright.rules.optimizers import (
     COEFFICIENTS,
     Matrix,
     deal_matrices,

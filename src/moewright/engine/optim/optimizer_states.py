@@ -17,7 +17,7 @@ from moewright.engine.checkpoint import LocalShard, flat_range_shards
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.optim.moments import Moment, build_moment, new_state
 from moewright.engine.runtime import Runtime
-from moewright.rules.muon import is_muon_matrix
+from moewright.rules.optimizers import is_muon_matrix
 from moewright.rules.shapes.buckets import BucketEntry
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import MatrixUpdate

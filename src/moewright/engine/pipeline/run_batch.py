@@ -24,7 +24,7 @@ from moewright.engine.pipeline.executor import (
 )
 from moewright.engine.pipeline.p2p import P2PChannel
 from moewright.engine.runtime import Runtime
-from moewright.rules.saved.activation_offload import chunk_to_fetch, fetches_chunks
+from moewright.rules.saved.saved_tensor import chunk_to_fetch, fetches_chunks
 from moewright.rules.timetable.p2p import PipelineAction, pipeline_actions
 from moewright.rules.timetable.paired_passes import (
     backward_segments,

@@ -15,11 +15,11 @@ from moewright.engine.comm import collectives
 from moewright.engine.comm.mesh import CreateGroups, Mesh, build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.deepep import open_library, verify_library
-from moewright.engine.dispatch.library import DispatchLibrary, LibrarySizes
+from moewright.engine.dispatch.interface import DispatchLibrary, LibrarySizes
 from moewright.engine.dispatch.rows import RowBudget
 from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.engine.kernels.fused.select import build_kernels
+from moewright.engine.kernels.fused.table import build_kernels
 from moewright.engine.kernels.products import WIDE_PRODUCTS, NarrowProducts, Products
 from moewright.engine.memory.allocator import keep_freed_memory
 from moewright.engine.memory.part_graphs import PartGraphs
@@ -43,7 +43,7 @@ from moewright.rules.graph_parts import shared_gradients
 from moewright.rules.grid import axis_size
 from moewright.rules.job import Job
 from moewright.rules.low_precision import find_recipe
-from moewright.rules.saved.activation_offload import offloading_layers
+from moewright.rules.saved.saved_tensor import offloading_layers
 from moewright.rules.shapes.shards import shared_table_ranks
 from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.hardware import DeviceKind

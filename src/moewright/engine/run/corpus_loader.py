@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
+from moewright.engine.data.blend import StepRows
 from moewright.engine.data.corpus_rows import CorpusBlend, SampleRows, join_lengths
 from moewright.engine.data.sampler import micro_batch_rows
-from moewright.engine.data.step_packing import StepRows
 from moewright.engine.kernels.attention import build_segments
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.preferences import build_answers

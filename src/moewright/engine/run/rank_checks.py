@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moewright.engine.checkpoint import Coordinator
-from moewright.engine.kernels.fused.select import implementation_name
+from moewright.engine.kernels.fused.table import implementation_name
 from moewright.engine.run.env import read_shared_settings, read_torchrun_env
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind

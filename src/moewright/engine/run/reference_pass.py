@@ -19,10 +19,10 @@ from safetensors.numpy import load_file, save
 
 from moewright.codec.files import write_pieces
 from moewright.engine.comm.collectives import all_reduce
+from moewright.engine.data.blend import StepSequences
 from moewright.engine.data.corpus_rows import ChatCorpus, CorpusBlend
 from moewright.engine.data.packing import Float64s, sequence_documents
 from moewright.engine.data.sampler import micro_batch_rows
-from moewright.engine.data.step_packing import StepSequences
 from moewright.engine.hf.folder import fingerprint_hf_folder, is_hf_folder
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.preferences import sum_answers

@@ -35,8 +35,8 @@ from moewright.engine.hf.folder import (
     is_hf_folder,
     open_hf_folder,
 )
+from moewright.engine.hf.import_weights import read_local_part, read_parameter_box
 from moewright.engine.hf.names import build_name_table
-from moewright.engine.hf.read_parts import read_local_part, read_parameter_box
 from moewright.engine.optim.frozen_weights import FrozenWeights, build_frozen_shards
 from moewright.engine.run.peer_copies import PeerCopies
 from moewright.engine.run.train_state import TrainState

@@ -19,7 +19,7 @@ import torch
 from moewright.engine.comm import collectives
 from moewright.engine.model.router import list_routers
 from moewright.engine.observe.phase_clock import build_phase_clock
-from moewright.engine.run.incidents import note_slow_rank
+from moewright.engine.run.run_records import note_slow_rank
 from moewright.engine.run.train_state import TrainState
 from moewright.rules.expert_placement import rank_experts, slot_experts
 from moewright.rules.job import Job

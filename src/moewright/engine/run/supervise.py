@@ -28,8 +28,8 @@ from types import FrameType
 from moewright.codec import format_layout
 from moewright.engine.checkpoint import checkpoint_path, latest_step
 from moewright.engine.observe.display import STEP_LINES, RunDisplay
-from moewright.engine.run.incidents import note_end, note_return
 from moewright.engine.run.launch import LaunchHooks
+from moewright.engine.run.run_records import note_end, note_return
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode, RankFailure
 from moewright.spec.errors import BadInput

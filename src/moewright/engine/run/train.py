@@ -33,15 +33,14 @@ from moewright.engine.comm.connections import list_connections, shut_connections
 from moewright.engine.data.corpus_rows import CorpusBlend, blend_entropy, open_corpora
 from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import SampleOrder, count_whole_batches
-from moewright.engine.kernels.fused.select import unavailable_reasons
+from moewright.engine.kernels.fused.table import unavailable_reasons
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.routes import prepare_routes
 from moewright.engine.model.transformer import draw_initial_value
-from moewright.engine.observe.device_meter import DeviceMeter
+from moewright.engine.observe.phase_clock import DeviceMeter
 from moewright.engine.observe.profile import ProfilerWindow, merge_traces
 from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
-from moewright.engine.observe.step_timing import StepTimer, add_links
-from moewright.engine.observe.wait_clock import WaitClock
+from moewright.engine.observe.step_timing import StepTimer, WaitClock, add_links
 from moewright.engine.optim.update_rules import learning_rate
 from moewright.engine.run.build_state import (
     build_coordinator,
@@ -61,17 +60,10 @@ from moewright.engine.run.env import (
     read_device_queues,
     read_torchrun_env,
 )
-from moewright.engine.run.incidents import (
-    count_repeated_steps,
-    note_copy_failure,
-    note_failure,
-    note_restart,
-    note_way_on,
-)
 from moewright.engine.run.launch import LaunchHooks, launch
 from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.nonfinite import report_nonfinite
-from moewright.engine.run.peer_copies import PeerCopies
+from moewright.engine.run.peer_copies import PeerCopies, run_in_sessions
 from moewright.engine.run.rank_checks import (
     describe_device_queues,
     missing_devices,
@@ -85,8 +77,16 @@ from moewright.engine.run.restore import (
     read_steps_done,
     restore,
 )
-from moewright.engine.run.run_records import build_session, build_step_record, open_recorder
-from moewright.engine.run.sessions import run_in_sessions
+from moewright.engine.run.run_records import (
+    build_session,
+    build_step_record,
+    count_repeated_steps,
+    note_copy_failure,
+    note_failure,
+    note_restart,
+    note_way_on,
+    open_recorder,
+)
 from moewright.engine.run.step import compute_heldout_loss, train_step
 from moewright.engine.run.stragglers import StragglerWatch
 from moewright.engine.run.train_state import TrainState
@@ -102,7 +102,7 @@ from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_frozen
 from moewright.rules.job import plan_job
 from moewright.rules.limits.engine_limits import require_runnable
-from moewright.rules.moments import stored_nbytes
+from moewright.rules.optimizers import stored_nbytes
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind

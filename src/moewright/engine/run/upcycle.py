@@ -33,7 +33,7 @@ from moewright.engine.checkpoint import (
 )
 from moewright.engine.hf import names
 from moewright.engine.hf.folder import HfReader, open_hf_folder
-from moewright.engine.hf.read_parts import read_parameter_box
+from moewright.engine.hf.import_weights import read_parameter_box
 from moewright.engine.model.transformer import draw_normal
 from moewright.rules.shapes.param import Param
 from moewright.rules.shapes.parameters import parameters

@@ -29,13 +29,13 @@ from moewright.engine.checkpoint import (
 )
 from moewright.engine.comm import collectives
 from moewright.engine.hf.folder import HfFolder, HfReader, open_hf_folder, open_safetensors
+from moewright.engine.hf.import_weights import read_local_part, read_parameter_box
 from moewright.engine.hf.names import (
     build_name_table,
     drop_absent_mtp,
     join_hf_tensors,
     to_hf_tensors,
 )
-from moewright.engine.hf.read_parts import read_local_part, read_parameter_box
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.router import router_states

@@ -16,7 +16,7 @@ from moewright.codec.megatron_options import (
     dispatcher_options,
 )
 from moewright.exporters.megatron.model import Flag, format_number
-from moewright.exporters.run_files import RunFiles
+from moewright.exporters.torchrun import RunFiles
 from moewright.rules.batch_rampup import batch_sizes, step_samples, wsd_decay_steps
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job

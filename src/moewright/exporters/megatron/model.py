@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from moewright.exporters.run_files import NO_FILES, RunFiles
+from moewright.exporters.torchrun import NO_FILES, RunFiles
 from moewright.families.table import find_family
 from moewright.rules.limits.megatron_limits import is_yarn
 from moewright.spec.model import (

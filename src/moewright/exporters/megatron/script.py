@@ -12,9 +12,14 @@ from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import layout_flags, training_steps, workload_flags
 from moewright.exporters.megatron.model import Flag, balance_losses, model_flags
 from moewright.exporters.recipes import find_recipe
-from moewright.exporters.run_files import NO_FILES, RunFiles
-from moewright.exporters.torchrun import RANK_RESTARTS, torchrun_command
-from moewright.exporters.transport import TransportSetting, transport_settings
+from moewright.exporters.torchrun import (
+    NO_FILES,
+    RANK_RESTARTS,
+    RunFiles,
+    TransportSetting,
+    torchrun_command,
+    transport_settings,
+)
 from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.job import plan_job
 from moewright.rules.limits.megatron_limits import megatron_refusals

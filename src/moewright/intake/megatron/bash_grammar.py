@@ -6,8 +6,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
-from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS
-from moewright.intake.megatron.bash_conditions import OutputNeeded, require_known
+from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS, OutputNeeded, require_known
 from moewright.intake.megatron.bash_expansion import NAME, OUTPUT_PREFIX, UNKNOWN_VALUE
 from moewright.intake.megatron.bash_patterns import matches_pattern
 from moewright.intake.megatron.bash_session import (

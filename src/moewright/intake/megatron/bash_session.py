@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moewright.intake.megatron.bash_builtins import read_words, take_option
-from moewright.intake.megatron.bash_conditions import Condition
+from moewright.intake.megatron.bash_builtins import Condition, read_words, take_option
 from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE, ShellVariables
 from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
 

@@ -19,14 +19,16 @@ from moewright.intake.megatron.config_fields import (
     options_with_dashes,
 )
 from moewright.intake.megatron.dialects import ConfigDialect, find_dialect, list_dialects
-from moewright.intake.megatron.parent_files import MISSING_PARENTS, SUFFIXES, read_settings
 from moewright.intake.megatron.post_training import nemo_rl_batches, roll_batches, verl_batches
-from moewright.intake.megatron.setting_tree import SettingTree
 from moewright.intake.megatron.settings import (
+    MISSING_PARENTS,
+    SUFFIXES,
+    SettingTree,
     Value,
     is_unset,
     read_override,
     read_overrides,
+    read_settings,
     resolve_references,
 )
 from moewright.intake.megatron.unread import sort_settings

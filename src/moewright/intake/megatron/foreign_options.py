@@ -5,12 +5,150 @@ The names come from blog posts, Megatron-DeepSpeed, older releases and Pai-Megat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from moewright.intake.megatron.mindspeed import DEPENDENT_OPTIONS
+from moewright.intake.megatron.settings import Value
+from moewright.spec.errors import BadInput, Reason
+
+_PROGRAM = "megatron"
+_TASKS = ("pt", "sft", "rlhf", "export")
+_PLANNED = ("pt", "sft")
+_SECTION = "swift"
+_RANKS = {"NNODES": "nnodes", "NPROC_PER_NODE": "nproc_per_node"}
+
+
+def is_swift(words: Sequence[str]) -> bool:
+    """Whether a command is ms-swift's on Megatron: `megatron sft`, or the file behind it."""
+    return bool(_find_task(words)[0])
+
+
+def swift_settings(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Value]:
+    """Return the options of a command, and its ranks, as settings below `swift`.
+
+    Raises:
+        BadInput: the command does something else than pre-training or supervised training.
+    """
+    task, place = _find_task(words)
+    if task not in _PLANNED:
+        rule = f"is planned for {' and '.join(_PLANNED)} alone"
+        raise BadInput(Reason(field=f"megatron {task}", rule=rule, nearest="megatron sft"))
+    settings: dict[str, Value] = {}
+    name = ""
+    for word in words[place + 1 :]:
+        if word.startswith("--"):
+            plain, equals, value = word.removeprefix("--").partition("=")
+            name = f"{_SECTION}.{plain.replace('-', '_')}"
+            settings[name] = value if equals else ""
+        elif name:
+            before = settings[name]
+            values = (*([before] if isinstance(before, str) and before else before), word)
+            settings[name] = values if len(values) > 1 else word
+    for variable, key in _RANKS.items():
+        if variable in environment:
+            settings[f"{_SECTION}.{key}"] = environment[variable]
+    return settings
+
+
+def _find_task(words: Sequence[str]) -> tuple[str, int]:
+    """Return what a command does, and where that stands; ("", 0) for another command."""
+    for place, word in enumerate(words):
+        following = words[place + 1] if place + 1 < len(words) else ""
+        if word.rpartition("/")[2] == _PROGRAM and following in _TASKS:
+            return following, place + 1
+        if "_megatron/" in word and word.endswith(".py"):
+            task = word.rpartition("/")[2].removesuffix(".py")
+            return (task, place) if task in _TASKS else ("", 0)
+    return "", 0
+
+
+_DENSE = "--first-k-dense-replace"
+_SHARED = "--n-shared-experts"
+_EXTENDED = "--moe-tp-extend-ep"
+_CONTEXT = "--context-parallel-algo"
+_EXPERT_RANKS = "--expert-model-parallel-size"
+_CONTEXT_ALGORITHMS: Mapping[str, str] = MappingProxyType(
+    {
+        "ulysses_cp_algo": "a2a",
+        "megatron_cp_algo": "p2p",
+        "kvallgather_cp_algo": "all_gather",
+    }
+)
+DEPENDENT_OPTIONS: Mapping[str, int] = MappingProxyType(
+    {_DENSE: 1, _SHARED: 1, _EXTENDED: 0, _CONTEXT: 1}
+)
+
+
+def translate_options(
+    dependent: Mapping[str, tuple[str, ...]], options: Mapping[str, tuple[str, ...]]
+) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Return the options of Megatron-LM that MindSpeed's stand for, and a note on each.
+
+    Raises:
+        BadInput: a value is none that is planned here.
+    """
+    translated: dict[str, tuple[str, ...]] = {}
+    for name, values in dependent.items():
+        text = next(iter(values), "")
+        if name == _DENSE:
+            translated |= _translate_dense_layers(text, options)
+        elif name == _SHARED:
+            size = _number(options, "--moe-ffn-hidden-size", dependent, "--moe-intermediate-size")
+            total = str(int(text) * size) if text.isdigit() else "0"
+            translated["--moe-shared-expert-intermediate-size"] = (total,)
+        elif name == _EXTENDED:
+            ranks = _number(options, _EXPERT_RANKS) * _number(
+                options, "--tensor-model-parallel-size"
+            )
+            translated |= {
+                _EXPERT_RANKS: (str(ranks),),
+                "--expert-tensor-parallel-size": ("1",),
+            }
+        elif text not in _CONTEXT_ALGORITHMS:
+            if _number(options, "--context-parallel-size") > 1:
+                rule = f"is planned here as {', '.join(_CONTEXT_ALGORITHMS)}"
+                raise BadInput(Reason(field=name, value=text[:60], rule=rule))
+        else:
+            translated["--cp-comm-type"] = (_CONTEXT_ALGORITHMS[text],)
+    notes = tuple(
+        f"{name} is MindSpeed's: read as {' '.join((option, *values))}"
+        for name in dependent
+        for option, values in translated.items()
+        if name in _origin(option)
+    )
+    return translated, notes
+
+
+def _origin(option: str) -> tuple[str, ...]:
+    origins = {
+        "--moe-layer-freq": (_DENSE,),
+        "--moe-shared-expert-intermediate-size": (_SHARED,),
+        "--cp-comm-type": (_CONTEXT,),
+    }
+    return origins.get(option, (_EXTENDED,))
+
+
+def _translate_dense_layers(
+    text: str, options: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Return the pattern of layers that has no experts in the first ones."""
+    layers = _number(options, "--num-layers")
+    if not text.isdigit() or not 0 < int(text) < layers:
+        return {}
+    dense = int(text)
+    return {"--moe-layer-freq": (f"([0]*{dense}+[1]*{layers - dense})",)}
+
+
+def _number(
+    options: Mapping[str, tuple[str, ...]],
+    name: str,
+    others: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    other: str = "",
+) -> int:
+    text = next(iter(options.get(name, others.get(other, ()))), "1")
+    return int(text) if text.isdigit() else 1
 
 
 class Treatment(StrEnum):

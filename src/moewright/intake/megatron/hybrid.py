@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.options import Arguments
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import MixerKind, RecurrentKind, RecurrentSpec
 

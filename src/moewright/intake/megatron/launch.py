@@ -17,14 +17,18 @@ from moewright.intake.megatron.config_files import (
     configure_words,
     is_configured,
 )
-from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, FOREIGN_VALUES
+from moewright.intake.megatron.foreign_options import (
+    FOREIGN_OPTIONS,
+    FOREIGN_VALUES,
+    is_swift,
+    swift_settings,
+)
 from moewright.intake.megatron.options import (
     check_values,
     option_table,
     take_values,
 )
 from moewright.intake.megatron.post_training import is_slime, slime_words
-from moewright.intake.megatron.swift import is_swift, swift_settings
 from moewright.intake.megatron.unread import (
     TrainerOption,
     find_fork_option,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, PLAIN_FIELDS
-from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.options import Arguments
 from moewright.intake.megatron.stages import read_stages
 from moewright.rules.context_parallel import cp_factors
 from moewright.spec.choices import FieldKind, LayoutField

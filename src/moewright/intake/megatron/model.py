@@ -7,10 +7,14 @@ import re
 from dataclasses import dataclass, replace
 
 from moewright.intake import catalogue
-from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.hybrid import read_hybrid
-from moewright.intake.megatron.named_model import check_sizes, with_sizes
-from moewright.intake.megatron.vocabulary import padded_vocabulary, read_vocabulary
+from moewright.intake.megatron.named_model import (
+    check_sizes,
+    padded_vocabulary,
+    read_vocabulary,
+    with_sizes,
+)
+from moewright.intake.megatron.options import Arguments
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import (
     Activation,

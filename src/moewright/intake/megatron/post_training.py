@@ -11,8 +11,7 @@ from itertools import pairwise
 from math import prod
 
 from moewright.intake.megatron.bash import UNKNOWN_VALUE
-from moewright.intake.megatron.setting_tree import SettingTree
-from moewright.intake.megatron.settings import is_unset
+from moewright.intake.megatron.settings import SettingTree, is_unset
 from moewright.spec.errors import BadInput, Reason
 
 _ACTOR = "actor_rollout_ref.actor."

@@ -8,16 +8,15 @@ from pathlib import Path
 
 from moewright.codec import parse_json, read_json_data, read_text
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
-from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.bash import read_commands
-from moewright.intake.megatron.batch_schedule import SCHEDULE, read_batch_schedule
 from moewright.intake.megatron.config_files import configure_file
-from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment
+from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment, translate_options
 from moewright.intake.megatron.launch import LaunchCommand, find_launch, parse_configured
 from moewright.intake.megatron.layout import read_layout
-from moewright.intake.megatron.mindspeed import translate_options
 from moewright.intake.megatron.model import read_model
-from moewright.intake.megatron.parent_files import SUFFIXES
+from moewright.intake.megatron.options import Arguments
+from moewright.intake.megatron.settings import SUFFIXES
+from moewright.intake.megatron.trainer import SCHEDULE, read_batch_schedule
 from moewright.intake.megatron.unread import account_for_options
 from moewright.intake.megatron.workload import read_workload
 from moewright.spec.errors import BadInput, Reason

@@ -1,12 +1,15 @@
-"""Settings of a configuration, by their dotted names: from YAML, and from words such as a.b=c."""
+"""Settings of a configuration, by their dotted names: read on top of the files it builds on."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from moewright.codec import read_text
 from moewright.codec.yaml_text import parse_yaml
 from moewright.spec.errors import BadInput, Reason
 
@@ -162,3 +165,137 @@ def _absolute_name(reference: str, name: str) -> str:
         return reference
     parts = name.split(".")[: -dots or None]
     return ".".join((*parts, reference[dots:]))
+
+
+class SettingTree:
+    """Leaves by their dotted names; a reader cannot look at a value without taking it."""
+
+    def __init__(self, settings: Mapping[str, Value]) -> None:
+        self._settings = dict(settings)
+        self._taken: set[str] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all leaves; a name alone tells no value."""
+        return tuple(self._settings)
+
+    @property
+    def taken_count(self) -> int:
+        """Return how many leaves readers took."""
+        return len(self._taken)
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a leaf has a name of this pattern, in which * stands for anything."""
+        return any(fnmatchcase(name, pattern) for name in self._settings)
+
+    def take(self, name: str, default: Value = "") -> Value:
+        """Return the value of a leaf."""
+        if name not in self._settings:
+            return default
+        self._taken.add(name)
+        return self._settings[name]
+
+    def take_text(self, name: str, default: str = "") -> str:
+        """Return the text of a leaf; the items of a list with commas between them."""
+        value = self.take(name, default)
+        return value if isinstance(value, str) else ",".join(value)
+
+    def take_section(self, section: str, others: Iterable[str]) -> Iterator[tuple[str, Value]]:
+        """Yield the leaves right in a section but those that match one of `others`.
+
+        In a section's name * is one part of a name.
+        """
+        pattern = re.compile(re.escape(section).replace(r"\*", "[^.]+"))
+        for name in self._settings:
+            is_inside = pattern.fullmatch(name.rpartition(".")[0])
+            is_other = any(fnmatchcase(name, other) for other in others)
+            if is_inside and not is_other and name not in self._taken:
+                yield name, self.take(name)
+
+    def take_below(self, prefix: str) -> dict[str, str]:
+        """Return the texts of the leaves below a section, by the rest of their names."""
+        names = [name for name in self._settings if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.take_text(name) for name in names}
+
+    def left(self) -> dict[str, Value]:
+        """Return the leaves that nobody took."""
+        return {name: value for name, value in self._settings.items() if name not in self._taken}
+
+
+SUFFIXES = (".yaml", ".yml")
+_PARENTS = ("defaults", "extends", "bases", "includes")
+_MOST_PARENTS = 8
+# The leaf that names the parents that are not there.
+MISSING_PARENTS = "parents that are not there"
+# Where Primus keeps what a module names, below its repository.
+_PRESETS = (("config", "primus/configs/modules"), ("model", "primus/configs/models"))
+_PRESET_SECTION = "preset"
+
+
+def read_settings(path: Path, depth: int = 0) -> dict[str, Value]:
+    """Return the settings of a YAML file, on top of the files that it names as its parents.
+
+    Raises:
+        BadInput: a file cannot be read, or names its parents in a circle.
+    """
+    data = parse_yaml(read_text(path), where=str(path))
+    if not isinstance(data, Mapping):
+        raise BadInput(Reason(field=str(path), rule="is no configuration: a mapping"))
+    if depth > _MOST_PARENTS:
+        rule = f"has more than {_MOST_PARENTS} parents above each other"
+        raise BadInput(Reason(field=str(path), rule=rule))
+    settings: dict[str, Value] = {}
+    missing: list[str] = []
+    for parent, package in _parents(data):
+        file = path.parent / parent
+        if not file.is_file():
+            missing.append(parent)
+        else:
+            inherited = read_settings(file, depth + 1)
+            prefix = f"{package}." if package else ""
+            settings |= {f"{prefix}{name}": value for name, value in inherited.items()}
+    own = {key: value for key, value in data.items() if key not in _PARENTS}
+    settings |= flatten(own)
+    if missing:
+        inherited_gaps = settings.get(MISSING_PARENTS, ())
+        settings[MISSING_PARENTS] = (*inherited_gaps, *missing)
+    return settings if depth else {**_read_presets(settings, path), **settings}
+
+
+def _parents(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each file that a configuration builds on, and the section that it stands in.
+
+    Hydra's `train: 8x7b` is the file train/8x7b.yaml in the section train.
+    """
+    for key in _PARENTS:
+        names = data.get(key, [])
+        for name in [names] if isinstance(names, str) else names or []:
+            if isinstance(name, str) and name.endswith(SUFFIXES):
+                yield name, ""
+            elif isinstance(name, str) and name != "_self_":
+                yield f"{name}.yaml", ""
+            elif isinstance(name, Mapping):
+                for group, choice in name.items():
+                    if isinstance(choice, str) and choice:
+                        plain = str(group).rpartition(" ")[2]
+                        yield f"{plain}/{choice}.yaml", plain
+
+
+def _read_presets(settings: Mapping[str, Value], path: Path) -> dict[str, Value]:
+    """Return what Primus' own files say of the modules in a configuration of its checkout."""
+    presets: dict[str, Value] = {}
+    modules = sorted({name.split(".")[1] for name in settings if name.startswith("modules.")})
+    for module in modules:
+        framework = settings.get(f"modules.{module}.framework", "")
+        for key, folder in _PRESETS:
+            name = settings.get(f"modules.{module}.{key}", "")
+            if not (isinstance(framework, str) and isinstance(name, str) and framework):
+                continue
+            for above in path.resolve().parents:
+                file = above / folder / framework / name.rpartition(":")[2].rstrip("}")
+                if file.is_file():
+                    prefix = f"modules.{module}.{_PRESET_SECTION}."
+                    for key_inside, value in read_settings(file, 1).items():
+                        presets[f"{prefix}{key_inside}"] = value
+                    break
+    return presets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS
-from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.options import Arguments
 from moewright.rules.timetable.stages import check_stages, pipeline_chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Schedule

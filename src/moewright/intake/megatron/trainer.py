@@ -1,17 +1,23 @@
-"""What a Megatron-LM command says about kernels and dropout, as a TrainerSpec."""
+"""What a Megatron-LM command says of its kernels, of Muon, and of a schedule of batch sizes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.options import Arguments
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import KIB
 from moewright.spec.workload import (
     AttentionBackend,
+    BatchRampSpec,
     CrossEntropyKernel,
     ExpertKernels,
     Fusion,
+    MuonCoefficients,
+    MuonScale,
+    MuonSpec,
     TrainerSpec,
 )
 
@@ -102,3 +108,92 @@ def _read_unfused(arguments: Arguments) -> set[Fusion]:
         Fusion.WEIGHT_GRAD: arguments.has("--no-gradient-accumulation-fusion"),
     }
     return {fusion for fusion, is_off in switches.items() if is_off}
+
+
+# What Megatron-LM can do otherwise, which no prediction here depends on and training here would.
+_OTHER_CHOICES = (
+    ("--muon-tp-mode", "duplicated", ("duplicated", "distributed")),
+    ("--muon-scalar-optimizer", "adam", ("adam",)),
+    ("--muon-coefficient-type", "quintic", tuple(MuonCoefficients)),
+)
+
+
+def read_muon(arguments: Arguments) -> tuple[MuonSpec, tuple[str, ...]]:
+    """Return how Muon updates matrices, and notes on what is taken for something else."""
+    arguments.ignore("--muon-use-syrk", "--muon-fp32-matmul-prec")
+    default = MuonSpec()
+    notes = [
+        f"{name} {value} is taken for {taken_for}: no prediction depends on it, training here would"
+        for name, taken_for, run_here in _OTHER_CHOICES
+        if (value := arguments.text(name, taken_for)) not in run_here
+    ]
+    if arguments.has("--muon-no-split-qkv"):
+        notes.append("--muon-no-split-qkv is not taken: training here updates q, k and v apart")
+    coefficients = arguments.text("--muon-coefficient-type", default.muon_coefficient_type)
+    if coefficients not in tuple(MuonCoefficients):
+        coefficients = default.muon_coefficient_type
+    muon = MuonSpec(
+        muon_momentum=arguments.number("--muon-momentum", default.muon_momentum),
+        muon_nesterov=arguments.has("--muon-nesterov"),
+        muon_num_ns_steps=arguments.integer("--muon-num-ns-steps", default.muon_num_ns_steps),
+        muon_coefficient_type=MuonCoefficients(coefficients),
+        muon_scale_mode=MuonScale(
+            arguments.text("--muon-scale-mode", default.muon_scale_mode.value)
+        ),
+        muon_extra_scale_factor=arguments.number(
+            "--muon-extra-scale-factor", default.muon_extra_scale_factor
+        ),
+    )
+    return muon, tuple(notes)
+
+
+SCHEDULE = "--step-batch-size-schedule"
+_ENTRY = re.compile(r"([0-9.]+)([KMBT]?):([0-9.]+)([KMBT]?)", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSchedule:
+    """The full global batch of a schedule, and how batches grow to it."""
+
+    global_batch: int
+    ramp: BatchRampSpec
+
+
+def read_batch_schedule(arguments: Arguments, seq_len: int) -> BatchSchedule:
+    """Read "0:512 1B:1024 2B:1536": tokens before, and the batch from there on.
+
+    Raises:
+        BadInput: an entry cannot be read, or batches do not grow in equal steps.
+    """
+    text = arguments.text(SCHEDULE)
+    sizes = sorted(_read_entry(entry, seq_len) for entry in text.replace(",", " ").split())
+    if not sizes or sizes[0][0] != 0:
+        raise BadInput(Reason(field=SCHEDULE, value=text[:60], rule="begins with a batch at 0"))
+    start = sizes[0][1]
+    full = sizes[-1][1]
+    if len(sizes) == 1:
+        return BatchSchedule(global_batch=full, ramp=BatchRampSpec())
+    increment = sizes[1][1] - start
+    count = len(sizes) - 1
+    samples = sizes[-1][0]
+    is_ramp = increment > 0 and all(
+        size == start + stage * increment and first == -(-stage * samples // count)
+        for stage, (first, size) in enumerate(sizes)
+    )
+    if not is_ramp:
+        rule = "is planned here where batches grow in equal steps after equally many tokens"
+        raise BadInput(Reason(field=SCHEDULE, value=text[:60], rule=rule))
+    ramp = BatchRampSpec(ramp_start=start, ramp_increment=increment, ramp_samples=samples)
+    return BatchSchedule(global_batch=full, ramp=ramp)
+
+
+def _read_entry(entry: str, seq_len: int) -> tuple[int, int]:
+    """Return (sequences before, batch size) of an entry."""
+    match = _ENTRY.fullmatch(entry)
+    if not match:
+        rule = "has entries of tokens and a batch size, such as 250B:1536"
+        raise BadInput(Reason(field=SCHEDULE, value=entry[:60], rule=rule))
+    tokens, unit, size, size_unit = match.groups()
+    first = int(float(tokens) * _UNITS[unit.upper()]) // seq_len
+    return first, int(float(size) * _UNITS[size_unit.upper()])

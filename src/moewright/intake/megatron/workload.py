@@ -6,11 +6,9 @@ from collections.abc import Mapping
 
 from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import WORKLOAD_OPTIONS
-from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.bash import UNKNOWN_VALUE
-from moewright.intake.megatron.batch_schedule import read_batch_schedule
-from moewright.intake.megatron.muon import read_muon
-from moewright.intake.megatron.trainer import read_trainer
+from moewright.intake.megatron.options import Arguments
+from moewright.intake.megatron.trainer import read_batch_schedule, read_muon, read_trainer
 from moewright.rules.batch_rampup import step_samples
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout

@@ -13,7 +13,7 @@ from moewright.rules.context_parallel import cp_factors
 from moewright.rules.expert_load import expected_load, has_natural_load
 from moewright.rules.job import Job
 from moewright.rules.routing import counts_copies
-from moewright.rules.saved.activation_offload import activation_offloads
+from moewright.rules.saved.saved_tensor import activation_offloads
 from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
 from moewright.spec.layout import (

@@ -10,10 +10,9 @@ from moewright.rules.adapters import is_frozen, trains_all, trains_module
 from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.job import Job, micro_batch_tokens
 from moewright.rules.limits.divisibility import divisors, nearest_legal
-from moewright.rules.limits.engine_features import unsupported_features
-from moewright.rules.limits.engine_graphs import check_graphs
+from moewright.rules.limits.engine_features import check_graphs, unsupported_features
 from moewright.rules.limits.legality import check_legality
-from moewright.rules.moments import MOMENT_DTYPES, is_scaled
+from moewright.rules.optimizers import MOMENT_DTYPES, is_scaled
 from moewright.rules.packed_base import cuts_blocks, is_packed
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes.fsdp import is_fsdp_sharded

@@ -22,7 +22,6 @@ from moewright.rules.adapters import trains_all, trains_indexer
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job, micro_batch_tokens, routed_rows, tp_group_tokens
 from moewright.rules.low_precision import convert_kept
-from moewright.rules.saved.activation_offload import find_offload
 from moewright.rules.saved.mixer_saved import (
     MixerSymbols,
     compressed_saved,
@@ -37,6 +36,7 @@ from moewright.rules.saved.saved_tensor import (
     Place,
     SavedTensor,
     SavingStack,
+    find_offload,
     saved_tensor,
 )
 from moewright.rules.saved.trained_saved import adapter_saved, drop_unread

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from moewright.rules.adapters import AdaptedLinear, adapted_linears, trains_module
 from moewright.rules.context_parallel import cp_factors
-from moewright.rules.shapes.mixer_flops import (
+from moewright.rules.shapes.mixers import (
     attention_flops,
     indexer_macs,
     mixer_macs,

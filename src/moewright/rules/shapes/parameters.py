@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from moewright.rules.shapes.mixer_parameters import compressed_attention, indexer, recurrent_mixer
+from moewright.rules.shapes.mixers import compressed_attention, indexer, recurrent_mixer
 from moewright.rules.shapes.param import EMBEDDING_LAYER, TP_COLUMNS, TP_ROWS, Param, tensor
 from moewright.spec.ledger import Module
 from moewright.spec.model import (

@@ -12,9 +12,8 @@ from functools import lru_cache
 from math import gcd
 from types import MappingProxyType
 
-from moewright.rules.timetable.controllable_memory import v_half, v_min
 from moewright.rules.timetable.timetable_row import RowKind, Table, TimetableRow
-from moewright.rules.timetable.zero_bubble import dualpipev, zb_h1, zbv
+from moewright.rules.timetable.zero_bubble import dualpipev, v_half, v_min, zb_h1, zbv
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Overlap, Schedule
 

@@ -16,7 +16,7 @@ from moewright.spec.names import closest_match
 from moewright.view.course.inline import ComputedFigure
 from moewright.view.course.job_figures import JOB_FIGURES
 from moewright.view.course.lesson import Lesson
-from moewright.view.course.pipeline_counts import PIPELINE_FIGURES
+from moewright.view.course.pipeline_pictures import PIPELINE_FIGURES
 from moewright.view.course.quantity import Quantity, Unit
 from moewright.view.course.route_pictures import ROUTE_FIGURES
 from moewright.view.course.step_pictures import STEP_FIGURES

@@ -9,7 +9,6 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 from moewright.view.course import (
     grid_pictures,
-    memory_pictures,
     pipeline_pictures,
     route_pictures,
     step_pictures,
@@ -19,9 +18,9 @@ from moewright.view.course.lesson import Lesson
 
 PICTURES: Mapping[str, Callable[[Lesson], CoursePicture]] = MappingProxyType(
     {
-        "device": memory_pictures.draw_device,
-        "kept": memory_pictures.draw_kept,
-        "recompute": memory_pictures.draw_recompute,
+        "device": pipeline_pictures.draw_device,
+        "kept": pipeline_pictures.draw_kept,
+        "recompute": pipeline_pictures.draw_recompute,
         "dense_shards": grid_pictures.draw_dense_shards,
         "dense_groups": grid_pictures.draw_dense_groups,
         "expert_shards": grid_pictures.draw_expert_shards,

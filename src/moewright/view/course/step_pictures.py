@@ -14,11 +14,17 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Op
 from moewright.spec.plan import TimePart
 from moewright.spec.units import format_seconds
-from moewright.view.course.bars import BarPart, StackedBar, draw_bars
-from moewright.view.course.drawing import CoursePicture, Drawing, picture
+from moewright.view.course.drawing import (
+    BarPart,
+    CoursePicture,
+    Drawing,
+    StackedBar,
+    draw_bars,
+    picture,
+)
 from moewright.view.course.lesson import Lesson
 from moewright.view.course.quantity import Quantity, Unit
-from moewright.view.palette import TIME_COLOURS
+from moewright.view.page import TIME_COLOURS
 
 _BYTES = 2  # of a bf16 number
 _MOST_ROWS = 16384

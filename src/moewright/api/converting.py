@@ -1,4 +1,4 @@
-"""What a run or a checkpoint holds, as folders that transformers and peft load."""
+"""What a run holds as folders for others, and jobs that go on with what others saved."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moewright.api.requests import to_job_keys, translate_fields
 from moewright.codec import PLAN_FILE, read_json
 from moewright.intake.hf import build_config
+from moewright.intake.job import read_job
+from moewright.rules.adapters import is_frozen
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import Dtype, MatrixUpdate
 
 if TYPE_CHECKING:
     from moewright.engine.hf.export_adapters import StoredAdapters
+    from moewright.engine.torch_dist.import_weights import ResumedJob
+
 
 Advance = Callable[[int], None]  # takes the bytes of each part as it is written
 
@@ -115,3 +120,26 @@ def _config_text(model: ModelSpec, dtype: Dtype) -> str:
     """Return the config.json of a model whose weights have this dtype."""
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     return json.dumps({**build_config(model), "torch_dtype": names[dtype.value]}, indent=2) + "\n"
+
+
+def read_resumed_job(path: Path) -> tuple[ModelSpec, ResumedJob]:
+    """Read the model of a job, and what a checkpoint says that the job is to go on with.
+
+    Raises:
+        BadInput: its data cannot be read, or its optimizer is not AdamW alone.
+    """
+    from moewright.engine.data.preflight import check_data
+    from moewright.engine.run.restore import describe_job
+    from moewright.engine.torch_dist.import_weights import ResumedJob
+
+    job = read_job(path)
+    with translate_fields(to_job_keys(path)):
+        if job.workload.optimizer.matrix_update is MatrixUpdate.MUON:
+            rule = "of another trainer has no momentum of Muon that can be read"
+            raise BadInput(Reason(field="train.matrix_update", rule=rule, nearest="adamw"))
+        if is_frozen(job.workload):
+            rule = "goes on with a whole model, not with adapters"
+            raise BadInput(Reason(field="train.task", rule=rule, nearest="pretrain or sft"))
+        fingerprint = check_data(job.model, job.workload)
+    identity = describe_job(job.model, job.workload, fingerprint)
+    return job.model, ResumedJob(identity=identity, workload=job.workload)
