@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -254,3 +256,18 @@ def test_a_pass_with_other_segments_than_the_timetable_is_no_hang(calls: int) ->
 
     with pytest.raises(RuntimeError, match="its last segment"):
         turns.run_pair(run(calls), run(1), (RowKind.B, RowKind.F, RowKind.B, RowKind.F))
+
+
+def test_a_backward_that_waits_keeps_no_other_of_its_device_from_going_on() -> None:
+    """On a card, all that goes backward shares a thread, unless each runs where it is called.
+
+    The forward of the pair asks for gradients while the backward waits for its turn.
+    """
+    program = Path(__file__).parents[1] / "stand_in_card.py"
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=True
+    )
+    alone, pair = (line.split() for line in done.stdout.splitlines())
+    assert alone[0] != "MainThread"  # the card has a thread of its own
+    assert alone[1:] == ["2.0"] * 3
+    assert pair == ["backward"] * 3 + ["MainThread"] * 3 + ["8.0"] * 3

@@ -8,7 +8,7 @@ their way. What follows says how much that may be; more is memory that no row li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from moewright.cost.memory.model_states import BucketSet
 from moewright.rules.context_parallel import cp_factors
@@ -221,11 +221,23 @@ def _working_set_bytes(job: Job, rows: Sequence[MemoryRow]) -> int:
     weights = sum(row.bytes for row in rows if row.component is Component.WEIGHTS)
     nbytes = 12 * _tokens(job) * max(model.vocab_size, 8 * model.hidden_size) + weights
     recipe = find_recipe(workload)
-    if recipe is not None and model.moe is not None:
-        # A CPU converts the experts of a layer in fp32, and in int64 where numbers have 4 bits,
-        # padded to blocks on both sides.
+    if recipe is not None:
+        # A CPU converts the largest matrix in fp32, and in int32 where numbers have 4 bits.
         block = recipe.weights.block or 1
-        sides = (2 * model.moe.ffn_size, model.hidden_size)
-        rows_numel, columns = (-(-side // block) * block for side in sides)
-        nbytes += 40 * model.moe.experts // job.layout.ep * rows_numel * columns
+        nbytes += 40 * max(
+            count * (-(-rows // block) * block) * (-(-columns // block) * block)
+            for count, rows, columns in _converted_matrices(job)
+        )
     return nbytes
+
+
+def _converted_matrices(job: Job) -> Iterator[tuple[int, int, int]]:
+    """Yield the largest operands that are converted at once: how many, their rows and columns."""
+    model, layout = job.model, job.layout
+    attention = model.attention
+    dense_size = 2 * model.dense_ffn_size
+    yield 1, attention.heads * max(attention.head_dim, attention.v_head_dim), model.hidden_size
+    yield 1, dense_size, model.hidden_size
+    yield 1, dense_size, _tokens(job)
+    if model.moe is not None:
+        yield model.moe.experts // layout.ep, 2 * model.moe.ffn_size, model.hidden_size

@@ -4,13 +4,17 @@ Each runs on a thread of its own, one at a time, and hands over when the exchang
 segment has started (rules.timetable.paired_passes). A backward goes through the graph in one call,
 which cannot stop in the middle, so it needs a stack of its own. What a pass has built is the same
 as where it runs alone: the order of its operations does not change, and so no bit of a result does.
+
+Of its own accord autograd runs what is on a GPU on one thread for all that goes backward there. A
+backward that waits for its turn on it would keep every other from going on, such as one that the
+forward asks for. So each runs on the thread that calls it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -109,7 +113,7 @@ class PassTurns:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:
-            with self._turns_of(RowKind.B), ExitStack() as stack:
+            with run_backward_here(), self._turns_of(RowKind.B), ExitStack() as stack:
                 for mode in modes:  # those that count, or that stand for data
                     stack.enter_context(mode)  # type: ignore[arg-type]
                 backward()
@@ -160,6 +164,11 @@ class PassTurns:
             holder.exchange_state(state)
             for holder, state in zip(self._states, self._left, strict=True)
         ]
+
+
+def run_backward_here() -> AbstractContextManager[object]:
+    """Let what goes backward inside run on the thread that calls it, whatever its device."""
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def _ignore_turn(kind: RowKind | None) -> None:

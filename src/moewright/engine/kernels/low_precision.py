@@ -254,8 +254,8 @@ def _round(
     else:
         # Above a bound the next number is nearer; on it, the even one of its neighbours is taken.
         bounds = torch.tensor(_E2M1_BOUNDS, device=scaled.device)
-        below = torch.bucketize(magnitude, bounds)
-        above = torch.bucketize(magnitude, bounds, right=True)
+        below = torch.bucketize(magnitude, bounds, out_int32=True)
+        above = torch.bucketize(magnitude, bounds, out_int32=True, right=True)
         codes = torch.where(below % 2 == 0, below, above)
     codes = (codes + 8 * torch.signbit(scaled)).to(torch.uint8)
     if codes.shape[1] % 2:

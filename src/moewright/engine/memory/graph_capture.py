@@ -38,18 +38,37 @@ class GraphCapture(Protocol):
     def replay(self) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaPool:
+    """Memory that CUDA graphs share, and the stream on which they are captured.
+
+    A backward runs on the stream of its forward, and adds to gradients on the stream of the forward
+    that first used a weight: graphs of the same weights are all captured on one.
+    """
+
+    handle: Any
+    stream: torch.cuda.Stream
+
+
 class CudaCapture:
     """A capture as a CUDA graph, whose memory lies in a `pool` that it may share with others."""
 
-    def __init__(self, pool: Any = None) -> None:
+    def __init__(self, pool: CudaPool) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
 
     def record(self, body: Callable[[], None]) -> None:
-        """Capture the launches of `body`; those of other threads, like NCCL's watch, are let be."""
+        """Capture the launches of `body`; those of other threads, like NCCL's watch, are let be.
+
+        torch.cuda.graph would also empty the allocator's cache, for each part of each layer twice.
+        """
         torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-            body()
+        with torch.cuda.stream(self._pool.stream):
+            self._graph.capture_begin(self._pool.handle, capture_error_mode="thread_local")
+            try:
+                body()
+            finally:
+                self._graph.capture_end()
         self.replay()  # to capture is not to run
 
     def replay(self) -> None:
@@ -153,14 +172,21 @@ class OperationList(TorchDispatchMode):
         _wait_for(messages)
 
 
-def build_capture(device: torch.device, pool: Any = None) -> GraphCapture:
-    """Build the capture of a device; `pool` is where a CUDA graph takes its memory from."""
-    return CudaCapture(pool) if device.type == "cuda" else OperationList()
+def build_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a stream on which CUDA graphs are captured; a CPU has none."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def build_pool(device: torch.device) -> Any:
-    """Return a pool of memory that graphs share; a CPU has none."""
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+def build_pool(stream: torch.cuda.Stream | None) -> CudaPool | None:
+    """Return memory of its own for graphs that are captured on a stream; None without one."""
+    if stream is None:
+        return None
+    return CudaPool(handle=torch.cuda.graph_pool_handle(), stream=stream)
+
+
+def build_capture(pool: CudaPool | None) -> GraphCapture:
+    """Build a capture as a CUDA graph in a pool; without one as a list of operations."""
+    return OperationList() if pool is None else CudaCapture(pool)
 
 
 def _is_message(function: Any) -> bool:

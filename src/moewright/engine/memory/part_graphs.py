@@ -22,9 +22,11 @@ from torch import nn
 
 from moewright.engine.memory.graph_capture import (
     WARMUP_STEPS,
+    CudaPool,
     GraphCapture,
     build_capture,
     build_pool,
+    build_stream,
 )
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.observe.storage_census import storage_id
@@ -49,7 +51,7 @@ class PartGraphs:
         scopes: Collection[CudaGraphScope] = (),
         gradients: Collection[torch.Tensor] = (),
     ) -> None:
-        self.device = device
+        self._stream = build_stream(device) if scopes else None
         self.weight_grads = weight_grads
         self._scopes = frozenset(scopes) - {CudaGraphScope.FULL}
         self._gradients = {_signature(tensor): tensor for tensor in gradients}
@@ -85,7 +87,7 @@ class PartGraphs:
             return
         chunk = key[1]
         if not self._free_slots[chunk]:
-            slot = _Slot(self.device)
+            slot = _Slot(build_pool(self._stream))
             self._slots[chunk].append(slot)
             self._free_slots[chunk].append(slot)
         self._forward_slot = self._taken_slots[key] = self._free_slots[chunk].pop()
@@ -176,8 +178,8 @@ class _Slot:
     other slots run, as the timetable says: each slot has a pool of its own.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.pool = build_pool(device)
+    def __init__(self, pool: CudaPool | None) -> None:
+        self.pool = pool
         self.graphs: dict[CapturablePart, _PartGraph] = {}
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -195,8 +197,8 @@ class _PartGraph:
         self._outputs: tuple[torch.Tensor, ...] = ()
         self.has_gradient: tuple[bool, ...] = ()  # of each output
         self._calls: list[Callable[[], None]] = []
-        self._forward = build_capture(graphs.device, slot.pool)
-        self._backward = build_capture(graphs.device, slot.pool)
+        self._forward = build_capture(slot.pool)
+        self._backward = build_capture(slot.pool)
         self._body = body
         self._has_forward = False
         self._has_backward = False

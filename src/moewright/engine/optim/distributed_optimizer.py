@@ -352,7 +352,6 @@ class DistributedOptimizer:
 
         Matrices decay, vectors do not.
         """
-        spec = self._runtime.workload.optimizer
         updates_done = int(self._updates)
         scale /= self.loss_scale
         self._updates += 1
@@ -361,29 +360,41 @@ class DistributedOptimizer:
             holder = self._state_holders[index]
             for segment in holder.segments:
                 shard_grads = self._grad_shards[index][segment.shard_slice]
-                grads = copy_to_state_device(shard_grads, segment.master.device).float()
-                if scale != 1.0:
-                    grads.mul_(scale)
-                self._muon.add_gradients(segment, grads)
-                for decays in (True, False):
-                    owned = [
-                        part
-                        for part in segment.owned
-                        if part.parameter.has_weight_decay == decays and not part.has_momentum
-                    ]
-                    self._update_rule(
-                        segment,
-                        grads,
-                        owned,
-                        spec,
-                        lr=lr,
-                        weight_decay=spec.weight_decay if decays else 0.0,
-                        updates_done=updates_done,
-                    )
+                self._update_segment(segment, shard_grads, lr, scale, updates_done)
             if self._gathers_in_update and index not in others:
                 self._start_param_gather(index)
         self._grad_shards = []
         self._muon.update(lr=lr)
+
+    def _update_segment(
+        self,
+        segment: OptimizerStates,
+        shard_grads: torch.Tensor,
+        lr: float,
+        scale: float,
+        updates_done: int,
+    ) -> None:
+        """Update a segment; its gradients in fp32 are gone when the next one's are made."""
+        spec = self._runtime.workload.optimizer
+        grads = copy_to_state_device(shard_grads, segment.master.device).float()
+        if scale != 1.0:
+            grads.mul_(scale)
+        self._muon.add_gradients(segment, grads)
+        for decays in (True, False):
+            owned = [
+                part
+                for part in segment.owned
+                if part.parameter.has_weight_decay == decays and not part.has_momentum
+            ]
+            self._update_rule(
+                segment,
+                grads,
+                owned,
+                spec,
+                lr=lr,
+                weight_decay=spec.weight_decay if decays else 0.0,
+                updates_done=updates_done,
+            )
 
     def list_pieces(self) -> Iterator[UpdatePiece]:
         """Yield what AdamW updates on this rank, piece by piece; matrices of Muon are left out."""

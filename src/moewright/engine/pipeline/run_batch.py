@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from moewright.engine.comm.pass_turns import run_backward_here
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.transformer import ModelOutput, Transformer
 from moewright.engine.pipeline.executor import (
@@ -64,19 +65,20 @@ def train_batch(
             forwards=paired_rows([action.row for action in actions]),
             run=partial(_run_pair, runtime, note_turn),
         )
-    execute_timetable(
-        actions,
-        _open_channel(runtime, actions, batches),
-        forward=forward,
-        backward=backward,
-        weight_grad=weight_grad,
-        hooks=RowHooks(
-            before_row=partial(_fetch_chunk, runtime, [action.row for action in actions]),
-            before_backward=runtime.saved_tensors.fetch_last_layer,
-            after_row=runtime.counters.note_row_end,
-        ),
-        pairing=pairing,
-    )
+    with run_backward_here():
+        execute_timetable(
+            actions,
+            _open_channel(runtime, actions, batches),
+            forward=forward,
+            backward=backward,
+            weight_grad=weight_grad,
+            hooks=RowHooks(
+                before_row=partial(_fetch_chunk, runtime, [action.row for action in actions]),
+                before_backward=runtime.saved_tensors.fetch_last_layer,
+                after_row=runtime.counters.note_row_end,
+            ),
+            pairing=pairing,
+        )
 
 
 def _fetch_chunk(runtime: Runtime, rows: Sequence[TimetableRow], index: int) -> None:

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.memory.graph_capture import WARMUP_STEPS, GraphCapture, build_capture
+from moewright.engine.memory.graph_capture import (
+    WARMUP_STEPS,
+    GraphCapture,
+    build_capture,
+    build_pool,
+    build_stream,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +75,7 @@ class StepGraph:
 
     def _capture(self, build: BuildBody) -> _CapturedStep:
         own, body = build()
-        capture = build_capture(self._device)
+        capture = build_capture(build_pool(build_stream(self._device)))
         unwritten: list[frozenset[str]] = []
         capture.record(lambda: unwritten.append(body()))
         return _CapturedStep(tensors=own, capture=capture, unwritten=unwritten[0])
