@@ -13,7 +13,7 @@ def measure_engine(*, nproc: int = 2) -> int:
     nproc
         Processes for ZeRO-1; 1 leaves it out.
     """
-    from moewright.engine.run.process_limit import refuse_too_many_processes
+    from moewright.engine.run.early_checks import refuse_too_many_processes
 
     refuse_too_many_processes(nproc, field="--nproc")
     import torch

@@ -22,7 +22,7 @@ from moewright.api.tuning import (
 )
 from moewright.codec import write_text
 from moewright.report.console import make_console
-from moewright.report.document_markdown import render_markdown
+from moewright.report.document import render_markdown
 from moewright.report.document_text import print_document
 from moewright.report.tuning_document import build_exhaustive_document
 from moewright.search.search import build_plan

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moewright.calibration.choices import score_choices
-from moewright.calibration.splits import SpeedPair
+from moewright.calibration.splits import SpeedPair, score_choices
 from moewright.calibration.table import read_table
 
 TABLE = Path(__file__).parents[1] / "published" / "data" / "measured_steps.csv"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moewright.api.dry_runs import count_rank
+from moewright.api.verifying import count_rank
 from moewright.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]

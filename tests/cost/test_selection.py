@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from moewright.cost.constants import Constants
-from moewright.cost.evidence import JOIN
-from moewright.cost.selection import error_covariance, expected_optimism, find_simplest
+from moewright.cost.evidence import JOIN, error_covariance, expected_optimism, find_simplest
 from moewright.intake import catalogue
 
 NOISE = 0.1

@@ -15,9 +15,13 @@ from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.biases import AddBiasInPlace
-from moewright.engine.model.linear_loss import ChunkedLossSettings, LinearCrossEntropy
 from moewright.engine.model.parallel_linear import ColumnParallelLinear
-from moewright.engine.model.vocab_parallel import VocabParallelCrossEntropy, VocabShard
+from moewright.engine.model.vocab_parallel import (
+    ChunkedLossSettings,
+    LinearCrossEntropy,
+    VocabParallelCrossEntropy,
+    VocabShard,
+)
 from moewright.engine.observe.counters import Counters
 from moewright.spec.ledger import FlopOp, Module
 

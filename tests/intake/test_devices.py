@@ -10,7 +10,7 @@ import pytest
 
 from moewright.intake import catalogue
 from moewright.rules.limits.legality import check_precision
-from moewright.rules.networks import runs_on
+from moewright.rules.routing import runs_on
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import NetworkKind, Op
 from moewright.spec.layout import DispatcherKind

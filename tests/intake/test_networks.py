@@ -7,7 +7,7 @@ from moewright.intake import catalogue
 from moewright.intake.catalogue import read_hardware_file
 from moewright.intake.job import read_job
 from moewright.intake.networks import apply_network, read_networks
-from moewright.rules.networks import message_path
+from moewright.rules.routing import message_path
 from moewright.search.space import build_search_space, dispatcher_choices
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import MessagePath, NetworkKind

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moewright as mw
-from moewright.report.document_markdown import render_markdown
+from moewright.report.document import render_markdown
 from moewright.report.sweep_table import build_sweep_document, render_csv, render_svg
 from moewright.spec.errors import BadInput, Reason, escape_controls, has_controls
 from moewright.spec.plan import Plan

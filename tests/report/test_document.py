@@ -25,10 +25,10 @@ from moewright.report.document import (
     build_table,
     join_runs,
     numbers,
+    render_markdown,
     tabulate,
     words,
 )
-from moewright.report.document_markdown import render_markdown
 from moewright.report.document_text import print_document, print_sections
 from moewright.report.finding_sections import list_finding_sections
 from moewright.spec.finding import Cause, Finding, Fix, Wall

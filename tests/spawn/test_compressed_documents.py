@@ -16,8 +16,8 @@ from test_verify import distance, token_loss
 from hf_families import save_gradients, write_model
 from moewright.engine.kernels.attention import build_segments
 from moewright.engine.model.micro_batch import build_micro_batch
-from moewright.engine.run import batch_file, verify
-from moewright.engine.run.batch_file import read_batch_workload
+from moewright.engine.run import early_checks, verify
+from moewright.engine.run.early_checks import read_batch_workload
 from moewright.families.tiny import VOCABULARY
 from moewright.spec.workload import DataSpec, DocumentMasking, LossSpec
 from selection import thorough
@@ -44,7 +44,7 @@ def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(verify, "read_batch_workload", read_packed)
     monkeypatch.setattr(verify, "build_micro_batch", build_packed)
-    monkeypatch.setattr(batch_file, "LossSpec", lambda **_: LossSpec(indexer_coeff=COEFFICIENT))
+    monkeypatch.setattr(early_checks, "LossSpec", lambda **_: LossSpec(indexer_coeff=COEFFICIENT))
 
 
 def read_each_alone(

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_families import save_gradients, write_model
 from moewright.cli.main import main
-from moewright.engine.run import batch_file
+from moewright.engine.run import early_checks
 from moewright.families.tiny import VOCABULARY
 from moewright.spec.workload import LossSpec
 from selection import thorough
@@ -26,7 +26,7 @@ COEFFICIENT = 0.5
 @pytest.fixture
 def trained_indexers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `verify` train indexers, which it leaves as they are."""
-    monkeypatch.setattr(batch_file, "LossSpec", lambda **_: LossSpec(indexer_coeff=COEFFICIENT))
+    monkeypatch.setattr(early_checks, "LossSpec", lambda **_: LossSpec(indexer_coeff=COEFFICIENT))
 
 
 def run_verify(folder: Path, batch: Path, out: Path, layout: str, nproc: int) -> Any:

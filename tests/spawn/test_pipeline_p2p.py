@@ -11,8 +11,7 @@ import torch
 from moewright.engine.comm import collectives
 from moewright.engine.comm.mesh import build_mesh
 from moewright.engine.observe.counters import Counters
-from moewright.engine.pipeline.executor import ChunkResult, Key, execute_timetable
-from moewright.engine.pipeline.p2p import P2PChannel
+from moewright.engine.pipeline.executor import ChunkResult, Key, P2PChannel, execute_timetable
 from moewright.engine.run.build_state import init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome

@@ -50,7 +50,7 @@ from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
 from moewright.spec.units import TERA
 from moewright.spec.workload import Dtype
-from moewright.view.diagnosis_view import DiagnosisView, build_diagnosis_view, build_trace_view
+from moewright.view.run_view import DiagnosisView, build_diagnosis_view, build_trace_view
 
 _NSIGHT_REPORTS = (".nsys-rep", ".qdrep", ".ncu-rep")
 

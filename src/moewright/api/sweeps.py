@@ -14,8 +14,7 @@ from moewright.api.trial_results import plan_start
 from moewright.codec import fingerprint, parse_layout, read_run
 from moewright.cost.estimate import estimate
 from moewright.intake.job import read_job
-from moewright.report.document import Document
-from moewright.report.document_markdown import render_markdown
+from moewright.report.document import Document, render_markdown
 from moewright.report.sweep_table import (
     build_sweep_document,
     render_csv,

@@ -25,8 +25,8 @@ from moewright.codec import (
     read_json,
 )
 from moewright.engine.observe.display import STEP_LINES, RunDisplay
+from moewright.engine.run.early_checks import refuse_too_many_processes
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
-from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.intake import catalogue
 from moewright.intake.devices import MAX_DEVICES
 from moewright.intake.job import JobFile, read_job

@@ -36,10 +36,10 @@ from moewright.codec import (
     write_toml,
 )
 from moewright.engine.observe.display import STEP_LINES, RunDisplay
+from moewright.engine.run.early_checks import refuse_too_many_processes
 from moewright.engine.run.env import read_torchrun_env
-from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.intake.job import JobFile, read_job
-from moewright.report.document_markdown import render_markdown
+from moewright.report.document import render_markdown
 from moewright.report.tuning_document import build_tuning_document, format_decision
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout, unsupported_model

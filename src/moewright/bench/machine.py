@@ -18,7 +18,7 @@ from moewright.bench.case import Case, Probe
 from moewright.bench.collective_cases import pairing_rounds
 from moewright.bench.tiny_steps import TINY_SHAPES, HostWork, solve_host_work
 from moewright.bench.workers import CallClock, build_cases, choose_clock, run_workers
-from moewright.engine.run.process_limit import count_cores, refuse_too_many_processes
+from moewright.engine.run.early_checks import count_cores, refuse_too_many_processes
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Collective,

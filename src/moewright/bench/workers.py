@@ -30,7 +30,7 @@ from moewright.bench.collective_cases import build_collective_cases, build_link_
 from moewright.bench.compute_cases import build_compute_cases
 from moewright.codec.processes import die_with_parent
 from moewright.engine.memory.allocator import keep_freed_memory
-from moewright.engine.run.process_limit import count_cores
+from moewright.engine.run.early_checks import count_cores
 from moewright.spec.hardware import DeviceKind
 
 

@@ -14,11 +14,11 @@ from types import MappingProxyType
 import numpy as np
 
 from moewright.calibration.cells import PeakKind
-from moewright.calibration.choices import ChoiceSummary, score_choices
 from moewright.calibration.measured_row import MeasuredRow, RowStatement
 from moewright.calibration.software_facts import source_facts
 from moewright.calibration.splits import (
     HEAVY_TAILS,
+    ChoiceSummary,
     GroupScore,
     Interval,
     Residual,
@@ -27,6 +27,7 @@ from moewright.calibration.splits import (
     SplitScore,
     Widths,
     covered_share,
+    score_choices,
     score_groups,
     speed_errors,
     split_scores,

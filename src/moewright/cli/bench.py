@@ -40,7 +40,7 @@ def bench_machine(
         Measure again even so.
     """
     from moewright.api.machines import describes_this_machine, write_machine_file
-    from moewright.engine.run.process_limit import refuse_too_many_processes
+    from moewright.engine.run.early_checks import refuse_too_many_processes
 
     refuse_too_many_processes(nproc, field="--nproc")
     if out.exists() and not force and describes_this_machine(out, nproc=nproc):

@@ -110,7 +110,7 @@ def diagnose(
     from moewright.api.diagnosing import diagnose as diagnose_path
     from moewright.api.diagnosing import view_diagnosis
     from moewright.api.run_comparisons import compare_steps
-    from moewright.report.step_details_text import print_changes
+    from moewright.report.diagnosis_text import print_changes
 
     if len(later) > 1:
         rule = "is one too many: two are compared"
@@ -211,12 +211,12 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, *, verbose: bool) ->
     from moewright.api.diagnosing import DiagnosisSource
     from moewright.report.diagnosis_text import (
         print_breakdown,
+        print_details,
         print_log,
         print_waterfall,
     )
     from moewright.report.document_text import print_sections
     from moewright.report.finding_sections import build_advice_section, list_finding_sections
-    from moewright.report.step_details_text import print_details
 
     for note in diagnosis.notes:
         console.print(note, soft_wrap=True)

@@ -192,9 +192,8 @@ def capture(
     json
         Write the plan of the script to this file; "-": to standard output.
     """
-    from moewright.api.captured_scripts import capture as capture_command
-    from moewright.api.captured_scripts import read_log, read_process
-    from moewright.api.launch_scripts import find_better_layouts
+    from moewright.api.launch_scripts import capture as capture_command
+    from moewright.api.launch_scripts import find_better_layouts, read_log, read_process
     from moewright.cli.plan import print_script_plan
     from moewright.spec.plan import Verdict
 

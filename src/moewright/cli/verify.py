@@ -101,8 +101,7 @@ def _verify_checkpoint(
     hf_dir: Path, *, batch: Path, out: Path, run: VerifiedRun, update: UpdateOptions
 ) -> int:
     from moewright.codec import parse_layout
-    from moewright.engine.run.batch_file import read_batch_workload
-    from moewright.engine.run.process_limit import refuse_too_many_processes
+    from moewright.engine.run.early_checks import read_batch_workload, refuse_too_many_processes
     from moewright.intake.hf import read_config
     from moewright.intake.hub import locate_folder
     from moewright.rules.job import Job
@@ -214,7 +213,7 @@ def dryrun(
         Write what was counted and predicted to this file, with rule and verdict of every row; "-":
         to standard output, and the tables to standard error.
     """
-    from moewright.api.dry_runs import count_rank
+    from moewright.api.verifying import count_rank
     from moewright.codec import format_layout
     from moewright.report.document import DocumentSection
     from moewright.report.document_text import print_document

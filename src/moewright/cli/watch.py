@@ -197,7 +197,7 @@ def _write_files(checked: Check, outputs: CheckOutputs) -> tuple[Path, ...]:
     """Write the answer in the formats that are asked for, and return their files."""
     from moewright.codec import write_text
     from moewright.report.check_document import build_check_document, render_junit, render_sarif
-    from moewright.report.document_markdown import render_markdown
+    from moewright.report.document import render_markdown
 
     written = []
     if outputs.markdown is not None:

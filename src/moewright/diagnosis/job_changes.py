@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moewright.codec.layout_text import format_fields
-from moewright.diagnosis.layout_changes import RemedyContext, add_graphs
+from moewright.diagnosis.remedy import RemedyContext, add_graphs
 from moewright.rules.job import plan_job
 from moewright.rules.limits.divisibility import divisors
 from moewright.rules.limits.legality import check_legality

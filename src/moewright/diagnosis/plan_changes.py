@@ -9,8 +9,12 @@ from math import inf, sqrt
 
 from moewright.codec import format_layout
 from moewright.cost.constants import Constants
-from moewright.cost.evidence import list_choices, read_measured_choices, step_interval
-from moewright.cost.selection import error_covariance
+from moewright.cost.evidence import (
+    error_covariance,
+    list_choices,
+    read_measured_choices,
+    step_interval,
+)
 from moewright.diagnosis.compare_ledgers import (
     SAVED_COMPONENTS,
     Section,

@@ -13,9 +13,8 @@ from enum import StrEnum
 
 from moewright.codec import format_layout
 from moewright.cost.estimate import estimate
-from moewright.diagnosis.layout_changes import RemedyContext
 from moewright.diagnosis.remedies import REMEDIES
-from moewright.diagnosis.remedy import Remedy
+from moewright.diagnosis.remedy import Remedy, RemedyContext
 from moewright.diagnosis.traces.capture import TrainerMark
 from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_legality

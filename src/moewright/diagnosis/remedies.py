@@ -10,8 +10,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, WORKLOAD_OPTIONS, dispatcher_options
-from moewright.diagnosis.layout_changes import (
+from moewright.diagnosis.remedy import (
+    FULL_RECOMPUTE,
+    FUSIONS,
+    GRAPH_FLAGS,
+    LOWER_PRECISION,
+    MANUAL_GC,
+    MORE_ROWS,
+    OFFLOAD_FLAGS,
     OFFLOADED,
+    PINNED_THREADS,
+    RECOMPUTE_FLAGS,
+    Remedy,
     add_graphs,
     add_offload,
     add_overlap,
@@ -24,18 +34,6 @@ from moewright.diagnosis.layout_changes import (
     set_cp_comm,
     set_dispatcher,
     set_recompute,
-)
-from moewright.diagnosis.remedy import (
-    FULL_RECOMPUTE,
-    FUSIONS,
-    GRAPH_FLAGS,
-    LOWER_PRECISION,
-    MANUAL_GC,
-    MORE_ROWS,
-    OFFLOAD_FLAGS,
-    PINNED_THREADS,
-    RECOMPUTE_FLAGS,
-    Remedy,
 )
 from moewright.diagnosis.traces.capture import TrainerMark
 from moewright.spec.finding import Cause

@@ -1,8 +1,8 @@
 """An answer as a tree of titles, lines, facts and tables, which every output draws.
 
-A verb builds its answer once. A terminal (`document_text`), Markdown (`document_markdown`) and
-pages (`view/assets/document.js`) draw the same tree, so that none of them can leave out, round or
-name a figure as the others do not.
+A verb builds its answer once. A terminal (`document_text`), Markdown (`render_markdown`) and pages
+(`view/assets/document.js`) draw the same tree, so that none of them can leave out, round or name a
+figure as the others do not.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from moewright.spec.quoting import Markdown
 from moewright.spec.record import Record, Row, format_cell, list_columns
 
 
@@ -184,3 +185,72 @@ def list_runs(line: Line) -> tuple[Phrase, ...]:
 def join_runs(line: Line) -> str:
     """Return a line as plain text."""
     return "".join(phrase.text for phrase in list_runs(line))
+
+
+_HASH = Markdown.write("#")
+
+
+def render_markdown(document: Document) -> Markdown:
+    """Return headings, paragraphs and tables, with an empty line between them."""
+    blocks = [Markdown.write("# {}", document.title())]
+    if document.subject and document.heading:
+        blocks.append(Markdown.write("{}", document.subject))
+    for section in document.sections:
+        blocks += _render_section(section, level=2)
+    return Markdown.concat([Markdown.concat(blocks, "\n\n"), Markdown.write("")], "\n")
+
+
+def _render_section(section: DocumentSection, *, level: int) -> Iterator[Markdown]:
+    if section.title:
+        yield Markdown.write("{} {}", Markdown.concat([_HASH] * level), _render_line(section.title))
+    yield from _render_paragraph(section.lines)
+    if section.facts:
+        head = [Markdown.row(("what", "value")), Markdown.row(("--", "--"))]
+        rows = (Markdown.row((name, _render_line(value))) for name, value in section.facts)
+        yield Markdown.concat([*head, *rows], "\n")
+    if section.table is not None and section.table.rows:
+        yield _render_table(section.table)
+    if section.items is not None:
+        yield _render_items(section.items)
+    yield from _render_paragraph(section.notes)
+    for part in section.sections:
+        yield from _render_section(part, level=level + 1)
+
+
+def _render_paragraph(lines: tuple[Line, ...]) -> Iterator[Markdown]:
+    if lines:
+        yield Markdown.concat(map(_render_line, lines), "\n")
+
+
+def _render_table(table: Table) -> Markdown:
+    lines = [
+        Markdown.row(column.name for column in table.columns),
+        Markdown.row("--" for _ in table.columns),
+        *(Markdown.row(map(_render_line, row.cells)) for row in table.rows),
+    ]
+    return Markdown.concat(lines, "\n")
+
+
+def _render_items(items: ItemList) -> Markdown:
+    marks = ("1. {}" if items.is_numbered else "- {}" for _ in items.items)
+    return Markdown.concat(
+        (
+            Markdown.write(mark, _render_line(item))
+            for mark, item in zip(marks, items.items, strict=True)
+        ),
+        "\n",
+    )
+
+
+def _render_line(line: Line) -> Markdown:
+    return Markdown.concat(map(_render_phrase, list_runs(line)))
+
+
+def _render_phrase(phrase: Phrase) -> Markdown:
+    match phrase.face:
+        case Face.STRONG:
+            return Markdown.write("**{}**", phrase.text)
+        case Face.CODE:
+            return Markdown.code(phrase.text)
+        case Face.PLAIN | Face.BADGE:
+            return Markdown.write("{}", phrase.text)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from moewright.calibration.choices import ChoiceSummary
 from moewright.calibration.score import Score, ScoredRow, ScoreSummary
+from moewright.calibration.splits import ChoiceSummary
 from moewright.report.document import (
     Document,
     DocumentSection,

@@ -183,3 +183,9 @@ class Job:
 def plan_job(plan: Plan) -> Job:
     """Return the job of a plan."""
     return Job(model=plan.model, workload=plan.workload, layout=plan.layout)
+
+
+# A rank may die while a copy is taken: the one before it is kept meanwhile.
+GENERATIONS = 2
+# Each generation is a copy of the rank's own state, and one of another rank's.
+COPIES = 2 * GENERATIONS

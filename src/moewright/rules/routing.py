@@ -1,4 +1,4 @@
-"""Routing arithmetic: what a dispatch moves, and how even a load is."""
+"""Routing arithmetic: what a dispatch moves and over which links, and how even a load is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from moewright.rules.context_parallel import rank_positions
 from moewright.rules.job import Job, capacity_rows, micro_batch_tokens, rows_for_peer
 from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
-from moewright.spec.layout import CapacityFill, ExpertPlacement, Layout
+from moewright.spec.hardware import Fabric, MessagePath
+from moewright.spec.layout import CapacityFill, DispatcherKind, ExpertPlacement, Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.workload import (
@@ -412,3 +413,21 @@ def slot_rows(by_source: Sequence[Sequence[int]], slots: Sequence[int]) -> tuple
             )
         )
     return tuple(rows)
+
+
+def message_path(fabric: Fabric, dispatcher: DispatcherKind, *, domains: int) -> MessagePath:
+    """Return how a dispatcher's messages leave a device, in a group that spans so many domains.
+
+    Collectives reach every device, and so does a library that the fabric says nothing about.
+    """
+    for path in fabric.library_paths:
+        if path.dispatcher is dispatcher:
+            if domains == 1:
+                return path.inside
+            return path.between
+    return MessagePath.GPU
+
+
+def runs_on(fabric: Fabric, dispatcher: DispatcherKind, *, domains: int) -> bool:
+    """Return whether a dispatcher runs in a group that spans so many domains of a fabric."""
+    return message_path(fabric, dispatcher, domains=domains) is not MessagePath.NONE

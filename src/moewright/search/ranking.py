@@ -13,8 +13,15 @@ from dataclasses import replace
 import numpy as np
 
 from moewright.cost.constants import Constants
-from moewright.cost.evidence import job_choices, layout_choices, read_measured_choices, step_bound
-from moewright.cost.selection import error_covariance, expected_optimism, find_simplest
+from moewright.cost.evidence import (
+    error_covariance,
+    expected_optimism,
+    find_simplest,
+    job_choices,
+    layout_choices,
+    read_measured_choices,
+    step_bound,
+)
 from moewright.cost.stage_parts import Array
 from moewright.search.candidates import Candidate, CandidateWish
 from moewright.search.screening import BoundedGroup, GroupScores, Screener, with_dp_overlap

@@ -19,7 +19,7 @@ from moewright.rules.job import Job
 from moewright.rules.limits.compatibility import check_compatibility
 from moewright.rules.limits.divisibility import divisors
 from moewright.rules.limits.legality import check_legality
-from moewright.rules.networks import runs_on
+from moewright.rules.routing import runs_on
 from moewright.rules.timetable.schedule import check_schedule
 from moewright.rules.timetable.stages import (
     EvenSplit,

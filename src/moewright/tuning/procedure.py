@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import exp, log
 
-from moewright.diagnosis.layout_changes import RemedyContext
 from moewright.diagnosis.remedies import REMEDIES
+from moewright.diagnosis.remedy import RemedyContext
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Basis
 from moewright.spec.plan import Verdict

@@ -31,9 +31,8 @@ from moewright.cost.memory.model_states import (
 from moewright.cost.routed_rows import ExpertRows
 from moewright.cost.stage_parts import layer_columns, list_parts
 from moewright.rules import grid
-from moewright.rules.job import Job
+from moewright.rules.job import GENERATIONS, Job
 from moewright.rules.optimizers import stored_nbytes
-from moewright.rules.peer_copies import GENERATIONS
 from moewright.rules.routing import DispatchCounts
 from moewright.rules.saved.saved_tensor import (
     activation_offloads,

@@ -34,8 +34,7 @@ from moewright.cost.stage_parts import Array
 from moewright.rules import grid
 from moewright.rules.adapters import is_trained
 from moewright.rules.delayed_scaling import delayed_scaling_rows, is_delayed
-from moewright.rules.job import Job
-from moewright.rules.peer_copies import COPIES
+from moewright.rules.job import COPIES, Job
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import SaveMode

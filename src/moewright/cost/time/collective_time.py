@@ -12,8 +12,7 @@ from math import ceil, log2, prod
 from moewright.cost.constants import Constants
 from moewright.cost.time.op_time import interpolate
 from moewright.rules import grid
-from moewright.rules.networks import message_path
-from moewright.rules.routing import expected_places, message_tokens
+from moewright.rules.routing import expected_places, message_path, message_tokens
 from moewright.spec.choices import Payload
 from moewright.spec.hardware import Collective, Curve, Hardware, MessagePath, NetworkKind
 from moewright.spec.layout import Layout, Overlap

@@ -14,11 +14,11 @@ from threading import Thread
 
 from moewright.engine.checkpoint.commit import find_latest
 from moewright.engine.checkpoint.coordinator import yield_to_training
-from moewright.engine.checkpoint.patience import SilentServerError
 from moewright.engine.checkpoint.remote import (
     JOURNALS,
     PATIENCE_S,
     RemoteFolder,
+    SilentServerError,
     shorten_error,
 )
 from moewright.spec.workload import CheckpointSpec

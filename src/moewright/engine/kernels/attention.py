@@ -12,9 +12,12 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
+from moewright.engine.kernels.exact_attention import (
+    EXACT_ATTENTION,
+    EXACT_ATTENTION_BACKWARD,
+    window_blocks,
+)
 from moewright.engine.kernels.matmul import widen
-from moewright.engine.kernels.sliding_window import window_blocks
 
 _aten = torch.ops.aten
 _SLOPE_TERMS = 3

@@ -29,12 +29,12 @@ from moewright.engine.model.adapters import (
 )
 from moewright.engine.model.autograd import LayerNorm, NormSettings, RmsNorm
 from moewright.engine.model.biases import AddBias, AddBiasInPlace
-from moewright.engine.model.linear_loss import ChunkedLossSettings, LinearCrossEntropy
 from moewright.engine.model.parallel_linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
+from moewright.engine.model.vocab_parallel import ChunkedLossSettings, LinearCrossEntropy
 from moewright.engine.runtime import Runtime
 from moewright.rules.saved.recompute import loss_chunk_columns
 from moewright.rules.shapes.param import TP_COLUMNS, TP_ROWS, has_weight_decay

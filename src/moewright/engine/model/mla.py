@@ -29,7 +29,7 @@ from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.model.rope import softmax_factor
 from moewright.engine.model.sparse_attention import Indexer, IndexInputs, SparseAttention
 from moewright.engine.runtime import Runtime
-from moewright.rules.shared_choices import choice_source, is_choice_shared
+from moewright.rules.shapes.mixers import choice_source, is_choice_shared
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 

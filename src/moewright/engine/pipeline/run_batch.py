@@ -18,12 +18,12 @@ from moewright.engine.pipeline.executor import (
     ChunkResult,
     ForwardStep,
     Key,
+    P2PChannel,
     Pairing,
     RowHooks,
     WeightGradStep,
     execute_timetable,
 )
-from moewright.engine.pipeline.p2p import P2PChannel
 from moewright.engine.runtime import Runtime
 from moewright.rules.saved.saved_tensor import chunk_to_fetch, fetches_chunks
 from moewright.rules.timetable.p2p import PipelineAction, pipeline_actions

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from moewright.codec.folder_lock import lock_folder
 from moewright.engine.observe.display import STEP_LINES, RunDisplay
+from moewright.engine.run.early_checks import refuse_too_many_processes
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
-from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.engine.run.rank_processes import RankProcesses
 from moewright.engine.run.rendezvous import Rendezvous
 from moewright.engine.run.torchrun_watch import sign_up

@@ -32,7 +32,7 @@ from moewright.engine.run.worker import (
     Worker,
     has_lost_peer,
 )
-from moewright.rules.peer_copies import GENERATIONS
+from moewright.rules.job import GENERATIONS
 
 # How long a rank that has lost another one waits to be called; then it ends, and so do all.
 _CALL_S = 5.0

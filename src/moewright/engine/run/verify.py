@@ -45,13 +45,13 @@ from moewright.engine.observe.record import clamp_to_finite
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update, sgd_update
 from moewright.engine.pipeline.executor import Key
 from moewright.engine.pipeline.run_batch import evaluate_batch
-from moewright.engine.run.batch_file import read_batch_workload
 from moewright.engine.run.build_state import (
     build_coordinator,
     build_train_state,
     init_distributed,
 )
 from moewright.engine.run.corpus_loader import BatchSource, local_rows
+from moewright.engine.run.early_checks import read_batch_workload
 from moewright.engine.run.launch import launch
 from moewright.engine.run.step import apply_update, forward_backward
 from moewright.engine.run.train_state import TrainState

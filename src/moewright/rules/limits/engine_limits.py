@@ -16,8 +16,8 @@ from moewright.rules.optimizers import MOMENT_DTYPES, is_scaled
 from moewright.rules.packed_base import cuts_blocks, is_packed
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes.fsdp import is_fsdp_sharded
+from moewright.rules.shapes.mixers import parted_choices
 from moewright.rules.shapes.parameters import parameters
-from moewright.rules.shared_choices import parted_choices
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.extensions import ExtensionPoint, list_extensions
 from moewright.spec.hardware import DeviceKind, Hardware

@@ -40,8 +40,8 @@ from moewright.rules.saved.saved_tensor import (
     saved_tensor,
 )
 from moewright.rules.saved.trained_saved import adapter_saved, drop_unread
+from moewright.rules.shapes.mixers import is_choice_shared
 from moewright.rules.shapes.shards import shard_size
-from moewright.rules.shared_choices import is_choice_shared
 from moewright.spec.choices import Payload
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 from moewright.rules.context_parallel import twice_attended_pairs
 from moewright.rules.shapes.param import TP_COLUMNS, TP_ROWS, Param, tensor
+from moewright.rules.timetable.stages import pipeline_chunks
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import Module
 from moewright.spec.model import (
     AttentionKind,
@@ -326,3 +328,31 @@ def _compressed_pair_flops(spec: AttentionSpec, mixer: MixerKind, seq_len: int) 
         blocks = seq_len // spec.sparse_rate
         pairs += spec.sparse_rate * _twice_pairs(blocks, spec.indexer.top_k)
     return 2 * spec.heads * spec.head_dim * pairs
+
+
+def choice_source(model: ModelSpec, layer: int) -> int | None:
+    """Return the layer that chooses for `layer`: itself, or the last before it that chooses.
+
+    None where attention is to all keys.
+    """
+    if model.attention.indexer is None:
+        return None
+    if model.mixer(layer) is not MixerKind.SHARED_INDEX:
+        return layer
+    return max(i for i in range(layer) if model.mixer(i) is MixerKind.ATTENTION)
+
+
+def is_choice_shared(model: ModelSpec, layer: int) -> bool:
+    """Return whether the layer after `layer` takes its choice of keys."""
+    return layer + 1 < model.layers and model.mixer(layer + 1) is MixerKind.SHARED_INDEX
+
+
+def parted_choices(model: ModelSpec, layout: Layout) -> Iterator[tuple[int, int]]:
+    """Yield each layer whose choice comes from another chunk of the pipeline, and its source."""
+    if MixerKind.SHARED_INDEX not in model.mixers:
+        return
+    for chunk in pipeline_chunks(model, layout):
+        for layer in chunk.layers:
+            source = choice_source(model, layer)
+            if source is not None and source not in chunk.layers:
+                yield layer, source
