@@ -41,9 +41,13 @@ _MODULES_OF_RANKS = ("numpy.ma", "torch._inductor.compile_fx", "torch.utils.tens
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most cases of many alike to `make test-all`."""
+    """Leave most cases of many alike to `make test-all`, and start with the tests of ranks.
+
+    A fork copies the page table of the worker, which grows with all that tests import and cache.
+    """
     for item in leave_out(items):
         item.add_marker(pytest.mark.thorough)
+    items.sort(key=lambda item: item.get_closest_marker("spawn") is None)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures that start ranks

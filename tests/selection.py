@@ -14,7 +14,7 @@ import pytest
 
 _TESTS = Path(__file__).resolve().parent
 # Of the cases of a test marked `turns`, `make test` runs one in this many.
-_EVERY = 5
+_EVERY = 10
 
 
 class _HasId(Protocol):
@@ -33,7 +33,7 @@ def thorough(*values: object) -> object:
 def leave_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the cases marked `turns` that `make test` leaves to `make test-all`.
 
-    It runs the first case of each test and every fifth after it, and what catches a mutant: the
+    It runs the first case of each test and every tenth after it, and what catches a mutant: the
     same ones for every tree.
     """
     seen: Counter[str] = Counter()

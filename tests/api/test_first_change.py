@@ -91,6 +91,7 @@ def test_a_walk_of_the_page_ends_where_it_says(
     assert len(ours) + BESIDE <= most_files
 
 
+@pytest.mark.thorough
 def test_a_family_of_known_parts_is_a_record_and_its_row(tmp_path: Path) -> None:
     """The made-up family is read, planned, written, and learns from fresh weights of its names."""
     touched = take_walk("A family", tmp_path)

@@ -30,6 +30,7 @@ def refusals(plan: Plan, trainer: str) -> tuple[object, ...]:
     return trainer_refusals(TargetTrainer(trainer), plan_job(plan), plan.hardware)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("trainer", TargetTrainer)
 def test_every_answer_starts_in_the_trainer_and_none_is_faster_than_any(trainer: str) -> None:
     """Both of one search, which takes seconds, and is made again in every process of the tests."""

@@ -63,7 +63,7 @@ def test_a_peer_that_cannot_be_had_is_named_with_its_reason(tmp_path: Path) -> N
     assert not (tmp_path / "peers" / "nobody" / "ready").exists()
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 def test_a_peers_environment_finds_our_code(tmp_path: Path) -> None:
     contestant = contest.Contestant(name="none", module="none", requirements="pip")
     python = contest.prepare_environment(contestant, tmp_path / "peers")

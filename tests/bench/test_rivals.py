@@ -26,6 +26,7 @@ def rows() -> dict[str, MeasuredRow]:
     return {row.id: row for row in table.rows if row.speed}
 
 
+@pytest.mark.thorough
 def test_a_case_is_plain_data_with_the_figures_of_the_source(rows):
     case = json.loads(json.dumps(build_case(rows["seed000-001"])))
     assert (case["seq_len"], case["global_batch"], case["precision"]) == (4096, 2048, "bf16")

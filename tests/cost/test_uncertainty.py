@@ -66,6 +66,7 @@ def test_a_published_job_is_measured_and_one_with_rare_choices_is_wider() -> Non
     assert stacked.step_s * 1.0 < stacked.step_interval_80[1] < stacked.step_interval_95[1]
 
 
+@pytest.mark.thorough
 def test_the_choices_that_ship_are_those_of_the_published_tables() -> None:
     written = measured_choices.FILE.read_text()
     assert written == measured_choices.render_file(), "run `make evidence`"

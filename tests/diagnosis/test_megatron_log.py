@@ -245,6 +245,7 @@ def test_relatives_of_megatron_are_read(line, step_s, tflops, batch):
     assert iteration.global_batch == batch
 
 
+@pytest.mark.thorough
 def test_what_was_timed_replaces_what_was_predicted(tmp_path, capsys):
     path = tmp_path / "run.log"
     path.write_text(text_with_timers())

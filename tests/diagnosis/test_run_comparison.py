@@ -20,6 +20,7 @@ LAYOUT = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
 JOB = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
 
 
+@pytest.mark.thorough
 def test_a_slow_log_stands_beside_the_published_runs_of_its_job(tmp_path, capsys):
     path = tmp_path / "run.log"
     path.write_text(log(ms=40000.0, tflops=121.3))

@@ -50,6 +50,7 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+@pytest.mark.thorough
 def test_every_chain_gives_the_numbers_of_the_reference(kernels: KernelSet) -> None:
     """Of three numbers of rows: the second makes the rows a symbol, the third compiles nothing."""
     compiled_before = {}

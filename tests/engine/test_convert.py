@@ -578,7 +578,7 @@ print(*measure_peaks(folder / "hf", folder))
 """
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 def test_memory_holds_about_one_file(tmp_path: Path) -> None:
     """Files of 17 MB, of bf16 weights, are imported and exported.
 

@@ -161,6 +161,7 @@ def read_vtrain_runs() -> tuple[MeasuredRun, ...]:
     return tuple(runs)
 
 
+@pytest.mark.thorough
 def test_dense_models_on_a100_are_predicted() -> None:
     runs = read_vtrain_runs()
     predicted = predict_left_out(runs, lambda run: run.id, centre=PriorCentre.HARDWARE)

@@ -159,7 +159,7 @@ def fitted_error(term: str) -> float:
     return float(np.mean(np.abs(relative_errors(runs, predicted))))
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 @pytest.mark.parametrize("term", TERMS)
 def test_every_main_term_earns_its_place(term: str) -> None:
     """Without it, and with all other constants refitted, the error is a fifth larger or more."""

@@ -352,6 +352,7 @@ def test_what_pricing_settles_is_the_fastest_way() -> None:
     assert max(best.values()) > best[""]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model} {case.on} {case.fixed}")
 def test_no_price_is_below_the_floor_of_its_group(case: Case) -> None:
     """A floor takes no price of the pipelines; where it is high enough none is made."""

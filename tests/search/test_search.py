@@ -157,6 +157,7 @@ def test_parts_without_cuda_get_no_cuda_graphs_and_no_libraries_of_its_kernels(
             estimate(model, WORK, hardware, parse_layout(text, world_size=16))
 
 
+@pytest.mark.thorough
 def test_a_part_without_cuda_still_offloads_to_its_host(model: ModelSpec) -> None:
     """What is CUDA's alone is left out, not what any accelerator can do."""
     long = replace(WORK, seq_len=16384)

@@ -120,7 +120,7 @@ def latest_step(checkpoints: Path) -> int:
     return -1
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", list(SaveMode))
 def test_a_run_killed_in_the_midst_of_a_save_goes_on_from_the_last_good_one(
     mode: SaveMode, data: DataSpec, tmp_path: Path

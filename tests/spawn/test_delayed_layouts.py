@@ -38,7 +38,7 @@ def wide_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runtime, "dtype", torch.float64)
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shape", "world_size", "layout"),
     [

@@ -18,7 +18,7 @@ pytest.importorskip(
 pytestmark = pytest.mark.spawn
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shape", "layout", "world"),
     [

@@ -125,6 +125,7 @@ def test_what_goes_with_the_tensors_is_what_megatron_reads(run: Path, tmp_path: 
     assert set(find_counts(read_common(folder), "step")) == {4}
 
 
+@pytest.mark.thorough
 @pytest.mark.spawn
 def test_states_of_other_optimizers_of_megatron_are_read(run: Path, tmp_path: Path) -> None:
     """Prefixes of chained optimizers, main weights of half precision, experts by themselves."""

@@ -301,7 +301,7 @@ def test_an_expert_without_a_row_decays(layout: str, tmp_path: Path) -> None:
             )
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 def test_a_run_goes_on_under_another_placement(tmp_path: Path) -> None:
     """Checkpoints hold each expert once and by number, whoever has replicas.
 

@@ -105,7 +105,7 @@ def test_adapters_train_as_in_one_process(
     assert_trained_alike(expected, actual, tmp_path)
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world_size", "layout", "fine_tuning"),
     [

@@ -62,6 +62,7 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("family", "layout", "world"),
     [
@@ -102,6 +103,7 @@ def test_ranks_read_their_parts_of_fp8_blocks(data: DataSpec, tmp_path: Path) ->
         assert torch.equal(actual[name], tensor), name
 
 
+@pytest.mark.thorough
 def test_adapters_of_ling_are_merged_into_its_joined_projections(
     data: DataSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +152,7 @@ def train_adapters(
     assert train(replace(plan, workload=workload), run) is ExitCode.DONE
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("family", "fine_tuning"),
     [
@@ -201,6 +204,7 @@ def test_adapters_of_mamba_are_merged_and_refused_to_peft(
     assert not (tmp_path / "peft").exists()
 
 
+@pytest.mark.thorough
 def test_a_model_trained_in_parts_equals_one_trained_whole(data: DataSpec, tmp_path: Path) -> None:
     """Transformers loads the exports of all runs and sees the same model.
 

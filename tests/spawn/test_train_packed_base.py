@@ -61,7 +61,7 @@ def build_plan(
     return tiny_jobs.build_plan(workload, layout, world_size=world_size, model=MODEL)
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world_size", "layout", "tuning"),
     [

@@ -208,7 +208,7 @@ def test_sigterm_at_the_start_saves_after_the_step_at_hand(data: DataSpec, tmp_p
     assert 1 <= int(last.name.removeprefix("step-")) < 20
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 def test_the_order_of_data_goes_on_over_epochs_in_any_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,7 +110,7 @@ def test_what_fraction_of_the_optimizer_is_on_the_host_changes_no_bit(
         assert 0 <= hosted - fraction * total <= 0.05 * total
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 def test_bf16_moments_halve_their_bytes_and_follow_fp32(data: DataSpec, tmp_path: Path) -> None:
     """The update is made in fp32: the first weights equal those of fp32 moments to the bit."""
     workload = tiny_jobs.build_workload(data, steps=3)

@@ -102,6 +102,7 @@ def compute_logits(model: ModelSpec, weights: Path, folder: Path) -> torch.Tenso
 PROBE_WORKLOAD = replace(tiny_jobs.build_workload(DataSpec()), seq_len=16)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("choice", CHOICES)
 def test_upcycling_keeps_the_function_exactly(
     choice: str, dense: Path, upcycled: Callable[[str], Path], tmp_path: Path
@@ -148,7 +149,7 @@ def continue_training(
     return [line["loss"] for line in lines if line["kind"] == "step"]
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 def test_training_goes_on_without_a_jump_in_any_layout(
     data: DataSpec, dense: Path, upcycled: Callable[[str], Path], tmp_path: Path
 ) -> None:

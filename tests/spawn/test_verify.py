@@ -130,6 +130,7 @@ ALIKE = (
 CASES = [thorough(family) if family in ALIKE else family for family in (*FAMILIES, "fused")]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_verify_equals_transformers(
