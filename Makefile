@@ -80,14 +80,12 @@ mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants/run.py
 	PYTHONPATH=tests $(BIN)/python -m mutants.seen
 
-# Mutated inputs for every reader; every fault of the matrix at five moments; cells drawn over the real program, until
-# TRIES of them bit; and the tables of what held (half an hour, and TRIES times 25 s, on two cores). Cut off, the tries
-# by the command line go on where they stood: they are kept in runs/faults.jsonl.
+# Mutated inputs for every reader; then cells of the fault matrix, until TRIES of them bit (some 20 s each, two at a
+# time, on two cores), and the page of what held. Cut off, it goes on where it stood: tries are kept in runs/faults.jsonl.
 TRIES ?= 40
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/fuzz.py
-	$(BIN)/python tests/faults/run.py
-	$(BIN)/python tests/faults/program.py --tries $(TRIES) --log runs/faults.jsonl
+	$(BIN)/python tests/faults/tries.py --tries $(TRIES) --jobs 2 --log runs/faults.jsonl
 
 # Trials on a real Slurm of two nodes on this machine: a job cancelled, a node lost, the tuning killed (minutes; root,
 # and Debian's slurm-wlm and munge, which are installed where they are not there).

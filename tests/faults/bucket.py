@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from threading import Event, Thread
@@ -21,6 +22,7 @@ class Bucket:
 
         moto: Any = import_module("moto.server")
         self._inner = moto.DomainDispatcherApplication(moto.create_backend_app)
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._speaks = Event()
         self._speaks.set()

@@ -38,9 +38,11 @@ def run() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _quit)
-    for name in ("stdout", "stderr"):
-        # A stream is None when the program was started with it closed. It is opened here, so that
-        # no file that is written gets its number.
+    # Where the program was started with streams closed, no file that is opened gets their numbers.
+    while (handle := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(handle)
+    for name in ("stdout", "stderr"):  # None where it was closed
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     code = main(sys.argv[1:])

@@ -20,6 +20,7 @@ from moewright.codec.files import (
     read_toml,
     read_toml_data,
     write_json,
+    write_pieces,
     write_text,
     write_toml,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "to_data",
     "write_incidents",
     "write_json",
+    "write_pieces",
     "write_text",
     "write_toml",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -294,7 +295,7 @@ def _prepare(request: SaveRequest) -> bool:
         directory.mkdir(parents=True, exist_ok=True)
         for stale in directory.iterdir():
             if stale.name.startswith((_SAVING, _PURGED)):
-                shutil.rmtree(stale)
+                _remove(stale)
         require_space(directory, request.required_bytes)
         request.working_path.mkdir()
     except FileExistsError as error:
@@ -347,8 +348,8 @@ def _commit(request: SaveRequest, index: CheckpointIndex) -> None:
     try:
         write_text(request.working_path / INDEX_FILE, serialize_index(index))
         fsync_directory(request.working_path)
-        if request.path.is_dir():  # without an index: half-written by something else
-            shutil.rmtree(request.path)
+        if os.path.lexists(request.path):  # without an index: half-written by something else
+            _remove(request.path)
         request.working_path.rename(request.path)
         fsync_directory(directory)
     except OSError as error:
@@ -375,6 +376,14 @@ def _purge(request: SaveRequest) -> None:
 def _nearest_existing(path: Path) -> Path:
     """Return `path`, or its nearest parent that exists."""
     return path if path.exists() else _nearest_existing(path.parent)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or what lies where one of ours would."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _remove_empty(folder: Path, below: Path) -> None:

@@ -355,7 +355,10 @@ def require_space(directory: Path, required_bytes: int) -> None:
 
 def write_error(directory: Path, error: OSError, required_bytes: int) -> BadInput:
     """Return the refusal for an operating system error while writing below `directory`."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno == errno.EFBIG:
+        rule = "a file of a checkpoint may not grow so large: there is a limit on the size of files"
+        return BadInput(Reason(field=str(directory), rule=rule, nearest="ulimit -f unlimited"))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _space_error(directory, required_bytes, shutil.disk_usage(directory).free)
     rule = f"cannot be written ({error.strerror})"
     nearest = "a directory that you may write to"

@@ -24,6 +24,7 @@ from moewright.codec import (
     read_complete_lines,
     to_data,
     write_json,
+    write_pieces,
     write_text,
 )
 from moewright.rules.expert_placement import rank_loads
@@ -84,7 +85,7 @@ class JsonLinesWriter:
         write_text(path, "".join(kept))  # a kill at any moment leaves the old lines or these
         self.missing = tuple(_find_gaps(steps, first_step))
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a+", encoding="utf-8")
 
     def write_session(self, record: Session) -> None:
         self._write(record)
@@ -101,6 +102,7 @@ class JsonLinesWriter:
     def sync(self) -> None:
         """Wait until all lines, and the name of their file, are on disk."""
         try:
+            self._restore()
             os.fsync(self._file.fileno())
             folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -111,7 +113,26 @@ class JsonLinesWriter:
             raise self._explain(error) from error
 
     def close(self) -> None:
+        try:
+            self._restore()
+        except OSError as error:
+            raise self._explain(error) from error
+        finally:
+            self._file.close()
+
+    def _restore(self) -> None:
+        """Write the file anew where it was deleted, or another put there: its lines are still here.
+
+        Of a folder that is gone nothing is made again.
+        """
+        if not self._path.parent.is_dir():
+            return
+        own = os.fstat(self._file.fileno())
+        if self._path.exists() and os.path.samestat(own, self._path.stat()):
+            return
+        write_pieces(self._path, (os.pread(self._file.fileno(), own.st_size, 0),))
         self._file.close()
+        self._file = self._path.open("a+", encoding="utf-8")
 
     def _write(self, record: Session | StepRecord | EvalRecord) -> None:
         try:

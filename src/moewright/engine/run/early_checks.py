@@ -10,6 +10,7 @@ wait for it.
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,10 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
 
 _RANKS_PER_CORE = 8
+# Files and connections that a rank opens beside those to each other rank, and of those one for each
+# group of its layout.
+_FILES = 256
+_FILES_PER_RANK = 16
 
 
 def count_cores() -> int:
@@ -25,6 +30,22 @@ def count_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def raise_file_limit(nproc: int) -> None:
+    """Let this process and its ranks open as many files as a job of so many ranks may need.
+
+    Raises:
+        BadInput: the hard limit does not allow it.
+    """
+    needed = _FILES + _FILES_PER_RANK * nproc
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard) or soft >= needed:
+        return
+    if hard < needed:
+        rule = f"a process may open {hard} files here, {nproc} ranks may need {needed}"
+        raise BadInput(Reason(field="ulimit -n", rule=rule, nearest=str(needed)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def refuse_too_many_processes(nproc: int, *, field: str = "nproc") -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moewright.codec.folder_lock import lock_folder
 from moewright.engine.observe.display import STEP_LINES, RunDisplay
-from moewright.engine.run.early_checks import refuse_too_many_processes
+from moewright.engine.run.early_checks import raise_file_limit, refuse_too_many_processes
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
 from moewright.engine.run.rank_processes import RankProcesses
 from moewright.engine.run.rendezvous import Rendezvous
@@ -100,6 +100,7 @@ def launch(
             hooks=hooks,
         )
     refuse_too_many_processes(nproc)
+    raise_file_limit(nproc)
     if sys.platform != "linux":
         raise BadInput(
             Reason(field="nproc", rule="ranks are started on Linux only", nearest="torchrun")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from moewright.engine.checkpoint import Coordinator
@@ -43,6 +45,26 @@ def refuse_peer_copies(plan: Plan) -> tuple[Reason, ...]:
     field = "checkpoint.peer_every_steps"
     rule = "ranks go on in place on CPUs alone; on GPUs all start again"
     return (Reason(field=field, value=str(steps), rule=rule, nearest="0"),)
+
+
+# What the engine makes as folders in the folder of a run.
+_FOLDERS = ("checkpoints", "ledger", "trace", ".launch")
+
+
+def refuse_run_folder(run_dir: Path) -> tuple[Reason, ...]:
+    """Return reasons where a run cannot be kept in a folder; else nothing."""
+    try:
+        str(run_dir).encode()
+    except UnicodeEncodeError:
+        rule = "its name is not text in UTF-8, or not in this locale"
+        nearest = "another name, or PYTHONUTF8=1"
+        return (Reason(field="--out", value=ascii(str(run_dir)), rule=rule, nearest=nearest),)
+    paths = [run_dir / name for name in _FOLDERS]
+    return tuple(
+        Reason(field=str(path), rule="is a file, not a directory", nearest="delete it")
+        for path in paths
+        if path.exists() and not path.is_dir()
+    )
 
 
 def _count_local_ranks(plan: Plan) -> int:

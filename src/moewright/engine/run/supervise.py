@@ -6,7 +6,7 @@ The rules, which docs/how_to/endure.md states for users:
   checkpoint, at once and then after 1, 2, 4, ... seconds while no newer checkpoint comes.
 - Where the job keeps copies of its state in other ranks' memory, another process takes the place of
   a rank that crashed or hangs, and the others stay (engine.run.peer_copies). All start again where
-  that fails, or the next failure comes within ten steps.
+  that fails, or the next failure comes within ten steps: that is no second failure of the step.
 - When the same step fails twice in a row, or two starts in a row fail before their first step, the
   supervisor gives up and says why; so it does when ten starts in a row have come to little.
 - A rank that fails so twice in a row, not by its numbers, is gone for good where fewer ranks may
@@ -123,6 +123,7 @@ class _Supervisor:
         self._gone: frozenset[int] = frozenset()
         self._last: RankFailure | None = None
         self._last_slot = -1
+        self._was_in_place = False  # the way on after the last failure
         self._saved_step = -1
         self._restarts = 0  # since there was a newer checkpoint
         self._start_step = latest_step(run_dir / "checkpoints")
@@ -183,6 +184,7 @@ class _Supervisor:
             return False
         self._last = failure
         self._last_slot = self.slots[failure.rank]
+        self._was_in_place = True
         self._tell(f"{failure}; another process takes its place, the other ranks stay")
         return True
 
@@ -198,7 +200,9 @@ class _Supervisor:
         self._start_step = saved_step
         self._short_starts = 0 if has_endured else self._short_starts + 1
         self._saved_step = saved_step
-        is_again = self._last is not None and self._last.step == failure.step
+        is_again = (
+            self._last is not None and self._last.step == failure.step and not self._was_in_place
+        )
         was_gone = slot in self._gone and not failure.step
         is_by_rank = failure.cause is not IncidentKind.NOT_FINITE and failure.is_certain
         # Where work comes out wrong twice, the step does not matter: checks are not in each one.
@@ -207,6 +211,7 @@ class _Supervisor:
         is_lost = was_gone or (slot == self._last_slot and is_early)
         self._last = failure
         self._last_slot = slot
+        self._was_in_place = False
         if self._has_all_ranks and failure.step:
             self._gone = frozenset()  # all took part in a step: they are back
             self._return_s = _RETURN_S

@@ -26,6 +26,7 @@ from moewright.codec.processes import die_with_parent
 from moewright.engine.run.env import TorchrunEnv
 from moewright.engine.run.watch import (
     WatchedRank,
+    WatchedTime,
     blame_hanging_rank,
     read_process_stat,
     write_flight_record,
@@ -152,12 +153,13 @@ class _MachineWatch:
         os._exit(ExitCode.DONE)
 
     def _watch(self) -> None:
-        started_s = time.monotonic()
+        watched = WatchedTime()
         others: _OtherMachines | None = None
         while ranks := self._list_ranks():
             time.sleep(_POLL_S)
+            watched.look()
             live = [rank for rank in ranks if _is_alive(rank)]
-            silent = [rank for rank in live if rank.silence_s(started_s) > rank.patience_s()]
+            silent = [rank for rank in live if rank.silence_s(watched) > rank.patience_s()]
             # Who waits for others may wait for as long as they show life.
             is_hang = any(not rank.is_waiting() or rank.is_suspended() for rank in silent)
             is_hang = is_hang or len(silent) == self.env.world_size
@@ -172,7 +174,7 @@ class _MachineWatch:
             if is_elsewhere:
                 write_flight_record(live, self.run_dir, part=f"-{self.env.machine}")
             elif is_hang:
-                failure = blame_hanging_rank(live, started_s, self.run_dir)
+                failure = blame_hanging_rank(live, watched, self.run_dir)
                 self.report(failure)
                 _kill([rank for rank in live if rank.info.rank == failure.rank])
             if is_elsewhere or is_hang:

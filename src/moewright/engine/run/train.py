@@ -69,6 +69,7 @@ from moewright.engine.run.rank_checks import (
     missing_devices,
     refuse_different_ranks,
     refuse_peer_copies,
+    refuse_run_folder,
 )
 from moewright.engine.run.reference_pass import attach_references
 from moewright.engine.run.restore import (
@@ -148,6 +149,7 @@ def train(
     reasons = (
         *missing_devices(plan),
         *refuse_peer_copies(plan),
+        *refuse_run_folder(run_dir),
         *unavailable_reasons(plan.workload.fused_kernels, kind, interpreted=interpreted),
     )
     if reasons:

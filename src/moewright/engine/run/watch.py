@@ -28,12 +28,40 @@ from moewright.engine.run.worker import (
 from moewright.spec.run import IncidentKind
 
 _POLL_S = 0.2
+# The most that one round of a watch counts as time in which ranks were silent.
+_MOST_ROUND_S = 2.0
 # Time to wait for the cause of the first failure, when that failure is only a consequence.
 _SETTLE_S = 0.7
 # Time past the collective timeout, so that a rank that times out can report that itself.
 _HANG_MARGIN_S = 3.0
 # Time for ranks that hang to write their stacks.
 _STACK_S = 0.3
+
+
+class WatchedTime:
+    """The time in which a watch ran.
+
+    A machine that sleeps, a virtual machine that is paused or a job that is suspended stops the
+    watch with its ranks: that they were silent meanwhile says nothing.
+    """
+
+    def __init__(self) -> None:
+        self.started_s = time.monotonic()
+        self._looked_s = self.started_s
+        self._pauses: list[tuple[float, float]] = []  # the end of each, and its length
+
+    def look(self) -> None:
+        """Begin another round of the watch."""
+        now_s = time.monotonic()
+        paused_s = now_s - self._looked_s - _MOST_ROUND_S
+        if paused_s > 0.0:
+            self._pauses.append((now_s, paused_s))
+        self._looked_s = now_s
+
+    def since(self, time_s: float) -> float:
+        """Return how long ago that was, less the pauses since."""
+        paused_s = sum(length_s for end_s, length_s in self._pauses if end_s > time_s)
+        return time.monotonic() - time_s - paused_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +85,10 @@ class WatchedRank:
         beats = self.beats()
         return beats[-1].step if beats else 0
 
-    def silence_s(self, started_s: float) -> float:
-        """Return the time since the last heartbeat, or since the start."""
+    def silence_s(self, watched: WatchedTime) -> float:
+        """Return the watched time since the last heartbeat, or since the start."""
         beats = self.beats()
-        return time.monotonic() - (beats[-1].time_s if beats else started_s)
+        return watched.since(beats[-1].time_s if beats else watched.started_s)
 
     def is_waiting(self) -> bool:
         """Tell whether the last thing that the rank began was to wait for others."""
@@ -132,7 +160,7 @@ def watch_ranks(
     They are asked to stop when the user asks for it, or `wants_stop` does, which is told of that.
     `refresh` is called several times a second.
     """
-    started_s = time.monotonic()
+    watched = WatchedTime()
     has_forwarded_stop = False
     while live := [rank for rank in ranks if rank.is_alive]:
         should_stop = wants_stop(stop.requested) or stop.requested
@@ -141,16 +169,17 @@ def watch_ranks(
             has_forwarded_stop = True
         refresh()
         wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
+        watched.look()
         if any(rank.has_failed for rank in ranks):
             break
-        silent = [rank for rank in live if rank.silence_s(started_s) > rank.patience_s()]
+        silent = [rank for rank in live if rank.silence_s(watched) > rank.patience_s()]
         # Who waits for others may wait for as long as they show life.
         if len(silent) == len(live) or any(not rank.is_waiting() for rank in silent):
-            return blame_hanging_rank(live, started_s, live[0].folder.parent)
-    return _find_first_failure(ranks, started_s)
+            return blame_hanging_rank(live, watched, live[0].folder.parent)
+    return _find_first_failure(ranks, watched)
 
 
-def _find_first_failure(ranks: Sequence[RankProcess], started_s: float) -> RankFailure | None:
+def _find_first_failure(ranks: Sequence[RankProcess], watched: WatchedTime) -> RankFailure | None:
     """Return the failure to blame, once ranks have had time to settle; None when none failed."""
     deadline_s = time.monotonic() + _SETTLE_S
     failures: dict[int, RankFailure] = {}
@@ -166,7 +195,7 @@ def _find_first_failure(ranks: Sequence[RankProcess], started_s: float) -> RankF
             return first
         if time.monotonic() > deadline_s:
             if first.kind is FailureKind.PEER_LOST:
-                return blame_hanging_rank(live, started_s, live[0].folder.parent)
+                return blame_hanging_rank(live, watched, live[0].folder.parent)
             return first
         wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
 
@@ -193,7 +222,9 @@ def _describe_failure(rank: RankProcess) -> RankFailure:
     )
 
 
-def blame_hanging_rank(live: Sequence[WatchedRank], started_s: float, run_dir: Path) -> RankFailure:
+def blame_hanging_rank(
+    live: Sequence[WatchedRank], watched: WatchedTime, run_dir: Path
+) -> RankFailure:
     """Blame one of the ranks that still live.
 
     That is a suspended one, else one that never came to meet the others, else one that does not
@@ -203,13 +234,13 @@ def blame_hanging_rank(live: Sequence[WatchedRank], started_s: float, run_dir: P
 
     def suspicion(rank: WatchedRank) -> tuple[bool, bool, bool, float]:
         has_met = rank.note_path("met").exists()
-        return rank.is_suspended(), not has_met, not rank.is_waiting(), rank.silence_s(started_s)
+        return rank.is_suspended(), not has_met, not rank.is_waiting(), rank.silence_s(watched)
 
     rank = max(live, key=suspicion)
     cause = "the others wait for it" if rank.info.world_size > 1 else "it shows no life"
     if rank.is_suspended():
         cause = "it is suspended (SIGSTOP)"
-    silence_s = rank.silence_s(started_s)
+    silence_s = rank.silence_s(watched)
     activity = f" in: {rank.activity()}" if rank.activity() else ""
     record = write_flight_record(live, run_dir)
     return RankFailure(
