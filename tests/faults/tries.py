@@ -105,8 +105,8 @@ class Series:
 def _folder_of_tries(log: Path | None) -> Iterator[Path]:
     """Keep what runs recorded without a fault beside the log, where there is one."""
     if log is None:
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder)
+        with tempfile.TemporaryDirectory() as temporary:
+            yield Path(temporary)
     else:
         folder = log.with_suffix("")
         folder.mkdir(parents=True, exist_ok=True)
