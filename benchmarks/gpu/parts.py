@@ -34,7 +34,7 @@ from benchmarks.gpu.sizes import (
 from moewright.cost.estimate import estimate
 from moewright.cost.ledger import predict_rank_ledger
 from moewright.engine.kernels.fused.table import build_kernels, torch_kernels
-from moewright.engine.kernels.low_precision import Groups, NarrowTensor, convert
+from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, NarrowTensor, convert
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
 from moewright.engine.kernels.scaled_groups import (
     contract_groups,
@@ -88,7 +88,10 @@ def compare_kernels(sizes: GpuSizes) -> str:
                 ("kernel", "largest error over fp32's largest", "time", "plain torch"),
                 _kernel_rows(sizes, width),
             ),
-            _table(("cast", "bits that differ from the CPU's", "time"), _cast_rows(sizes, width)),
+            _table(
+                ("cast", "bytes that differ from the CPU's", "time", "plain torch"),
+                _cast_rows(sizes, width),
+            ),
             _table(
                 ("product", "by", "error over the exact norm", "time", "in bf16"),
                 _product_rows(sizes, width),
@@ -137,6 +140,8 @@ def _kernel_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
 
 
 def _cast_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
+    kind = DeviceKind.CUDA if sizes.device.type == "cuda" else DeviceKind.CPU
+    fused = build_kernels(FusedKernels.AUTO, kind).convert
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(sizes.rows, width, generator=generator).bfloat16()
     for name, precision, scaling in _RECIPES:
@@ -145,13 +150,14 @@ def _cast_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
         assert recipe is not None
         expected = convert(x, recipe.inputs)
         moved = x.to(sizes.device)
-        result = convert(moved, recipe.inputs)
+        result = fused(moved, recipe.inputs, ONE_GROUP, None)
         differing = sum(
             int((ours.cpu().view(torch.uint8) != reference.view(torch.uint8)).sum())
             for ours, reference in zip(result.tensors, expected.tensors, strict=True)
         )
-        seconds = time_call(sizes, partial(convert, moved, recipe.inputs))
-        yield name, str(differing), _microseconds(seconds)
+        own_s = time_call(sizes, partial(fused, moved, recipe.inputs, ONE_GROUP, None))
+        plain_s = time_call(sizes, partial(convert, moved, recipe.inputs))
+        yield name, str(differing), _microseconds(own_s), _microseconds(plain_s)
 
 
 def _product_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for an H100 where there is none.
+"""The Triton kernels compile for an H100 and a B200 where there is none.
 
 The interpreter runs programs that the compiler refuses.
 
@@ -18,8 +18,18 @@ import pytest
 import torch
 
 from moewright.engine.kernels.fused.router_losses import RouterLossTerms
+from moewright.engine.kernels.low_precision import Groups
+from moewright.rules.low_precision import find_recipe
 from moewright.spec.model import RouterSpec, ScoreFunction
+from moewright.spec.workload import Dtype, TensorScaling, Workload
+from selection import thorough
 
+RECIPES = (
+    (Dtype.FP8, TensorScaling.CURRENT),
+    (Dtype.FP8, TensorScaling.BLOCKWISE),
+    (Dtype.MXFP8, TensorScaling.CURRENT),
+    (Dtype.NVFP4, TensorScaling.CURRENT),
+)
 TOKENS, WIDTH, HEADS, HEAD, EXPERTS, VOCABULARY = 24, 96, 3, 64, 8, 5000
 
 
@@ -69,17 +79,25 @@ def call_all() -> None:
     masked = replace(terms, mask=weights, sequence_weights=weights, total=1, sequences=1)
     for some in (terms, masked):
         kernels.router_losses(logits, scores, some).sum().backward()
+    generator = torch.Generator().manual_seed(0)
+    for precision, scaling in RECIPES:
+        workload = Workload(seq_len=1, global_batch=1, precision=precision, tensor_scaling=scaling)
+        recipe = find_recipe(workload)
+        assert recipe is not None
+        for operand in (recipe.inputs, recipe.weights, recipe.gradients):
+            for tensor in (x, x.mT):
+                kernels.convert(tensor, operand, Groups(), generator)
 
 
-def compile_all() -> None:
+def compile_all(capability: int) -> None:
     """Compile each kernel that is launched, instead of running it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    class H100:
+    class Card:
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", capability, 32)
 
         def get_current_device(self) -> int:
             return 0
@@ -95,14 +113,14 @@ def compile_all() -> None:
         assert result.asm["cubin"]
         compiled.add(kernel.__name__)
 
-    triton.runtime.driver.set_active(H100())
+    triton.runtime.driver.set_active(Card())
     JITFunction.run = compile_only
     call_all()
     print(*sorted(compiled))
 
 
-@pytest.mark.turns
-def test_every_kernel_compiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", ["90", thorough("100")])
+def test_every_kernel_compiles(capability: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs the package triton")
     settings = {
         "TRITON_INTERPRET": "0",
@@ -110,7 +128,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "",
     }
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, capability],
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
@@ -118,8 +136,11 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
+        "_cast_rows",
+        "_convert_blocks",
         "_cross_entropy",
         "_cross_entropy_backward",
+        "_largest_of_rows",
         "_permute",
         "_rms_norm",
         "_rms_norm_backward",
@@ -136,4 +157,4 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    compile_all()
+    compile_all(int(sys.argv[1]))

@@ -8,7 +8,7 @@ Shapes: R rows, K columns, G groups of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleForm
 
 _TORCH_FORMATS = {NarrowFormat.E4M3: torch.float8_e4m3fn, NarrowFormat.E5M2: torch.float8_e5m2}
 _E4M3_LARGEST = NarrowFormat.E4M3.largest
-_FP32_LARGEST = torch.finfo(torch.float32).max
+FP32_LARGEST = torch.finfo(torch.float32).max
 # The numbers of E2M1 and the bounds between neighbours; a tie goes to the even one of the two.
 _E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -37,13 +37,16 @@ class Groups:
 
     def largest(self, wide: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of each group [G]; 0 for an empty one."""
+        if not wide.numel():
+            return wide.new_zeros(1 if self.ends is None else len(self.ends))
+        return self.largest_of_lines(wide.abs().amax(0 if self.of_columns else 1))
+
+    def largest_of_lines(self, lines: torch.Tensor) -> torch.Tensor:
+        """Return the largest number of each group [G], of one for each row or column."""
         if self.ends is None:
-            if wide.numel():
-                return wide.abs().amax()[None]
-            return wide.new_zeros(1)
-        lines = wide.abs().amax(0 if self.of_columns else 1)
+            return lines.amax()[None]
         numbers = group_numbers(self.ends, len(lines))
-        return wide.new_zeros(len(self.ends) + 1).scatter_reduce(0, numbers, lines, "amax")[:-1]
+        return lines.new_zeros(len(self.ends) + 1).scatter_reduce(0, numbers, lines, "amax")[:-1]
 
     def spread(self, values: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
         """Return the value [G] of each row's group [R,1], or of each column's [1,K]."""
@@ -148,7 +151,7 @@ def convert(
     group_scales = None
     spread = wide.new_ones(1, 1)
     if operand.scale is ScaleFormat.E4M3:
-        group_scales = _nvfp4_group_scales(wide, groups)
+        group_scales = find_nvfp4_scales(groups.largest(wide))
         spread = groups.spread(group_scales, wide)
         if spread.shape[1] > 1:
             spread = spread[:, :: operand.block]
@@ -166,11 +169,19 @@ def convert(
     )
 
 
+# A conversion as `convert` is one.
+Convert = Callable[[torch.Tensor, OperandFormat, Groups, torch.Generator | None], NarrowTensor]
+
+
 def _convert_groups(wide: torch.Tensor, operand: OperandFormat, groups: Groups) -> NarrowTensor:
     """Convert with one scale for each group: the format's largest over the group's."""
-    largest = groups.largest(wide)
-    scales = (operand.number.largest / largest).clamp(max=_FP32_LARGEST)
-    return cast_groups(wide, operand, groups, torch.where(largest > 0, scales, 1.0))
+    return cast_groups(wide, operand, groups, find_group_scales(groups.largest(wide), operand))
+
+
+def find_group_scales(largest: torch.Tensor, operand: OperandFormat) -> torch.Tensor:
+    """Return what groups are multiplied by, so that their largest is the format's."""
+    scales = _divide(operand.number.largest, largest).clamp(max=FP32_LARGEST)
+    return torch.where(largest > 0, scales, 1.0)
 
 
 def cast_groups(
@@ -190,10 +201,23 @@ def cast_groups(
     )
 
 
-def _nvfp4_group_scales(wide: torch.Tensor, groups: Groups) -> torch.Tensor:
+def find_nvfp4_scales(largest: torch.Tensor) -> torch.Tensor:
     """Return the scales with which the largest number of a group is the largest of both formats."""
-    largest = groups.largest(wide) / (_E4M3_LARGEST * NarrowFormat.E2M1.largest)
-    return torch.where(largest > 0, largest, 1.0)
+    scales = _divide(largest, _E4M3_LARGEST * NarrowFormat.E2M1.largest)
+    return torch.where(scales > 0, scales, 1.0)
+
+
+def _divide(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
+    """Return a / b rounded to the nearest, as Transformer Engine divides (recipe_common.cuh).
+
+    torch multiplies by a reciprocal where one of them is a number, which rounds twice.
+    """
+    if not isinstance(b, torch.Tensor):
+        assert isinstance(a, torch.Tensor)
+        b = torch.full_like(a, b)
+    if not isinstance(a, torch.Tensor):
+        a = torch.full_like(b, a)
+    return a / b
 
 
 def _largest_in_tiles(largest: torch.Tensor, block: int) -> torch.Tensor:
@@ -217,8 +241,8 @@ def _encode_scales(largest: torch.Tensor, operand: OperandFormat) -> torch.Tenso
     if operand.scale is ScaleFormat.E8M0:
         return _round_up_to_e8m0(largest * (1.0 / top))
     if operand.scale is ScaleFormat.E4M3:
-        return (largest / top).clamp(max=_E4M3_LARGEST).to(torch.float8_e4m3fn)
-    encode = torch.where(largest > 0, (top / largest).clamp(max=_FP32_LARGEST), 1.0)
+        return _divide(largest, top).clamp(max=_E4M3_LARGEST).to(torch.float8_e4m3fn)
+    encode = torch.where(largest > 0, _divide(top, largest).clamp(max=FP32_LARGEST), 1.0)
     # The power of two below it.
     return 1.0 / (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
 

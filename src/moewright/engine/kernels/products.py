@@ -16,6 +16,7 @@ import torch
 
 from moewright.engine.kernels.low_precision import (
     ONE_GROUP,
+    Convert,
     Groups,
     NarrowTensor,
     convert,
@@ -35,7 +36,7 @@ from moewright.engine.kernels.scaled_products import (
     multiply,
     multiply_scaled,
 )
-from moewright.rules.low_precision import NarrowFormat, Recipe
+from moewright.rules.low_precision import NarrowFormat, OperandFormat, Recipe
 
 
 class Products(Protocol):
@@ -109,8 +110,11 @@ WIDE_PRODUCTS = WideProducts()
 class NarrowProducts:
     """Products of operands that a recipe converts; `seed` is for numbers rounded at random."""
 
-    def __init__(self, recipe: Recipe, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, recipe: Recipe, device: torch.device, seed: int, convert: Convert = convert
+    ) -> None:
         self._recipe = recipe
+        self._convert_by = convert
         self._seed = seed
         self._generator = torch.Generator(device).manual_seed(seed)
 
@@ -120,7 +124,7 @@ class NarrowProducts:
     def forward(
         self, x_RK: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x = convert(x_RK, self._recipe.inputs, Groups(ends=ends))
+        x = self._convert(x_RK, self._recipe.inputs, Groups(ends=ends))
         return self._multiply_by_weights(x, w, ends, x_RK.dtype)
 
     def input_grad(
@@ -138,7 +142,7 @@ class NarrowProducts:
         if inputs.number is not NarrowFormat.E2M1:
             # A kept input is converted already, which changes nothing; one that was made again is
             # not, and would give other gradients.
-            kept = convert(x_RK, inputs, Groups(ends=ends))
+            kept = self._convert(x_RK, inputs, Groups(ends=ends))
         if kept is not None and not inputs.block:
             gradient = self._convert_gradient(g_RN, Groups(ends=ends))
             if ends is None:
@@ -160,7 +164,7 @@ class NarrowProducts:
         rotated_rows = self._recipe.hadamard_rows
         if rotated_rows:
             padded = [rotate_rows(t, rotated_rows) for t in padded]
-        narrow_x = convert(padded[0].mT, inputs, groups)
+        narrow_x = self._convert(padded[0].mT, inputs, groups)
         narrow_g = self._convert_gradient(padded[1].mT, groups)
         if grouped is not None:
             return contract_groups(grouped, narrow_g, narrow_x, len(x))
@@ -181,10 +185,15 @@ class NarrowProducts:
     def convert_input(
         self, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> NarrowTensor | None:
-        return convert(x_RK, self._recipe.inputs, Groups(ends=ends))
+        return self._convert(x_RK, self._recipe.inputs, Groups(ends=ends))
+
+    def _convert(
+        self, x: torch.Tensor, operand: OperandFormat, groups: Groups = ONE_GROUP
+    ) -> NarrowTensor:
+        return self._convert_by(x, operand, groups, None)
 
     def _convert_gradient(self, g: torch.Tensor, groups: Groups) -> NarrowTensor:
-        return convert(g, self._recipe.gradients, groups, self._generator)
+        return self._convert_by(g, self._recipe.gradients, groups, self._generator)
 
     def _multiply_by_weights(
         self, a: NarrowTensor, w: torch.Tensor, ends: torch.Tensor | None, dtype: torch.dtype
@@ -192,7 +201,7 @@ class NarrowProducts:
         """Return a w^T, for weights [N,K] or [E,N,K], which are converted along K."""
         operand = self._recipe.weights
         if ends is None:
-            return multiply(a, convert(w, operand), dtype)
+            return multiply(a, self._convert(w, operand), dtype)
         experts, rows, _ = w.shape
         # Tiles must not hold rows of two experts.
         missing = 0
@@ -200,5 +209,5 @@ class NarrowProducts:
             missing = -rows % operand.block
         flat = torch.nn.functional.pad(w, (0, 0, 0, missing)).flatten(0, 1)
         weight_ends = torch.arange(1, experts + 1, device=w.device) * (rows + missing)
-        weights = convert(flat, operand, Groups(ends=weight_ends))
+        weights = self._convert(flat, operand, Groups(ends=weight_ends))
         return multiply_groups(a, weights, w.shape, ends, dtype)

@@ -181,6 +181,8 @@ def build_runtime(
     dispatch_library = None
     if layout.dispatcher.facts.is_library:
         dispatch_library = _open_library(job, mesh, device)
+    if kernels is None:
+        kernels = build_kernels(workload.fused_kernels, DeviceKind(device.type))
     recipe = find_recipe(workload)
     saved_tensors = SavedTensorManager(
         counters, replaces_tensors=bool(layout.recompute or layout.offload or recipe)
@@ -194,7 +196,8 @@ def build_runtime(
         )
         products = delayed_scaling.products_of("a weight without a name")
     elif recipe is not None:
-        products = NarrowProducts(recipe, device, workload.seed * layout.world_size + rank)
+        seed = workload.seed * layout.world_size + rank
+        products = NarrowProducts(recipe, device, seed, kernels.convert)
     chunks = job.rank_chunks(mesh.coordinate("pp"))
     weight_grads = WeightGradStore()
     return Runtime(
@@ -205,7 +208,7 @@ def build_runtime(
         saved_tensors=saved_tensors,
         turns=PassTurns(device, (counters.scopes, saved_tensors)),
         part_graphs=_build_part_graphs(job, chunks, device, weight_grads),
-        kernels=kernels or build_kernels(workload.fused_kernels, DeviceKind(device.type)),
+        kernels=kernels,
         products=products,
         delayed_scaling=delayed_scaling,
         device=device,

@@ -2,7 +2,8 @@
 
 Implementations give the same numbers up to rounding, and the model keeps the same tensors for
 backward with each, so the ledger does not ask which one ran. But for those of the router, nothing
-here is differentiated: the model's autograd functions call one kernel forward and one backward.
+here is differentiated: the model's autograd functions call one kernel forward and one backward, and
+the products of 8 and 4 bits convert their operands by one.
 None has FLOPs of the ledger, which counts products (docs/formulas.md 6).
 
 Shapes: T tokens, k experts a token, E experts, R routed rows, H hidden, F expert width, K any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from moewright.engine.kernels.fused.router_losses import RouterLossTerms
 from moewright.engine.kernels.fused.scans import ScanKernels
+from moewright.engine.kernels.low_precision import Convert
 from moewright.spec.model import RouterSpec
 from moewright.spec.workload import FusedKernels
 
@@ -87,3 +89,7 @@ class KernelSet:
     # differentiable. Kept for backward are what rules.saved.recompute says: scores, shares, sums of
     # scores where they are divided by them, and for the z loss logits with their log-sum-exp.
     router_losses: Callable[[Tensor, Tensor, RouterLossTerms], Tensor]
+
+    # (x_RK, operand, groups, generator): convert a tensor to 8 or 4 bits with its scales, to the
+    # same bits with each implementation (kernels.low_precision).
+    convert: Convert

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
+from moewright.engine.kernels import low_precision
 from moewright.engine.kernels.fused import compiled, reference, router_losses
 from moewright.engine.kernels.fused.compiled import Chain, compile_backend, compile_kernel
 from moewright.engine.kernels.fused.interface import KernelSet
@@ -110,6 +111,7 @@ KERNELS = (
         reference=router_losses.router_losses,
         triton="triton_router_losses",
     ),
+    Kernel(name="convert", reference=low_precision.convert, triton="triton_convert"),
 )
 
 

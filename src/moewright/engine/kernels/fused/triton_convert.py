@@ -1,0 +1,328 @@
+"""Triton kernels of the conversion to 8 and 4 bits: a tensor is read once, codes are written.
+
+Operation by operation the conversion goes over fp32 copies about ten times. Here a program finds
+the scales of the blocks in its tile and rounds the numbers by them; where a scale is for a whole
+group, a second kernel finds the largest magnitudes of rows before. A transposed tensor is read
+where it lies.
+
+The bits are those of kernels.low_precision: quotients are rounded to the nearest, and numbers to
+their format by whole numbers, so that no device's own conversion has a say. A NaN stays one where
+the format has it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moewright.engine.kernels import low_precision
+from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, NarrowTensor
+from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
+
+_TILE_NUMEL = 8192  # numbers that a program holds at a time
+_TILE_COLUMNS = 128  # a multiple of every block
+_FP32_LARGEST = tl.constexpr(low_precision.FP32_LARGEST)
+_E4M3_LARGEST = tl.constexpr(NarrowFormat.E4M3.largest)
+# The scales of blocks, as constants of the kernel.
+_POWER_OF_TWO = tl.constexpr(0)
+_E8M0 = tl.constexpr(1)
+_E4M3 = tl.constexpr(2)
+_SCALES = {
+    ScaleFormat.POWER_OF_TWO: (0, torch.float32, torch.float32),
+    ScaleFormat.E8M0: (1, torch.uint8, torch.float8_e8m0fnu),
+    ScaleFormat.E4M3: (2, torch.uint8, torch.float8_e4m3fn),
+}
+# Bits of the mantissa, and the bias of the exponent.
+_SHAPES = {NarrowFormat.E4M3: (3, 7), NarrowFormat.E5M2: (2, 15), NarrowFormat.E2M1: (1, 1)}
+_CODES = {NarrowFormat.E4M3: torch.float8_e4m3fn, NarrowFormat.E5M2: torch.float8_e5m2}
+
+
+@triton.jit
+def _clamp(x, most):
+    return tl.where(x > most, most, tl.where(x < -most, -most, x))
+
+
+@triton.jit
+def _divide(a, b):
+    return tl.div_rn(a, b)
+
+
+@triton.jit
+def _round_magnitude(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Return the code, without its sign, of |value| rounded to the nearest, ties to even.
+
+    A number below the least normal one counts in the least steps of the format; the sum with 2^23
+    leaves that count in the lowest bits.
+    """
+    magnitude = tl.abs(value)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    dropped: tl.constexpr = 23 - MANTISSA
+    half: tl.constexpr = (1 << (dropped - 1)) - 1
+    normal = ((bits + half + ((bits >> dropped) & 1)) >> dropped) - ((127 - BIAS) << MANTISSA)
+    steps_of_one: tl.constexpr = 2.0 ** (BIAS + MANTISSA - 1)
+    counted = magnitude * steps_of_one + 8388608.0
+    small = counted.to(tl.int32, bitcast=True) & 0x7FFFFF
+    least_normal: tl.constexpr = 2.0 ** (1 - BIAS)
+    return tl.where(magnitude < least_normal, small, normal)
+
+
+@triton.jit
+def _round_to_byte(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Return the code of a number that is no larger than the format's largest; NaN is 0x7f."""
+    code = _round_magnitude(value, MANTISSA, BIAS)
+    sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (tl.where(value != value, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _number_of_e2m1(code):
+    return tl.where(code < 4, code * 0.5, tl.where(code < 6, code - 2.0, 2.0 * code - 8.0))
+
+
+@triton.jit
+def _draw_e2m1(value, draw):
+    """Return one of the two neighbours of |value|, the nearer one with more probability."""
+    magnitude = tl.abs(value)
+    below = tl.zeros_like(magnitude).to(tl.int32)
+    for code in tl.static_range(1, 7):
+        below += (magnitude >= _number_of_e2m1(code)).to(tl.int32)
+    low = _number_of_e2m1(below)
+    step = _number_of_e2m1(below + 1) - low
+    return below + (draw < _divide(magnitude - low, step)).to(tl.int32)
+
+
+@triton.jit
+def _encode_scales(largest, spread, TOP: tl.constexpr, SCALE: tl.constexpr):
+    """Return the scales of blocks as they are kept, and what they decode to, in fp32."""
+    share = _divide(largest, spread)
+    if SCALE == _POWER_OF_TWO:
+        factor = tl.where(share > 0, _divide(tl.full(share.shape, TOP, tl.float32), share), 1.0)
+        factor = tl.where(factor > _FP32_LARGEST, _FP32_LARGEST, factor)
+        power = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        kept = _divide(tl.full(share.shape, 1.0, tl.float32), power)
+        decoded = kept
+    elif SCALE == _E8M0:
+        bits = (share * (1.0 / TOP)).to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) & 0xFF
+        mantissa = bits & 0x7FFFFF
+        is_above = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
+        exponent = tl.minimum(exponent + is_above.to(tl.int32), 254)
+        kept = exponent.to(tl.uint8)
+        decoded = tl.where(exponent > 0, exponent << 23, 0x400000).to(tl.float32, bitcast=True)
+    else:
+        top = tl.full(share.shape, TOP, tl.float32)
+        kept = _round_to_byte(_clamp(_divide(share, top), _E4M3_LARGEST), 3, 7)
+        code = kept.to(tl.int32)
+        normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        decoded = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+    return kept, decoded * spread
+
+
+@triton.jit
+def _convert_blocks(
+    x, codes, scales, spread, draws,
+    rows, columns, row_stride, column_stride, row_spread, block_spread,
+    TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, RANDOM: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Convert a tile; `spread` has the scale of each row's group, or of each block's."""
+    blocks: tl.constexpr = COLUMNS // BLOCK
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * row_stride + column[None, :] * column_stride
+    value = tl.load(x + place, inside, 0.0).to(tl.float32).reshape(ROWS, blocks, BLOCK)
+    largest = tl.max(tl.abs(value), 2)
+    if TILED:  # a tile of as many rows
+        largest = tl.broadcast_to(tl.max(largest, 0)[None, :], (ROWS, blocks))
+    block = tl.program_id(1).to(tl.int64) * blocks + tl.arange(0, blocks)
+    row_blocks = tl.cdiv(columns, BLOCK)
+    is_block = (row < rows)[:, None] & (block < row_blocks)[None, :]
+    spread_place = row[:, None] * row_spread + block[None, :] * block_spread
+    block_scale = tl.load(spread + spread_place, is_block, 1.0)
+    kept, decoded = _encode_scales(largest, block_scale, TOP, SCALE)
+    tl.store(scales + row[:, None] * row_blocks + block[None, :], kept, is_block)
+    one = tl.full(decoded.shape, 1.0, tl.float32)
+    encode = tl.where(decoded > 0, _divide(one, decoded), 0.0)
+    scaled = _clamp((value * encode[:, :, None]).reshape(ROWS, COLUMNS), TOP)
+    if PACKED:
+        if RANDOM:
+            draw = tl.load(draws + row[:, None] * columns + column[None, :], inside, 0.0)
+            code = _draw_e2m1(scaled, draw)
+        else:
+            code = _round_magnitude(scaled, MANTISSA, BIAS)
+        code |= (scaled.to(tl.int32, bitcast=True) >> 28) & 8
+        code = tl.where(inside, code, 0)
+        low, high = tl.split(code.reshape(ROWS, COLUMNS // 2, 2))
+        pair = tl.program_id(1).to(tl.int64) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        width = tl.cdiv(columns, 2)
+        has_pair = (row < rows)[:, None] & (pair < width)[None, :]
+        packed = (low | (high << 4)).to(tl.uint8)
+        tl.store(codes + row[:, None] * width + pair[None, :], packed, has_pair)
+    else:
+        code = _round_to_byte(scaled, MANTISSA, BIAS)
+        tl.store(codes + row[:, None] * columns + column[None, :], code, inside)
+
+
+@triton.jit
+def _largest_of_rows(
+    x, out, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        place = row[:, None] * row_stride + column[None, :] * column_stride
+        largest = tl.maximum(largest, tl.abs(tl.load(x + place, inside, 0.0).to(tl.float32)))
+    tl.store(out + row, tl.max(largest, 1), row < rows)
+
+
+@triton.jit
+def _cast_rows(
+    x, codes, factors, rows, columns, row_stride, column_stride, row_factor, column_factor,
+    TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Convert a tile by the factor of each row, or of each column."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * row_stride + column[None, :] * column_stride
+    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    factor_place = row[:, None] * row_factor + column[None, :] * column_factor
+    scaled = _clamp(value * tl.load(factors + factor_place, inside, 0.0), TOP)
+    code = _round_to_byte(scaled, MANTISSA, BIAS)
+    tl.store(codes + row[:, None] * columns + column[None, :], code, inside)
+
+
+def convert(
+    x_RK: torch.Tensor,
+    operand: OperandFormat,
+    groups: Groups = ONE_GROUP,
+    generator: torch.Generator | None = None,
+) -> NarrowTensor:
+    """Compute KernelSet.convert."""
+    if not x_RK.numel():
+        return low_precision.convert(x_RK, operand, groups, generator)
+    if operand.block:
+        return _convert_by_blocks(x_RK, operand, groups, generator)
+    scales = low_precision.find_group_scales(_largest_of_groups(x_RK, groups), operand)
+    return cast_groups(x_RK, operand, groups, scales)
+
+
+def cast_groups(
+    x_RK: torch.Tensor, operand: OperandFormat, groups: Groups, scales: torch.Tensor
+) -> NarrowTensor:
+    """Convert numbers [R,K] by given scales [G] of groups; see low_precision.cast_groups."""
+    rows, columns = x_RK.shape
+    codes = x_RK.new_empty(rows, columns, dtype=torch.uint8)
+    factors = groups.spread(scales, x_RK)
+    mantissa, bias = _SHAPES[operand.number]
+    tile_rows = _TILE_NUMEL // _TILE_COLUMNS
+    _cast_rows[triton.cdiv(rows, tile_rows), triton.cdiv(columns, _TILE_COLUMNS)](
+        x_RK,
+        codes,
+        factors,
+        rows,
+        columns,
+        *x_RK.stride(),
+        *_broadcast_strides(factors),
+        TOP=operand.number.largest,
+        MANTISSA=mantissa,
+        BIAS=bias,
+        ROWS=tile_rows,
+        COLUMNS=_TILE_COLUMNS,
+    )
+    return NarrowTensor(
+        codes=codes.view(_CODES[operand.number]),
+        scales=None,
+        group_scales=1.0 / scales,
+        groups=groups,
+        operand=operand,
+        columns=columns,
+    )
+
+
+def _largest_of_groups(x_RK: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Return the largest magnitude of each group [G], by those of its rows or columns."""
+    lines_RK = x_RK.mT if groups.of_columns else x_RK
+    rows, columns = lines_RK.shape
+    largest = lines_RK.new_empty(rows, dtype=torch.float32)
+    tile_rows = _TILE_NUMEL // _TILE_COLUMNS
+    _largest_of_rows[(triton.cdiv(rows, tile_rows),)](
+        lines_RK,
+        largest,
+        rows,
+        columns,
+        *lines_RK.stride(),
+        ROWS=tile_rows,
+        COLUMNS=_TILE_COLUMNS,
+    )
+    return groups.largest_of_lines(largest)
+
+
+def _convert_by_blocks(
+    x_RK: torch.Tensor,
+    operand: OperandFormat,
+    groups: Groups,
+    generator: torch.Generator | None,
+) -> NarrowTensor:
+    """Convert with a scale for each block of columns."""
+    rows, columns = x_RK.shape
+    block = operand.block
+    is_packed = operand.number is NarrowFormat.E2M1
+    group_scales = None
+    spread = torch.ones(1, 1, device=x_RK.device)
+    if operand.scale is ScaleFormat.E4M3:
+        group_scales = low_precision.find_nvfp4_scales(_largest_of_groups(x_RK, groups))
+        spread = groups.spread(group_scales, x_RK)
+        if spread.shape[1] > 1:
+            spread = spread[:, ::block]
+    draws = None
+    if operand.rounds_at_random and generator is not None:
+        draws = torch.rand(x_RK.shape, generator=generator, device=x_RK.device)
+    number, scale_dtype, scale_type = _SCALES[operand.scale]
+    scales = x_RK.new_empty(rows, triton.cdiv(columns, block), dtype=scale_dtype)
+    codes = x_RK.new_empty(
+        rows, triton.cdiv(columns, 2) if is_packed else columns, dtype=torch.uint8
+    )
+    mantissa, bias = _SHAPES[operand.number]
+    tile_rows = block if operand.is_tiled else _TILE_NUMEL // _TILE_COLUMNS
+    _convert_blocks[triton.cdiv(rows, tile_rows), triton.cdiv(columns, _TILE_COLUMNS)](
+        x_RK,
+        codes,
+        scales,
+        spread,
+        scales if draws is None else draws,
+        rows,
+        columns,
+        *x_RK.stride(),
+        *_broadcast_strides(spread),
+        TOP=operand.number.largest,
+        MANTISSA=mantissa,
+        BIAS=bias,
+        SCALE=number,
+        BLOCK=block,
+        TILED=operand.is_tiled,
+        PACKED=is_packed,
+        RANDOM=draws is not None,
+        ROWS=tile_rows,
+        COLUMNS=_TILE_COLUMNS,
+    )
+    return NarrowTensor(
+        codes=codes if is_packed else codes.view(_CODES[operand.number]),
+        scales=scales.view(scale_type),
+        group_scales=group_scales,
+        groups=groups,
+        operand=operand,
+        columns=columns,
+    )
+
+
+def _broadcast_strides(values: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a matrix that is read as if its dims of one were as long as needed."""
+    pairs = zip(values.shape, values.stride(), strict=True)
+    return tuple(0 if size == 1 else stride for size, stride in pairs)
