@@ -144,8 +144,8 @@ def _convert_blocks(
     block_scale = tl.load(spread + spread_place, is_block, 1.0)
     kept, decoded = _encode_scales(largest, block_scale, TOP, SCALE)
     tl.store(scales + row[:, None] * row_blocks + block[None, :], kept, is_block)
-    one = tl.full(decoded.shape, 1.0, tl.float32)
-    encode = tl.where(decoded > 0, _divide(one, decoded), 0.0)
+    unit = tl.full(decoded.shape, 1.0, tl.float32)
+    encode = tl.where(decoded > 0, _divide(unit, decoded), 0.0)
     scaled = _clamp((value * encode[:, :, None]).reshape(ROWS, COLUMNS), TOP)
     if PACKED:
         if RANDOM:
