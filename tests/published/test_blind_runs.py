@@ -1,7 +1,8 @@
 """Runs that were scored before anybody here had seen them, by the shipped constants.
 
 No constant is fitted to these rows. The bounds are the figures of 2026-11-24, at commit f8a9c160
-and after cells were completed (docs/log/planner_accuracy.md), rounded up.
+and after cells were completed, and those of 2026-11-27, at commit 4fc68f4a, for the rows that were
+collected then (docs/log/planner_accuracy.md), rounded up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ DATA = Path(__file__).parent / "data"
 TABLE = DATA / "blind_runs.csv"
 
 # torchtitan's selective recompute is no set of modules; Primus does not print a precision.
-NOT_READ = {"pithuser-001", "primusv4-001"}
+# A graph of the whole iteration of experts that are on every rank is no layout of the rules.
+GRAPHED_ALONE = {f"mlperfoss-{number:03d}" for number in (1, 2, 4, 5)}
+NOT_READ = {"pithuser-001", "primusv4-001"} | GRAPHED_ALONE
+# The rows of 2026-11-27.
+LATER = (
+    "mlperfds",
+    "mlperfoss",
+    "titanh200",
+    "mindspeednew",
+    "isambard",
+    "mixtraluser",
+    "recipepr",
+)
 # MLPerf's LoRA runs keep the inputs of the activation in 8 bits and adapt attention alone, which a
 # row cannot say: the planner counts 16-bit inputs of every product.
 SAID_NOT_TO_FIT = {"mlperf-019"}
@@ -31,9 +44,22 @@ def scored() -> Score:
     return score_table(read_table(TABLE), calibrate_as_shipped)
 
 
+def moe_errors() -> tuple[list[float], list[float]]:
+    """Return the errors of the MoE rows of 2026-11-24, and of those of 2026-11-27."""
+    with_experts = {row.id for row in read_table(TABLE).rows if row.model.moe is not None}
+    errors: tuple[list[float], list[float]] = [], []
+    for row in scored().rows:
+        measured = row.measured_tokens_per_s_per_gpu
+        predicted = row.predicted_tokens_per_s_per_gpu
+        if measured and predicted and row.id in with_experts:
+            is_later = row.id.startswith(LATER)
+            errors[is_later].append(abs(predicted / measured - 1))
+    return errors
+
+
 def test_rows_are_read_but_those_whose_facts_are_missing() -> None:
     rows = scored().rows
-    assert len(rows) == len({row.id for row in rows}) == 96
+    assert len(rows) == len({row.id for row in rows}) == 122
     assert {row.id for row in rows if row.skipped} == NOT_READ
 
 
@@ -45,13 +71,17 @@ def test_runs_that_ran_are_not_said_not_to_fit() -> None:
 def test_errors_stay_near_what_they_were_blind() -> None:
     """Blind: MoE 24.6 %, 82 % of rows in the 95 % interval; dense 10.2 %, 96 %.
 
-    Cells stated since then made the dense median 12.5 %: graphs, HSDP and ten more rows.
+    Cells stated since then made the dense median 12.5 %: graphs, HSDP and ten more rows. The later
+    22 MoE rows: 31.0 and 84.7 %.
     """
     splits = {(split.by, split.name): split for split in scored().summary.splits}
     moe = splits["moe", "all"]
     dense = splits["dense", "all"]
-    assert moe.speeds.rows == 17
-    assert moe.speeds.median_error <= 0.25
+    assert moe.speeds.rows == 39
+    earlier, later = moe_errors()
+    assert (len(earlier), len(later)) == (17, 22)
+    assert median(earlier) <= 0.25
+    assert median(later) <= 0.31
     assert dense.speeds.rows == 77
     assert dense.speeds.median_error <= 0.14
     assert moe.coverage_95 is not None
@@ -62,13 +92,14 @@ def test_errors_stay_near_what_they_were_blind() -> None:
 
 def test_peaks_are_near() -> None:
     """Blind 22.4 % of five: the logits of an eager loss were counted once, in the compute dtype."""
-    errors = [
-        abs(row.predicted_peak_memory_gb / row.measured_peak_memory_gb - 1)
-        for row in scored().rows
-        if row.measured_peak_memory_gb and row.predicted_peak_memory_gb
-    ]
-    assert len(errors) == 5
-    assert median(errors) <= 0.06
+    errors: tuple[list[float], list[float]] = [], []
+    for row in scored().rows:
+        if row.measured_peak_memory_gb and row.predicted_peak_memory_gb:
+            error = abs(row.predicted_peak_memory_gb / row.measured_peak_memory_gb - 1)
+            errors[row.id.startswith(LATER)].append(error)
+    assert [len(several) for several in errors] == [5, 8]
+    assert median(errors[False]) <= 0.06
+    assert median(errors[True]) <= 0.1
 
 
 def test_no_row_is_in_a_fitted_table() -> None:
