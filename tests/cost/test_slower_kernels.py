@@ -1,8 +1,9 @@
-"""Time of work that a trainer does in slower ways: whole scores, experts one by one, no graphs."""
+"""Time of what a trainer does in its own ways: whole scores, experts one by one or fused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from moewright.cost.time.elementwise import elementwise_row
 from moewright.cost.time.host_time import layer_host_s
 from moewright.cost.time.mixers import mixer_core
 from moewright.cost.time.op_time import DeviceRates
+from moewright.cost.time.ops import layer_ops
 from moewright.intake import catalogue
 from moewright.rules.expert_load import RankLoad
 from moewright.rules.job import Job
@@ -22,7 +24,16 @@ from moewright.spec.hardware import Constant, Hardware, Op
 from moewright.spec.layout import CudaGraphScope
 from moewright.spec.plan import TimePart
 from moewright.spec.units import Sourced, SourceKind
-from moewright.spec.workload import AttentionBackend, ExpertKernels, Routing, TrainerSpec, Workload
+from moewright.spec.workload import (
+    AttentionBackend,
+    Bf16Products,
+    Dtype,
+    ExpertKernels,
+    NarrowedProducts,
+    Routing,
+    TrainerSpec,
+    Workload,
+)
 
 HARDWARE = catalogue.hardware("64xB200")
 MOE = LayerKind(is_moe=True, is_windowed=False)
@@ -116,3 +127,55 @@ def test_graphs_take_a_layer_whole_where_experts_are_padded() -> None:
     assert host_s(padded, whole) == Constants(HARDWARE)["host_s_full_graph"]
     assert host_s(symbols(), whole) > 0
     assert host_s(padded, whole[:1]) > 0
+
+
+def test_fused_experts_move_no_bytes_between_their_products() -> None:
+    grouped = layer_bytes(TrainerSpec())
+    fused = layer_bytes(TrainerSpec(expert_kernels=ExpertKernels.FUSED))
+    assert grouped["experts.activation"] > 0
+    assert fused["experts.activation"] == 0
+    assert 0 < fused["experts.quantise"] < grouped["experts.quantise"]
+    assert fused["permute"] == grouped["permute"]
+
+
+def layer_bytes(trainer: TrainerSpec) -> dict[str, float]:
+    """Return what the forward of a layer with experts moves in MXFP8, by the names of its rows."""
+    job = symbols(trainer=trainer).job
+    narrow = replace(symbols(trainer=trainer), dtype=Dtype.MXFP8, job=job)
+    return {row.name: row.amount for row in layer_ops(narrow, layer=0, moe=True).forward}
+
+
+@pytest.mark.parametrize("last", [0, 1, 14, 48])
+def test_layers_and_products_left_in_16_bits_have_its_rates(last: int) -> None:
+    """The step lies between that of no such layer and that of 16 bits, in their proportion."""
+    narrow, wide = step_s(0), step_s(48)
+    share = last / 48
+    assert step_s(last) == pytest.approx((1 - share) * narrow + share * wide, rel=2e-3)
+    assert narrow < step_s(0, bf16_products=(Bf16Products.ATTENTION,)) < wide
+    assert step_s(0, narrowed=(NarrowedProducts.HEAD,)) < narrow
+
+
+def step_s(last: int, **parts: Any) -> float:
+    trainer = TrainerSpec(bf16_last_layers=last, **parts)
+    workload = Workload(
+        routing=Routing.BALANCED,
+        seq_len=4096,
+        global_batch=1024,
+        precision=Dtype.NVFP4,
+        trainer=trainer,
+    )
+    layout = parse_layout("ep8,graphs=full,dispatcher=hybridep", world_size=HARDWARE.count)
+    return estimate(catalogue.model("Qwen3-30B-A3B"), workload, HARDWARE, layout).step_s
+
+
+def test_linears_of_layers_in_16_bits_keep_wide_inputs() -> None:
+    workload = Workload(seq_len=4096, global_batch=1024, precision=Dtype.MXFP8)
+    model = catalogue.model("Qwen3-30B-A3B")
+    layout = parse_layout("ep8", world_size=HARDWARE.count)
+    peaks = [
+        estimate(
+            model, replace(workload, trainer=TrainerSpec(bf16_first_layers=n)), HARDWARE, layout
+        ).peak_bytes
+        for n in (0, 2, 4)
+    ]
+    assert peaks[0] < peaks[1] < peaks[2]

@@ -77,6 +77,15 @@ def test_fusions_that_are_switched_off_are_listed() -> None:
     assert trainer("--num-experts 8").expert_kernels is ExpertKernels.SEQUENTIAL
     grouped = trainer("--num-experts 8 --moe-grouped-gemm")
     assert grouped.expert_kernels is ExpertKernels.GROUPED
+    fused = trainer("--num-experts 8 --moe-grouped-gemm --use-transformer-engine-op-fuser")
+    assert fused.expert_kernels is ExpertKernels.FUSED
+
+
+def test_layers_stay_in_16_bits_where_the_command_keeps_them() -> None:
+    last = "--num-layers-at-end-in-bf16 14"
+    assert trainer(last).bf16_last_layers == 0
+    kept = trainer(f"--first-last-layers-bf16 {last}")
+    assert (kept.bf16_first_layers, kept.bf16_last_layers) == (1, 14)
 
 
 def test_the_tokenizer_tells_the_vocabulary_and_tensor_parallelism_pads_it() -> None:

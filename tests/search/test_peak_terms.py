@@ -117,7 +117,7 @@ def test_a_new_term_moves_estimates_and_scores_alike(
 
 def _stage_rank(job: Job, hardware: Hardware) -> StageRank:
     constants = DeviceRates(hardware).constants
-    parts = list_parts(job.model, job.layout)
+    parts = list_parts(job.model, job.layout, job.workload.trainer)
     chunks = stages.pipeline_chunks(job.model, job.layout)
     counts = count_parts(job.model, job.layout, parts, chunks)
     return StageRank(

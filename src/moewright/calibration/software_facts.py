@@ -23,9 +23,11 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import (
     AttentionBackend,
+    Bf16Products,
     Dtype,
     ExpertKernels,
     Fusion,
+    NarrowedProducts,
     Workload,
 )
 
@@ -56,6 +58,9 @@ class SourceFact:
     unfused: tuple[Fusion, ...] = ()
     attention_backend: AttentionBackend | None = None
     expert_kernels: ExpertKernels | None = None
+    narrowed: tuple[NarrowedProducts, ...] = ()
+    bf16_last_layers: int = 0
+    bf16_products: tuple[Bf16Products, ...] = ()
     lora_experts: bool = False
     note: str = ""
 
@@ -250,6 +255,14 @@ def apply_software_facts(
             workload = replace(workload, trainer=trainer)
         if fact.expert_kernels is not None:
             trainer = replace(workload.trainer, expert_kernels=fact.expert_kernels)
+            workload = replace(workload, trainer=trainer)
+        if fact.narrowed or fact.bf16_last_layers or fact.bf16_products:
+            trainer = replace(
+                workload.trainer,
+                narrowed=fact.narrowed,
+                bf16_last_layers=fact.bf16_last_layers,
+                bf16_products=fact.bf16_products,
+            )
             workload = replace(workload, trainer=trainer)
         if fact.lora_experts:
             fine_tuning = replace(workload.fine_tuning, lora_experts=True)

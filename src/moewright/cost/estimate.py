@@ -97,7 +97,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     collectives = CollectiveModel(hardware, rates.constants)
     sym = expected_symbols(job, hardware, rates.constants)
     sets = stage_bucket_sets(job)
-    parts = list_parts(model, layout)
+    parts = list_parts(model, layout, workload.trainer)
     chunks = stages.pipeline_chunks(model, layout)
     counts = count_parts(model, layout, parts, chunks)
     rank_counts = split_by_rank(layout, chunks, counts)

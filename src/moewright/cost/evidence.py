@@ -306,6 +306,10 @@ def job_choices(model: ModelSpec, workload: Workload, hardware: Hardware) -> Ite
         yield "attention=unfused"
     if model.moe_layer_count and workload.trainer.expert_kernels is not ExpertKernels.GROUPED:
         yield f"experts={workload.trainer.expert_kernels.value}"
+    if workload.trainer.bf16_first_layers or workload.trainer.bf16_last_layers:
+        yield "precision=mixed-layers"
+    yield from (f"{name}=bf16" for name in workload.trainer.bf16_products)
+    yield from (f"{name}=narrow" for name in workload.trainer.narrowed)
     if model.mtp_layers:
         yield "mtp"
     if model.recurrent is not None:

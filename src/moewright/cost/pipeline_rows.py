@@ -88,7 +88,7 @@ def price_stages(job: Job, hardware: Hardware) -> StagePrices:
     rates = DeviceRates(hardware)
     collectives = CollectiveModel(hardware, rates.constants)
     sym = expected_symbols(job, hardware, rates.constants)
-    parts = list_parts(model, layout)
+    parts = list_parts(model, layout, job.workload.trainer)
     counts = count_parts(model, layout, parts, stages.pipeline_chunks(model, layout))
     priced = price_model_ops(rates, collectives, sym, model_ops(sym))
     times = Pricer(collectives, sym, priced).part_times(layout, parts)

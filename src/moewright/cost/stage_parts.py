@@ -21,6 +21,7 @@ from moewright.rules.shapes import flops
 from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout
 from moewright.spec.model import MixerKind, ModelSpec
+from moewright.spec.workload import TrainerSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -32,25 +33,27 @@ class LayerKind(NamedTuple):
     is_windowed: bool
     mixer: MixerKind = MixerKind.ATTENTION
     has_mlp: bool = True  # or experts
+    is_wide: bool = False  # in 16 bits, whatever the precision of the others
 
 
-def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
+def layer_kind(model: ModelSpec, trainer: TrainerSpec, layer: int) -> LayerKind:
     """Return the kind of a layer; MTP depths are numbered above the layers."""
     return LayerKind(
         is_moe_layer(model, layer),
         flops.is_windowed(model, layer),
         model.mixer(layer),
         model.has_mlp(layer),
+        trainer.is_wide_layer(layer, model.layers),
     )
 
 
 @lru_cache(maxsize=16)
-def layer_kinds(model: ModelSpec) -> Mapping[LayerKind, int]:
+def layer_kinds(model: ModelSpec, trainer: TrainerSpec) -> Mapping[LayerKind, int]:
     """Return every kind of layer the model has, with the first layer of that kind."""
     mtp = [model.layers + 1] if model.mtp_layers else []
     kinds: dict[LayerKind, int] = {}
     for layer in (*range(model.layers), *mtp):
-        kinds.setdefault(layer_kind(model, layer), layer)
+        kinds.setdefault(layer_kind(model, trainer, layer), layer)
     return MappingProxyType(kinds)
 
 
@@ -115,14 +118,17 @@ class StageParts:
         return tuple(dict.fromkeys(part.kind for part in self.layers))
 
 
-def list_parts(model: ModelSpec, layout: Layout) -> StageParts:
-    """List the parts of a model on any pipeline; they depend on the layout's recompute alone."""
+def list_parts(model: ModelSpec, layout: Layout, trainer: TrainerSpec) -> StageParts:
+    """List the parts of a model on any pipeline.
+
+    They depend on the layout's recompute, and on what the trainer leaves in 16 bits.
+    """
     depths = range(model.layers + 1, model.layers + 1 + model.mtp_layers)
     parts: dict[tuple[object, ...], LayerPart] = {}
     columns = np.full((_VARIANTS, model.layers + 1 + model.mtp_layers), -1)
     for layers, is_mtp in ((range(model.layers), False), (depths, True)):
         for layer in layers:
-            kind = layer_kind(model, layer)
+            kind = layer_kind(model, trainer, layer)
             for variant, position in enumerate(_positions(layout)):
                 key = is_mtp, kind, variant
                 part = LayerPart(

@@ -12,7 +12,7 @@ from moewright.rules.saved.recompute import activation_nbytes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Dtype, NarrowedProducts, Workload
 
 # With so few micro-batches a step nothing runs ahead of the device, so all of the host time shows
 # (docs/formulas.md 11, docs/findings.md 3).
@@ -78,6 +78,18 @@ class Symbols:
         if self.is_low_precision:
             return Dtype.BF16
         return self.dtype
+
+    @property
+    def head_dtype(self) -> Dtype:
+        """The dtype of the logits' product."""
+        if NarrowedProducts.HEAD in self.workload.trainer.narrowed:
+            return self.dtype
+        return self.wide_dtype
+
+    def product_dtype(self, name: str) -> Dtype:
+        """Return the dtype of a product by the name of its row."""
+        wide = self.workload.trainer.bf16_products
+        return self.wide_dtype if wide and name.startswith(wide) else self.dtype
 
     @property
     def is_low_precision(self) -> bool:

@@ -316,7 +316,7 @@ class PipelineCache:
 
     def __init__(self, space: SearchSpace, tree: ParameterTree) -> None:
         self._space, self._tree = space, tree
-        self._parts = list_parts(space.model, space.base)
+        self._parts = list_parts(space.model, space.base, space.workload.trainer)
         self._layouts: dict[tuple[PipelineShape, int, bool], Layout] = {}
         self._ranks: dict[PipelineShape, DistinctRanks] = {}
         self._moments: dict[tuple[PipelineShape, int, bool], Array] = {}

@@ -112,7 +112,7 @@ class Screener:
     def __init__(self, space: SearchSpace, rule: RankingRule | None = None) -> None:
         self._space = space
         self.rule = RankingRule() if rule is None else rule
-        self._parts = list_parts(space.model, space.base)
+        self._parts = list_parts(space.model, space.base, space.workload.trainer)
         self.activation_policies = activation_policies(space)
         self.state_policies = state_policies(space)
         policies = ActivationPolicies(members=self.activation_policies)

@@ -267,6 +267,7 @@ class ExpertKernels(StrEnum):
 
     GROUPED = "grouped"  # all experts of a rank in one call
     SEQUENTIAL = "sequential"  # one expert after the other
+    FUSED = "fused"  # as grouped, with activation and quantisation inside (Transformer Engine)
 
 
 class Fusion(StrEnum):
@@ -282,6 +283,20 @@ class CrossEntropyKernel(StrEnum):
     FP32 = "fp32"  # their softmax in fp32, whose gradient takes its place
     COMPILED = "compiled"  # the same by torch.compile, which copies it for the gradient
     IN_PLACE = "in_place"  # their gradient in their own place and dtype
+
+
+class Bf16Products(StrEnum):
+    """The products that a run in 8 or 4 bits may leave in 16; each value begins their rows."""
+
+    ATTENTION = "attention"  # the linears around attention
+    LATENT = "latent"  # into and out of the latent space of experts
+    MTP = "mtp"  # MTP depths, with their layers
+
+
+class NarrowedProducts(StrEnum):
+    """The products that recipes of 8 bits leave in 16, and that a run may narrow too."""
+
+    HEAD = "head"  # the logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,6 +316,16 @@ class TrainerSpec:
     cublas_workspace_bytes: int = 0
     cross_entropy: CrossEntropyKernel = CrossEntropyKernel.FP32  # what the loss keeps of logits
     unfused: tuple[Fusion, ...] = ()  # chains of operations that run one by one
+    bf16_first_layers: int = 0  # so many first layers stay in 16 bits under a narrower precision
+    bf16_last_layers: int = 0  # so many last layers stay in 16 bits under a narrower precision
+    bf16_products: tuple[Bf16Products, ...] = ()  # products that stay in 16 bits, in every layer
+    narrowed: tuple[NarrowedProducts, ...] = ()  # products that are narrowed beyond the recipe
+
+    def is_wide_layer(self, layer: int, layers: int) -> bool:
+        """Return whether a layer of `layers` stays in 16 bits; MTP depths are numbered above."""
+        if layer > layers:
+            return Bf16Products.MTP in self.bf16_products
+        return layer < self.bf16_first_layers or layer >= layers - self.bf16_last_layers
 
 
 class Tracker(StrEnum):

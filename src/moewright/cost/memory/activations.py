@@ -7,7 +7,7 @@ side: one for an estimate, all that are searched for a search.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -182,12 +182,15 @@ def layer_activations(
     dispatch: routing.DispatchCounts | None = None,
 ) -> LayerActivations:
     """Count what a layer keeps for one micro-batch, by the terms of rules.saved.recompute."""
+    stack = context.stack
+    if part.kind.is_wide:  # its linears keep their inputs as they are
+        stack = replace(stack, input_ratio=None)
     tensors = recompute.saved_tensors(
         context.job,
         part.layer,
         load=load,
         dispatch=dispatch,
-        stack=context.stack,
+        stack=stack,
     )
     masks = _tensor_masks(policies, tensors, context.job.layout, part)
     kept = np.array([tensor.bytes for tensor in tensors], dtype=float)
@@ -258,7 +261,7 @@ def offloaded_activations(
     modules = policies.offloaded_modules
     if not modules.any():
         return OffloadedActivations(bytes=0.0 * modules, modules=modules)
-    layer = layer_kinds(context.job.model)[kind]
+    layer = layer_kinds(context.job.model, context.job.workload.trainer)[kind]
     part = LayerPart(kind=kind, layer=layer, position=0, is_mtp=False, offloads=True)
     sent = layer_activations(context, policies, part, load=load).offloaded.sum(axis=1)
     return OffloadedActivations(bytes=sent, modules=modules)
@@ -425,7 +428,7 @@ def _chunk_bytes(
 
     Shapes: [micro-batches x chunks, modules].
     """
-    parts = list_parts(context.job.model, context.job.layout)
+    parts = list_parts(context.job.model, context.job.layout, context.job.workload.trainer)
     counts = count_parts(context.job.model, context.job.layout, parts, chunks)
     kept_outside = counts[:, len(parts.layers) :] @ outside_bytes(context)
     outside = np.stack([kept_outside, np.zeros_like(kept_outside)], axis=1)

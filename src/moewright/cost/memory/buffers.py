@@ -177,7 +177,9 @@ def resident_bytes(
     share, and a packed weight that is widened.
     `has_experts` tells which kinds of layer a rank holds: with experts, without, or both.
     """
-    grouped = sym.workload.trainer.expert_kernels is ExpertKernels.GROUPED and True in has_experts
+    grouped = (
+        sym.workload.trainer.expert_kernels is not ExpertKernels.SEQUENTIAL and True in has_experts
+    )
     streams = 1 + (_GROUPED_STREAMS if grouped else 0)
     cublas_bytes = sym.workload.trainer.cublas_workspace_bytes or constants["cublas_bytes"]
     workspaces = _HANDLES * cublas_bytes + streams * constants["gemm_workspace_bytes"]

@@ -33,7 +33,7 @@ def estimate_fullest_rank(job: Job, hardware: Hardware) -> peak.RankMemory:
     refuse_illegal_job(job, hardware)
     model, layout = job.model, job.layout
     constants = DeviceRates(hardware).constants
-    parts = list_parts(model, layout)
+    parts = list_parts(model, layout, job.workload.trainer)
     chunks = stages.pipeline_chunks(model, layout)
     rank_counts = split_by_rank(layout, chunks, count_parts(model, layout, parts, chunks))
     sym = expected_symbols(job, hardware, constants)

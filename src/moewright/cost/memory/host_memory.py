@@ -136,7 +136,7 @@ def _sent_bytes(
 ) -> dict[tuple[int, int], int]:
     """Return the bytes that each forward sends to the host, by micro-batch and chunk."""
     layout = context.job.layout
-    parts = list_parts(context.job.model, layout)
+    parts = list_parts(context.job.model, layout, context.job.workload.trainer)
     policies = policy_of(layout)
 
     @cache

@@ -24,7 +24,7 @@ from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, MixerKind, NormPlacement, QkNorm
 from moewright.spec.plan import TimePart
-from moewright.spec.workload import FusedKernels, Fusion
+from moewright.spec.workload import ExpertKernels, FusedKernels, Fusion
 
 # Bytes of the backward over those of the forward, for fused kernels (docs/findings.md 2).
 _FUSED_BACKWARD = 1.8
@@ -201,8 +201,13 @@ def _mixer_rows(sym: Symbols, layer: int) -> Iterator[tuple[OpRow, OpRow]]:
         out_width = model.recurrent.value_width
     elif model.attention.kind is not AttentionKind.COMPRESSED:
         yield from _attention_rows(sym)
-    if sym.is_low_precision:
+    if sym.is_low_precision and sym.product_dtype(_mixer_product(mixer)).is_narrow:
         yield _quantise_rows("quantise", sym, mixer_operands(sym, mixer, out_width))
+
+
+def _mixer_product(mixer: MixerKind) -> str:
+    """Return how the rows of a mixer's products begin."""
+    return "mixer" if mixer is MixerKind.RECURRENT else "attention"
 
 
 def _attention_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
@@ -255,11 +260,14 @@ def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
     layout = sym.layout
     assert spec is not None
     width = spec.ffn_size / layout.etp
+    # Fused products activate and quantise their outputs before they write them.
+    is_fused = sym.workload.trainer.expert_kernels is ExpertKernels.FUSED
+    between = 0 if is_fused else sym.R * width
     if sym.is_low_precision:
-        operands = mlp_operands(sym, outside=sym.R * h, between=sym.R * width)
+        operands = mlp_operands(sym, outside=sym.R * h, between=between)
         yield _quantise_rows("experts.quantise", sym, operands, Recompute.MOE)
     choices = (Recompute.MOE_ACT, Recompute.MOE)
-    yield _activation_rows("experts.activation", sym, sym.R * width, *choices)
+    yield _activation_rows("experts.activation", sym, between, *choices)
     if sym.is_frozen and sym.workload.fine_tuning.lora_experts:
         firsts = 2 if sym.model.gated else 1
         inputs = firsts * h + width

@@ -69,7 +69,7 @@ def gemm_row(
         op=Op.GEMM,
         amount=product_flops,
         x=product_flops,
-        dtype=sym.dtype,
+        dtype=sym.product_dtype(name),
         recomputed_by=(Recompute.FULL, *recomputed_by),
         scale_constant="" if is_aligned else "misaligned_gemm_time_scale",
     )

@@ -64,7 +64,7 @@ def head_ops(sym: Symbols) -> LayerOps:
         blocks=max(1.0, sym.T / block_rows),
     )
     logits = gemm_row("head.logits", sym, sym.T, vocab, h, _HEAD)
-    logits = replace(logits, dtype=sym.wide_dtype)
+    logits = replace(logits, dtype=sym.head_dtype)
     is_trained = trains_module(sym.workload.fine_tuning, Module.HEAD)
     gradient_sum = "head.gradient_sum"
     if Recompute.LOSS in sym.layout.recompute:

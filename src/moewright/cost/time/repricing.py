@@ -62,7 +62,7 @@ class RepriceableStep:
             DeviceRates(hardware).constants,
         )
         self._work = model_ops(self._sym)
-        self._parts = list_parts(model, layout)
+        self._parts = list_parts(model, layout, workload.trainer)
         chunks = stages.pipeline_chunks(model, layout)
         self._counts = count_parts(model, layout, self._parts, chunks)
         self._rank_parameters = {count_rank_parameters(sets) for sets in stage_bucket_sets(job)}

@@ -130,13 +130,18 @@ def model_ops(sym: Symbols) -> ModelOps:
     """Return the rows of everything that a stage can hold."""
     return ModelOps(
         layers={
-            kind: layer_ops(sym, layer=layer, moe=kind.is_moe)
-            for kind, layer in layer_kinds(sym.model).items()
+            kind: layer_ops(_layer_symbols(sym, kind), layer=layer, moe=kind.is_moe)
+            for kind, layer in layer_kinds(sym.model, sym.workload.trainer).items()
         },
         embedding=embedding_ops(sym),
         head=head_ops(sym),
         mtp=mtp_ops(sym),
     )
+
+
+def _layer_symbols(sym: Symbols, kind: LayerKind) -> Symbols:
+    """Return the symbols of a layer: one that stays in 16 bits has their rates."""
+    return replace(sym, dtype=sym.wide_dtype) if kind.is_wide else sym
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,9 +182,13 @@ def reprice_experts(rates: DeviceRates, priced: PricedModelOps, sym: Symbols) ->
     """
     if sym.model.moe is None:
         return priced
-    experts = price_ops(rates, expert_ops(sym))
+    experts = {
+        is_wide: price_ops(rates, expert_ops(replace(sym, dtype=dtype)))
+        for is_wide, dtype in ((False, sym.dtype), (True, sym.wide_dtype))
+        if not is_wide or any(kind.is_wide for kind in priced.layers)
+    }
     layers = {
-        kind: replace_expert_rows(rows, experts) if kind.is_moe else rows
+        kind: replace_expert_rows(rows, experts[kind.is_wide]) if kind.is_moe else rows
         for kind, rows in priced.layers.items()
     }
     return replace(priced, layers=layers)

@@ -107,6 +107,10 @@ def trainer_flags(trainer: TrainerSpec, *, has_swiglu: bool) -> Iterator[Flag]:
     }
     for fusion in trainer.unfused:
         yield (switches[fusion],)
+    if trainer.bf16_first_layers or trainer.bf16_last_layers:
+        yield ("--first-last-layers-bf16",)
+        yield "--num-layers-at-start-in-bf16", str(trainer.bf16_first_layers)
+        yield "--num-layers-at-end-in-bf16", str(trainer.bf16_last_layers)
 
 
 def has_swiglu(model: ModelSpec) -> bool:
@@ -208,8 +212,10 @@ def _moe_flags(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[F
         yield "--moe-latent-size", str(moe.latent_size)
     if moe.shared_gate:
         yield ("--moe-shared-expert-gate",)
-    if workload.trainer.expert_kernels is ExpertKernels.GROUPED:
+    if workload.trainer.expert_kernels is not ExpertKernels.SEQUENTIAL:
         yield ("--moe-grouped-gemm",)
+    if workload.trainer.expert_kernels is ExpertKernels.FUSED:
+        yield ("--use-transformer-engine-op-fuser",)
     if workload.trainer.attention_backend is not AttentionBackend.LOCAL:
         yield ("--moe-permute-fusion",)  # Transformer Engine's, which prices of dispatch assume
 

@@ -53,7 +53,15 @@ def read_trainer(arguments: Arguments, environment: Mapping[str, str]) -> Traine
         cross_entropy=_read_cross_entropy(arguments),
         expert_kernels=_read_expert_kernels(arguments),
         unfused=tuple(sorted(_read_unfused(arguments))),
+        bf16_first_layers=_read_wide_layers(arguments, "--num-layers-at-start-in-bf16"),
+        bf16_last_layers=_read_wide_layers(arguments, "--num-layers-at-end-in-bf16"),
     )
+
+
+def _read_wide_layers(arguments: Arguments, option: str) -> int:
+    """Return the layers at an end of the model that stay in 16 bits: 1 unless it is said."""
+    layers = round(arguments.number(option, 1))
+    return layers if arguments.has("--first-last-layers-bf16") else 0
 
 
 def _read_attention_backend(
@@ -78,8 +86,9 @@ def _read_attention_backend(
 
 def _read_expert_kernels(arguments: Arguments) -> ExpertKernels:
     """Return how experts are computed: one after the other unless the command says otherwise."""
+    is_fused = arguments.has("--use-transformer-engine-op-fuser")
     if arguments.has("--moe-grouped-gemm") or not arguments.has("--num-experts"):
-        return ExpertKernels.GROUPED
+        return ExpertKernels.FUSED if is_fused else ExpertKernels.GROUPED
     return ExpertKernels.SEQUENTIAL
 
 

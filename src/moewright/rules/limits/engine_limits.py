@@ -382,6 +382,10 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         ("expert_kernels", trainer.expert_kernels, ExpertKernels.GROUPED),
         ("cross_entropy", trainer.cross_entropy, CrossEntropyKernel.FP32),
         ("unfused", "+".join(trainer.unfused), ""),
+        ("bf16_first_layers", trainer.bf16_first_layers, 0),
+        ("bf16_last_layers", trainer.bf16_last_layers, 0),
+        ("bf16_products", "+".join(trainer.bf16_products), ""),
+        ("narrowed", "+".join(trainer.narrowed), ""),
     )
     return (
         *_check_trackers(workload),

@@ -366,6 +366,11 @@ def _check_trainer(job: Job) -> Iterator[Reason]:
     if trainer.cross_entropy is CrossEntropyKernel.IN_PLACE:
         rule = "has switched this loss of Transformer Engine's off"
         yield _refusal("workload.cross_entropy", trainer.cross_entropy, rule, "fp32")
+    by_product = (*trainer.bf16_products, *trainer.narrowed)
+    if by_product:
+        rule = "takes precisions by product from a file of recipes, which is not written"
+        field = "bf16_products" if trainer.bf16_products else "narrowed"
+        yield _refusal(f"workload.{field}", "+".join(by_product), rule, "none")
     if trainer.attention_backend is AttentionBackend.LOCAL:
         yield from _check_local_layers(job.model, job.layout)
     if (
