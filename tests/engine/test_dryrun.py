@@ -26,11 +26,14 @@ from moewright.spec.workload import (
     DataSpec,
     DropPolicy,
     Dtype,
+    FineTuningSpec,
+    FrozenPart,
     LossSpec,
     MatrixUpdate,
     Objective,
     OptimizerSpec,
     RouterTraining,
+    Task,
     TensorScaling,
     Workload,
 )
@@ -119,6 +122,21 @@ def test_narrow_products_in_a_large_world(
     layout = parse_layout(text, world_size=64)
     work = Workload(seq_len=32, global_batch=64, precision=precision, tensor_scaling=scaling)
     assert_as_predicted(tiny_jobs.MODEL, work, layout, 5)
+
+
+def test_muon_makes_matrices_whole_that_ranks_have_parts_of() -> None:
+    frozen = FineTuningSpec(
+        task=Task.SFT, freeze=(FrozenPart.EMBEDDINGS, FrozenPart.ATTENTION, FrozenPart.ROUTER)
+    )
+    optimizer = OptimizerSpec(matrix_update=MatrixUpdate.MUON)
+    work = Workload(
+        seq_len=32,
+        global_batch=16,
+        precision=Dtype.FP32,
+        optimizer=optimizer,
+        fine_tuning=frozen,
+    )
+    assert_as_predicted(tiny_jobs.MODEL, work, parse_layout("tp2,etp4,mbs4", world_size=4), 3)
 
 
 @pytest.mark.parametrize("precision", [Dtype.FP32, Dtype.BF16])

@@ -210,8 +210,10 @@ def _update_bytes(job: Job, flat_sets: Sequence[BucketSet], units: Sequence[Fsdp
         # A bucket's moments in fp32, scaled, padded to blocks, rounded and in their codes.
         nbytes += 24 * max((shard for _, shard in buckets), default=0)
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
-        nbytes += 16 * sum(numel for numel, _ in buckets)
-        nbytes += 16 * sum(unit.ranks * unit.padded_numel for unit in units)
+        # Matrices that TP or ETP cuts are made whole.
+        wholes = 16 * max(job.layout.tp, job.layout.etp)
+        nbytes += wholes * sum(numel for numel, _ in buckets)
+        nbytes += wholes * sum(unit.ranks * unit.padded_numel for unit in units)
     return nbytes
 
 
