@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import tiny_jobs
+from moewright.api.training import TrainingRequest, _read_given_plan
+from moewright.codec import read_json, write_json
 from moewright.engine.checkpoint import LocalShard, save_checkpoint, single_process
 from moewright.engine.checkpoint.files import write_error
 from moewright.engine.observe.record import JsonLinesWriter
@@ -24,8 +26,10 @@ from moewright.engine.run import watch
 from moewright.engine.run.early_checks import raise_file_limit
 from moewright.engine.run.rank_checks import refuse_run_folder
 from moewright.engine.run.supervise import _Supervisor
+from moewright.engine.run.train import _restore_plan
 from moewright.engine.run.worker import FailureKind, RankFailure
 from moewright.spec.errors import BadInput
+from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, IncidentKind
 from moewright.spec.workload import DataSpec
 
@@ -90,6 +94,43 @@ def test_strays_where_a_save_puts_its_folders_are_taken_away(name: str, tmp_path
     path = save_checkpoint(tmp_path, step=7, shards=[shard], extra={}, keep=2, comm=comm)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name]
     assert path.is_dir()
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"{}"])
+def test_a_plan_that_was_damaged_while_the_run_went_on_is_written_again(
+    content: bytes | None, tmp_path: Path
+) -> None:
+    plan = tiny_jobs.build_plan(tiny_jobs.build_workload(DataSpec()), "mbs1", world_size=1)
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    _restore_plan(plan, tmp_path)
+    assert read_json(Plan, path) == plan
+    other = replace(plan, fingerprint="other")
+    _restore_plan(other, tmp_path)
+    assert read_json(Plan, path) == plan
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_given_plan_goes_on_where_that_of_the_folder_is_damaged(
+    is_damaged: bool, tmp_path: Path
+) -> None:
+    plan = tiny_jobs.build_plan(
+        tiny_jobs.build_workload(tiny_jobs.write_corpus(tmp_path, documents=3)),
+        "mbs1",
+        world_size=1,
+    )
+    write_json(tmp_path / "given.json", plan)
+    folder = tmp_path / "run"
+    write_json(folder / "plan.json", replace(plan, model=tiny_jobs.DENSE))
+    (folder / "steps.jsonl").touch()
+    request = TrainingRequest(path=tmp_path / "given.json", run_dir=folder)
+    if not is_damaged:
+        with pytest.raises(BadInput, match="another model"):
+            _read_given_plan(request, None)
+        return
+    (folder / "plan.json").write_bytes(b"\xff")
+    assert _read_given_plan(request, None) == plan
 
 
 def test_a_limit_on_the_size_of_files_is_not_told_as_a_full_disk(tmp_path: Path) -> None:

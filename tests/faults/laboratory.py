@@ -37,8 +37,9 @@ _HANG_TIMEOUT_S = 2.5
 # The longest that a silent server may delay the end of a run, and what a busy machine adds to it.
 _MOST_DELAY_S = 60.0 + 30.0
 # The longest until an incident is noted, and until the first step after it, on a busy machine. A
-# silent server is one after its own deadline.
+# silent server is one after its own deadline, and ranks that cannot meet after 120 s.
 _MOST_NOTICE_S = 30.0
+_MOST_MEETING_S = 120.0 + 30.0
 _MOST_DOWN_S = 60.0
 _NO_BITE = "no bite"
 _HELD = "held"
@@ -280,6 +281,8 @@ def _add_times(verdict: str, incidents: Sequence[Incident], program: Program) ->
     notice_s = max(0.0, first.unix_s - program.injected_s)
     down_s = first.down_s
     most_s = _MOST_DELAY_S if program.bucket is not None else _MOST_NOTICE_S
+    if program.cell.moment in STARTS:
+        most_s = _MOST_MEETING_S
     if verdict == _HELD and notice_s > most_s:
         verdict = f"noticed after {notice_s:.1f} s"
     if verdict == _HELD and down_s > _MOST_DOWN_S:
@@ -314,9 +317,11 @@ def _judge_copies(program: Program, code: int) -> str:
     if not CELLS[FAULTS[program.cell.fault]].before_start:
         return ""
     if program.cell.moment is Moment.START:
-        told = read_end(program.output)
-        is_refused = code == 2 and "checkpoint.copy_to" in told
-        return "" if is_refused else f"was not refused, but ended with {code}: {told}"
+        is_own = program.cell.launcher is Launcher.OWN  # torchrun ends with 1
+        is_refused = code == (2 if is_own else 1)
+        is_refused &= "checkpoint.copy_to" in read_output(program.output)
+        end = read_end(program.output)
+        return "" if is_refused else f"was not refused, but ended with {code}: {end}"
     delay_s = time.time() - (program.folder / "steps.jsonl").stat().st_mtime
     if code == 0 and delay_s > _MOST_DELAY_S:
         return f"the end came {delay_s:.0f} s after the last step"

@@ -35,7 +35,9 @@ each other, and the healthy ones stay.
 Times, and steps that were repeated, are medians and, in brackets, the most; the time to go on ends
 with the first step after.
 They were taken on two cores beside other work. A rank that is stopped is noticed 2.5 s after its
-last sign of life, since these jobs say so (`hang_timeout_s`); a silent server after 60 s.
+last sign of life, since these jobs say so (`hang_timeout_s`); a silent server after 60 s; ranks that
+cannot meet after 120 s. The OOM killer takes a rank by a control group of its own, where the machine
+lets one be made (here: cgroup v1, as root).
 
 {moments}
 
@@ -159,5 +161,5 @@ def _format_promises() -> str:
     columns = ("fault", "torchft", "nvrx", "megatron", "here")
     rows = ["| " + " | ".join(row[column] for column in columns) + " |" for row in data["row"]]
     sources = [f"{number}. {source}" for number, source in enumerate(data["sources"], 1)]
-    foot = _FOOT.format(method=data["method"])
+    foot = _FOOT.format(method=data["method"].strip())
     return foot + "\n".join(rows) + "\n\n" + "\n".join(sources) + "\n"

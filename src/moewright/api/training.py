@@ -162,7 +162,11 @@ def _read_given_plan(request: TrainingRequest, torchrun: TorchrunEnv | None) -> 
         _refuse_untrainable(plan.model, plan.workload)
     folder_plan = request.run_dir / PLAN_FILE
     if folder_plan.exists() and (request.run_dir / STEPS_FILE).exists():
-        _refuse_other_model(read_plan(folder_plan), plan.model, request.run_dir)
+        try:
+            old_plan = read_json(Plan, folder_plan)
+        except BadInput:  # a damaged one is written anew; its checkpoints know their model too
+            return plan
+        _refuse_other_model(old_plan, plan.model, request.run_dir)
     return plan
 
 

@@ -161,8 +161,7 @@ def train(
     steps_done = read_steps_done(plan, run_dir, identity, falls_back=falls_back)
     last_step = _find_last_step(plan.workload, steps_done, extend)
     if steps_done >= last_step:
-        if not (run_dir / PLAN_FILE).exists():  # all of it came from a copy elsewhere
-            _write_plan(plan, run_dir)
+        _restore_plan(plan, run_dir)
         print(f"{run_dir}: all {last_step} steps are done", flush=True)
         return ExitCode.DONE
     if steps_done:
@@ -178,7 +177,7 @@ def train(
     report_failure = partial(_report_failure, plan, run_dir, hooks.report_failure)
     hooks.display.begin(plan, run_dir, last_step)
     keeps_ranks = hooks.keeps_ranks and partial(_keep_ranks, plan, run_dir, hooks.keeps_ranks)
-    return launch(
+    code = launch(
         partial(_train_rank, plan, run_dir, last_step, falls_back, hooks.display.prints_steps),
         nproc=plan.layout.world_size,
         run_dir=run_dir,
@@ -192,6 +191,9 @@ def train(
         ),
         local_ranks=local_ranks,
     )
+    if _hosts_first_rank():
+        _restore_plan(plan, run_dir)
+    return code
 
 
 def _report_failure(
@@ -267,8 +269,7 @@ def _probe_copies(plan: Plan, *, must_answer: bool) -> str:
         BadInput: they must be possible: nobody should learn it after a day of training.
     """
     url = plan.workload.checkpoint.copy_to
-    torchrun = read_torchrun_env()
-    if not url or (torchrun is not None and torchrun.rank != 0):
+    if not url or not _hosts_first_rank():
         return ""
     failure = probe_copies(url)
     if failure and must_answer:
@@ -301,6 +302,26 @@ def _write_plan(plan: Plan, run_dir: Path) -> None:
             (run_dir / TRACE_FOLDER).rename(aside)
             (run_dir / MERGED_TRACE_FILE).unlink(missing_ok=True)
     shutil.rmtree(run_dir / "ledger", ignore_errors=True)
+    write_json(path, plan)
+
+
+def _hosts_first_rank() -> bool:
+    torchrun = read_torchrun_env()
+    return torchrun is None or torchrun.rank == 0
+
+
+def _restore_plan(plan: Plan, run_dir: Path) -> None:
+    """Write plan.json where it is not there, or was damaged while the run went on.
+
+    It is not there where all of a run came from a copy elsewhere.
+    """
+    path = run_dir / PLAN_FILE
+    try:
+        if path.exists():
+            read_json(Plan, path)
+            return
+    except BadInput:
+        pass
     write_json(path, plan)
 
 
