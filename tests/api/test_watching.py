@@ -14,6 +14,7 @@ import pytest
 
 import moewright as mw
 from moewright.cli.main import main
+from moewright.diagnosis.traces.event_files import read_new_events
 from moewright.diagnosis.traces.megatron_log import parse_log
 from moewright.diagnosis.traces.step_lines import StepSeries, read_new_steps
 from moewright.spec.errors import BadInput
@@ -244,6 +245,54 @@ def test_losses_that_rise_or_are_lost_raise_an_alarm(tmp_path: Path) -> None:
     log.write_text("lm loss: ".join(lost))
     (alarm,) = mw.watch(log).alarms
     assert alarm.text == "the latest losses are no numbers"
+
+
+def write_events(path: Path, step: int, scalars: dict[str, float]) -> None:
+    """Write events as TensorBoard does, one for each scalar, as SummaryWriter has them."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    with path.open("ab") as file:
+        records = RecordWriter(file)
+        for tag, value in scalars.items():
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+            records.write(Event(step=step, wall_time=1.0, summary=summary).SerializeToString())
+        records.flush()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "time_tag", "loss_tag"),
+    [
+        ("Megatron-LM", "iteration-time", "lm loss"),
+        ("NeMo", "train_step_timing in s", "reduced_train_loss"),
+        ("torchtitan", "time_metrics/end_to_end(s)", "loss_metrics/global_avg_loss"),
+    ],
+)
+def test_event_files_of_tensorboard_are_watched_as_they_grow(
+    tmp_path: Path, trainer: str, time_tag: str, loss_tag: str
+) -> None:
+    pytest.importorskip("tensorboard")
+    rng = random.Random(4)
+    path = tmp_path / "events.out.tfevents.17.host.1.0"
+    for n in range(1, 301):
+        step_s = 20 * (1 + 0.005 * rng.gauss(0, 1)) * (1.05 if n >= 220 else 1)
+        write_events(path, n, {"learning-rate": 1e-4, loss_tag: 3 + 1 / n, time_tag: step_s})
+    whole = path.read_bytes()
+    series = StepSeries()
+    for end in (0, 5, len(whole) // 3, len(whole) - 3, len(whole)):
+        path.write_bytes(whole[:end])
+        read_new_events(path, series)
+    assert series.sort().numbers == tuple(range(1, 301))
+    shown = mw.watch(tmp_path)
+    assert (shown.trainer, shown.steps) == (trainer, 300)
+    assert shown.loss == pytest.approx(3 + 1 / 300)
+    (alarm,) = shown.alarms
+    assert alarm.kind == "slower"
+    assert abs(alarm.step - 220) <= 3
+    path.write_bytes(b"\xff" * 200)
+    with pytest.raises(BadInput, match="is no event file of TensorBoard"):
+        mw.watch(tmp_path)
 
 
 def test_what_cannot_be_watched_is_refused(

@@ -23,6 +23,7 @@ from moewright.diagnosis.run_watch import (
     raise_alarms,
     watch_steps,
 )
+from moewright.diagnosis.traces.event_files import EVENT_FILES, is_event_file, read_new_events
 from moewright.diagnosis.traces.megatron_log import MegatronLog, MemoryReport, parse_log
 from moewright.diagnosis.traces.megatron_timers import TimerBlock
 from moewright.diagnosis.traces.step_lines import (
@@ -80,7 +81,10 @@ class LogWatcher:
         Raises:
             BadInput: it has no step.
         """
-        read_new_steps(self._path, self._series)
+        if is_event_file(self._path):
+            read_new_events(self._path, self._series)
+        else:
+            read_new_steps(self._path, self._series)
         if not self._series.numbers:
             rule = "holds no step of Megatron-LM, Bridge, NeMo, torchtitan or moewright"
             nearest = "the console output of a trainer, or a run folder"
@@ -102,6 +106,8 @@ class LogWatcher:
 
     def _find_memory(self) -> MemoryReport | None:
         """Return the fullest device of the newest reports, those of the log's end or beginning."""
+        if is_event_file(self._path):
+            return None
         end = self._series.end
         tail = parse_log(read_lines_between(self._path, max(0, end - _MEMORY_BYTES), end))
         reports = tail.memory_reports or self._head.memory_reports
@@ -127,7 +133,7 @@ class LogWatcher:
     def _read_timers(self, steps: SortedSteps, first: int, end: int) -> tuple[TimerBlock, ...]:
         """Return the timers between two steps, by their places in the file."""
         offsets = steps.offsets[max(0, first) : end + 1]
-        if len(offsets) < 2:
+        if len(offsets) < 2 or is_event_file(self._path):
             return ()
         text = read_lines_between(self._path, min(offsets), max(offsets))
         return parse_log(text).timer_blocks
@@ -141,9 +147,10 @@ def _find_log(path: Path) -> Path:
         return path
     if (path / STEPS_FILE).is_file():
         return path / STEPS_FILE
-    logs = [file for suffix in ("*.log", "*.out", "*.txt") for file in path.glob(suffix)]
+    names = ("*.log", "*.out", "*.txt", EVENT_FILES)
+    logs = [file for name in names for file in path.glob(name)]
     if not logs:
-        rule = f"holds no {STEPS_FILE} and no .log, .out or .txt"
+        rule = f"holds no {STEPS_FILE} and no .log, .out, .txt or event file of TensorBoard"
         raise BadInput(Reason(field=str(path), rule=rule))
     return max(logs, key=lambda file: file.stat().st_mtime)
 
@@ -151,7 +158,7 @@ def _find_log(path: Path) -> Path:
 def _read_head_of(path: Path) -> MegatronLog:
     if not path.is_file():
         raise BadInput(Reason(field=str(path), rule="is not a regular file"))
-    return parse_log(read_head(path))
+    return parse_log("" if is_event_file(path) else read_head(path))
 
 
 def _state_plan(path: Path, head: MegatronLog, job: WatchedJob) -> Plan | None:
@@ -189,7 +196,8 @@ def watch(
 
     Args:
         log: a console log of Megatron-LM, Megatron Bridge, NeMo or torchtitan; the folder of a run
-            of this engine; or a folder with logs, of which the newest is taken.
+            of this engine; an event file of TensorBoard; or a folder with logs or event files, of
+            which the newest is taken.
         plan: a plan.json or a job .toml, which says what is expected.
         script: the launch script, in place of a plan.
         model: the model, beside `on` and `layout`, in place of a plan.

@@ -47,7 +47,8 @@ def watch(
     ----------
     log
         A console log of Megatron-LM, Megatron Bridge, NeMo or torchtitan, "-" for standard input; a
-        run folder of this engine; or a folder of logs, of which the newest is taken.
+        run folder of this engine; or a folder of logs or of TensorBoard's event files, of which
+        the newest is taken.
     plan
         A plan.json or a job .toml: what is expected.
     script
