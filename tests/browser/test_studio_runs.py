@@ -6,6 +6,7 @@ import pytest
 
 from moewright.codec import format_record
 from sample_run import record, step_record, write_run
+from studio_pages import find_faults
 
 pytestmark = [pytest.mark.browser, pytest.mark.waits]
 ITERATION = (
@@ -47,15 +48,34 @@ def test_the_page_follows_a_run_that_goes_on(studio, open_page, run):
     page.wait_for_function(f"() => {count} === {len(steps) + 1}")
 
 
-def test_runs_lie_over_each_other_and_a_log_is_diagnosed(studio, open_page, run, tmp_path):
+def test_runs_lie_over_each_other(studio, open_page, run, tmp_path):
     second = tmp_path / "second"
     second.mkdir()
     write_run(second, record())
     page = open_page(f"{studio}runs?run={run}&run={second}")
     page.wait_for_selector("html[data-stamp]")
     assert page.locator("text=second").count() > 0
+
+
+def test_a_dropped_log_asks_for_its_job_and_is_judged_with_it(studio, open_page, tmp_path):
+    page = open_page(f"{studio}runs")
     log = tmp_path / "train.log"
     log.write_text("".join(ITERATION.format(n=n) for n in range(1, 30)))
     page.locator("#trace-file").set_input_files(log)
-    page.get_by_text("train.log", exact=True).wait_for()
+    page.wait_for_selector("html[data-diagnosed]")
     assert "22.4" in page.locator("#content").inner_text()
+    missing = page.locator("#file-job label", has=page.locator(".missing"))
+    assert [text.partition(" is missing")[0][:5] for text in missing.all_inner_texts()] == [
+        *("Model", "Devic", "Layou")
+    ]
+    page.locator("#of-model").fill("Qwen3-235B-A22B")
+    page.locator("#of-on").fill("256xH800")
+    page.locator("#diagnose").click()
+    page.get_by_text("layout: is needed beside a model").wait_for()
+    page.locator("#of-layout").fill("tp2,ep8,pp8,vpp2,mbs1,recompute=full")
+    page.locator("#diagnose").click()
+    page.locator("#verdict h1").wait_for()
+    assert "Fits" in page.locator("#verdict h1").inner_text()
+    assert page.locator("#file-job .missing").count() == 0
+    assert "run_layout=tp2" in page.url
+    assert find_faults(page) == []

@@ -11,6 +11,7 @@ import sys
 import time
 from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
@@ -100,7 +101,7 @@ def test_nothing_outside_of_the_root_is_read(place, studio):
             assert "outside" in why(studio.ask(f"/api/{query}"))
         hardware = f"plan?model=Mixtral-8x7B&on={path}/h.toml"
         assert "outside" in why(studio.ask(f"/api/{hardware}"))
-        assert "outside" in why(studio.ask(f"/api/run?run={path}/p.json"))  # by a worker
+        assert "outside" in why(studio.ask(f"/api/task/diagnosis?path={path}/p.json"))
     assert studio.ask("/api/runs")[1] == ["runs/mine"]
     assert studio.ask("/api/run?run=runs/mine")[1]["records"][0]["kind"] == "RunView"
     script = f"source {private}/p.json\npython pretrain_gpt.py\n".encode()
@@ -112,7 +113,9 @@ def test_dropped_files_stay_in_the_folder(place, studio):
     hostile = b'{"architectures": ["../../x/Qwen3MoeForCausalLM"], "model_type": "nothing"}'
     why(studio.ask("/api/model", body=hostile))
     assert "UTF-8" in why(studio.ask("/api/script", body=b"\xff\xfe"))
-    assert "not a log" in why(studio.ask("/api/drop?name=../../x.json.sh", body=b"x"))
+    kept = studio.ask("/api/drop?name=../../x.json.sh", body=b"x")[1]["run"]
+    assert kept.startswith("runs/studio/dropped/")
+    assert "not a log" in why(studio.ask(f"/api/task/diagnosis?path={kept}"))
     folder = place / "root" / "runs" / "studio" / "dropped"
     written = {path for path in set(place.rglob("*")) - before if path.is_file()}
     assert len(written) == 3
@@ -121,10 +124,21 @@ def test_dropped_files_stay_in_the_folder(place, studio):
 
 def test_a_dropped_config_lives_in_its_address(studio):
     config = json.dumps(hf.build_config(catalogue.model("OLMoE-1B-7B-0924"))).encode()
-    model = studio.ask("/api/model", body=config)[1]["model"]
+    model = studio.ask("/api/model", body=config)[1]["query"]["model"]
     assert model.startswith("OlmoeForCausalLM~")
     answer = studio.ask(f"/api/plan?model={model}&on=8xH100&layout=ep8")[1]
     assert answer["job"]["model"] == "OlmoeForCausalLM"
+
+
+def test_the_job_of_a_dropped_script_lives_in_its_address(place, studio):
+    script = Path("examples/qwen3_30b_16h100.sh").read_bytes()
+    answer = studio.ask("/api/script?on=16xH100", body=script)[1]
+    assert answer["query"]["model"].startswith("Qwen3-30B-A3B~job~")
+    assert str(place) not in json.dumps(answer)
+    assert "dropped" not in json.dumps(answer)
+    plan = studio.ask(f"/api/plan?{urlencode(answer['query'])}")[1]
+    assert plan["kind"] == "PlanView"
+    assert plan["job"]["layout"] == answer["query"]["layout"]
 
 
 def test_a_large_file_is_refused_while_it_comes(place, studio):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -52,7 +53,12 @@ from moewright.spec.units import TERA
 from moewright.spec.workload import Dtype
 from moewright.view.run_view import DiagnosisView, build_diagnosis_view, build_trace_view
 
+Progress = Callable[[int, int], None]
 _NSIGHT_REPORTS = (".nsys-rep", ".qdrep", ".ncu-rep")
+
+
+def _ignore_progress(_done: int, _total: int) -> None:
+    pass
 
 
 class DiagnosisSource(StrEnum):
@@ -87,7 +93,8 @@ class Diagnosis(Record):
     mfu: float = 0.0
     worst_step: WorstStep | None = None  # of traces
     advice: Advice | None = None  # None where the job is not known
-    judgement: Judgement | None = None  # of a log whose job is known
+    judgement: Judgement | None = None  # of a trace or a log whose job is known
+    missing: tuple[str, ...] = ()  # what would tell the job: model, on, layout
 
     @property
     def model_flops_per_device(self) -> float:
@@ -132,8 +139,7 @@ def view_diagnosis(diagnosis: Diagnosis) -> DiagnosisView:
     """Return a diagnosis as pages show it."""
     measured = describe_log(diagnosis.log) if diagnosis.log is not None else ()
     advised = () if diagnosis.advice is None else tuple(list_advice_lines(diagnosis.advice))
-    judged = () if diagnosis.judgement is None else diagnosis.judgement.lines()
-    notes = (diagnosis.headline, *judged, *advised, *measured, *diagnosis.notes, diagnosis.hint)
+    notes = (diagnosis.headline, *advised, *measured, *diagnosis.notes, diagnosis.hint)
     trace = build_trace_view(diagnosis.breakdowns, diagnosis.worst_step)
     return build_diagnosis_view(
         diagnosis.findings,
@@ -141,6 +147,8 @@ def view_diagnosis(diagnosis: Diagnosis) -> DiagnosisView:
         notes,
         trace,
         has_headline=bool(diagnosis.headline),
+        judgement=diagnosis.judgement,
+        missing=diagnosis.missing,
     )
 
 
@@ -153,6 +161,7 @@ def diagnose(
     model: str = "",
     network: str = "",
     perfetto: Path | str | None = None,
+    report_progress: Progress = _ignore_progress,
 ) -> Diagnosis:
     """Name the walls that hold a run back, with evidence, a waterfall and priced fixes.
 
@@ -167,6 +176,7 @@ def diagnose(
         network: kinds of network of the script or of the log, in place of the hardware's own.
         perfetto: where to write the trace with its findings as tracks, for Perfetto: a file, or a
             folder where `path` holds more than one trace.
+        report_progress: called with the bytes of traces that have been read, and those of all.
 
     Raises:
         BadInput: there is nothing to read, or the options contradict each other.
@@ -220,7 +230,8 @@ def diagnose(
         )
     if is_trace(path):
         tracks = None if perfetto is None else Path(perfetto)
-        return _diagnose_traces(path, job, notes, options, tracks)
+        captures = read_captures(path, report_progress)
+        return _diagnose_traces(captures, job, notes, options, tracks)
     log = read_log(path)
     if job is not None:
         check_logged_job(log, job, source=source)
@@ -295,7 +306,7 @@ def _advise(
     )
 
 
-def read_captures(path: Path) -> tuple[Capture, ...]:
+def read_captures(path: Path, report_progress: Progress = _ignore_progress) -> tuple[Capture, ...]:
     """Read the captures of a file, or those of a folder: exports of Nsight, else traces.
 
     Raises:
@@ -304,11 +315,11 @@ def read_captures(path: Path) -> tuple[Capture, ...]:
     if path.is_file():
         if is_export(path):
             return read_nsight(path)
-        return read_traces(path)
+        return read_traces(path, report_progress=report_progress)
     exports = sorted(file for file in path.rglob("*.sqlite") if file.is_file())
     captures = [capture for export in exports for capture in read_nsight(export)]
     if not captures:
-        traces = read_traces(path)
+        traces = read_traces(path, report_progress=report_progress)
         if not traces:
             rule = "holds neither a run (plan.json) nor traces (.json, .json.gz)"
             raise BadInput(Reason(field=str(path), rule=rule))
@@ -318,13 +329,12 @@ def read_captures(path: Path) -> tuple[Capture, ...]:
 
 
 def _diagnose_traces(
-    path: Path,
+    captures: tuple[Capture, ...],
     job: Plan | None,
     notes: tuple[str, ...],
     options: frozenset[str],
     perfetto: Path | None,
 ) -> Diagnosis:
-    captures = read_captures(path)
     layout = job.layout if job else None
     breakdowns = tuple(break_down_step(capture, layout) for capture in captures)
     skew = measure_rank_skew(captures, breakdowns, layout)
@@ -350,6 +360,8 @@ def _diagnose_traces(
         breakdowns=breakdowns,
         details=tuple(detail_step(capture, layout) for capture in captures),
         worst_step=find_worst_step(captures, layout),
+        missing=() if job is not None else ("model", "on", "layout"),
+        judgement=_judge(job),
         advice=_advise(job, trainer, findings, waterfall, options),
     )
 
@@ -384,7 +396,8 @@ def _diagnose_log(
     does_not_fit = job is not None and job.estimate.verdict is Verdict.OOM and not log.iterations
     return Diagnosis(
         source=DiagnosisSource.LOG,
-        judgement=None if job is None else judge_quickly(job),
+        missing=_list_missing(log, job, on),
+        judgement=_judge(job),
         findings=findings,
         waterfall=waterfall,
         job=job,
@@ -402,6 +415,19 @@ def _diagnose_log(
             must_shrink=bool(log.failures) or does_not_fit,
         ),
     )
+
+
+def _judge(job: Plan | None) -> Judgement | None:
+    return None if job is None else judge_quickly(job)
+
+
+def _list_missing(log: MegatronLog, job: Plan | None, on: str | Hardware) -> tuple[str, ...]:
+    """Return what would tell the job of a log; its own arguments may say all but the devices."""
+    if job is not None:
+        return ()
+    if log.arguments and not on:
+        return ("on",)
+    return ("model", "on", "layout")
 
 
 def _find_mfu(log: MegatronLog, on: str | Hardware) -> float:

@@ -93,14 +93,25 @@ def replan_request(plan: Plan, on: str | Hardware, options: WorkloadOptions) -> 
     Raises:
         BadInput: something cannot be used; fields are named as options.
     """
+    return change_job(plan.model, plan.workload, on or plan.hardware, options)
+
+
+def change_job(
+    model: ModelSpec, workload: Workload, on: str | Hardware, options: WorkloadOptions
+) -> PlanRequest:
+    """Return the request for a job, with what the caller gives in place of its workload's values.
+
+    Raises:
+        BadInput: something cannot be used; fields are named as options.
+    """
     values = {
         "seq_len": options.seq_len,
         "global_batch": options.global_batch,
         "precision": options.precision,
     }
     changes: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
-    hardware = read_hardware(on or plan.hardware, options.network)
-    request = _request_model(plan.model, replace(plan.workload, **changes), hardware)
+    hardware = read_hardware(on, options.network)
+    request = _request_model(model, replace(workload, **changes), hardware)
     return _change_workload(request, options)
 
 

@@ -17,6 +17,7 @@ from moewright.api.planning import (
 )
 from moewright.api.requests import (
     PlanRequest,
+    change_job,
     read_plan_request,
     replan_request,
     to_options,
@@ -38,7 +39,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.options import SearchOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import Dtype, Workload
 from moewright.view.comparison_view import (
     BudgetPoint,
     BudgetView,
@@ -66,13 +67,15 @@ _FIRST_TOP = 3
 class ViewQuery:
     """A job and its layout as people write them; a page's address holds the same.
 
-    The model may also be the plan.json of a job, whose values the others replace.
+    The model may also be the plan.json of a job, whose values the others replace; so they do with
+    `workload`, that of a job which is stated whole.
     """
 
     model: str | Path | ModelSpec
     on: str | Hardware
     options: WorkloadOptions
     layout: str = ""
+    workload: Workload | None = None
 
     def read(self) -> PlanRequest:
         """Read model, hardware and workload.
@@ -80,6 +83,8 @@ class ViewQuery:
         Raises:
             BadInput: something cannot be used.
         """
+        if self.workload is not None and isinstance(self.model, ModelSpec):
+            return change_job(self.model, self.workload, self.on, self.options)
         if isinstance(self.model, str | Path) and is_plan_file(Path(self.model)):
             plan = read_json(Plan, Path(self.model))
             request = replan_request(plan, self.on, self.options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -36,6 +37,7 @@ from moewright.spec.workload import Dtype
 from moewright.studio.access import Access
 from moewright.studio.confinement import Confinement
 from moewright.studio.course import (
+    open_chapters,
     send_lesson,
     show_chapter,
     show_contents,
@@ -65,7 +67,7 @@ _MOST_COMPARED = 3
 _MOST_RUNS = 8
 _MOST_THREADS = 8
 _GONE = 499  # as nginx calls it
-_TASKS = ("search", "budget")
+_TASKS = ("search", "budget", "diagnosis")
 _SUFFIXES = (".json", ".json.gz", ".gz", ".log", ".txt", ".sqlite")  # of traces and logs
 _T = TypeVar("_T")
 
@@ -97,7 +99,7 @@ def build_app(confinement: Confinement, access: Access) -> Starlette:
         Route("/api/export", studio.send_launch_file),
         Route("/api/runs", studio.list_runs),
         Route("/api/run", studio.send_runs),
-        Route("/api/drop", studio.diagnose_drop, methods=["POST"]),
+        Route("/api/drop", studio.take_trace, methods=["POST"]),
         Route("/api/model", studio.take_model, methods=["POST"]),
         Route("/api/script", studio.take_script, methods=["POST"]),
     ]
@@ -123,7 +125,10 @@ class _Studio:
         """Keep a worker ready while the server runs, and few threads."""
         current_default_thread_limiter().total_tokens = _MOST_THREADS
         await self._workers.prepare()
+        # Tables of devices and models are read before somebody asks for a chapter.
+        reading = asyncio.create_task(run_in_threadpool(open_chapters))
         yield
+        await reading
         await self._workers.close()
 
     async def show_page(self, _: Request) -> Response:
@@ -199,18 +204,21 @@ class _Studio:
         folders = [Path(name) for name in request.query_params.getlist("run")[:_MOST_RUNS]]
         stamp = await run_in_threadpool(stamp_runs, folders)
         record = b""
-        if stamp.text != request.query_params.get("stamp", ""):
-            if await run_in_threadpool(is_other_file, folders):
-                diagnosis = self._workers.ask("diagnosis", {"path": str(folders[0])})
-                record = await _while_connected(request, diagnosis)
-            else:
-                record = await run_in_threadpool(read_runs, folders)
-        return _send_json(encode_runs(stamp, record))
+        is_file = await run_in_threadpool(is_other_file, folders)
+        if not is_file and stamp.text != request.query_params.get("stamp", ""):
+            record = await run_in_threadpool(read_runs, folders)
+        return _send_json(encode_runs(stamp, record, is_file=is_file))
 
-    async def diagnose_drop(self, request: Request) -> Response:
+    async def take_trace(self, request: Request) -> Response:
+        """Keep a trace or a log, and answer by which path a diagnosis finds it."""
         suffix = "".join(Path(request.query_params.get("name", "")).suffixes[-2:])
         suffix = suffix if suffix in _SUFFIXES else ".log"
-        return await self._answer_drop(request, "diagnosis", suffix, LARGEST_TRACE_BYTES)
+        limit_bytes = LARGEST_TRACE_BYTES
+        try:
+            path = await self._folder.receive(request.stream(), suffix, limit_bytes=limit_bytes)
+        except BadInput as error:
+            return _send_json(encode_failure(error))
+        return _send_json(encode_data({"run": os.path.relpath(path, self._root)}))
 
     async def take_model(self, request: Request) -> Response:
         return await self._answer_drop(request, "model", ".json", LARGEST_TEXT_BYTES)

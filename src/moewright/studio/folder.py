@@ -197,10 +197,14 @@ def read_runs(folders: Sequence[Path]) -> bytes:
     return build_or_refuse(build)
 
 
-def encode_runs(stamp: RunStamp, record: bytes) -> bytes:
-    """Return what a page that follows runs gets; no record where there is no news."""
-    return b'{"stamp":%s,"live":%s,"records":[%s]}' % (
+def encode_runs(stamp: RunStamp, record: bytes, *, is_file: bool = False) -> bytes:
+    """Return what a page that follows runs gets; no record where there is no news.
+
+    `is_file` tells it that a trace or a log was named, whose diagnosis is a task.
+    """
+    return b'{"stamp":%s,"live":%s,"is_file":%s,"records":[%s]}' % (
         json.dumps(stamp.text).encode(),
         json.dumps(stamp.is_live).encode(),
+        json.dumps(is_file).encode(),
         record.strip(),
     )

@@ -1,4 +1,8 @@
-"""The address of a page as a query, with the config.json or script that was dropped on it."""
+"""The address of a page as a query, with the job that was dropped on it: nothing else is kept.
+
+A config.json is packed as it stands; the job of a launch script as the fields of model and workload
+that are not at their defaults.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +12,73 @@ import zlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from moewright.api.launch_scripts import read_flags
 from moewright.api.planning import workload_options
 from moewright.api.views import ViewQuery
 from moewright.codec import format_layout, parse_json, write_json
+from moewright.codec.data import from_data, to_data
 from moewright.codec.files import read_text
 from moewright.codec.numbers import parse_count
 from moewright.intake import hf
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import BatchRampSpec
+from moewright.spec.workload import BatchRampSpec, Workload
 from moewright.studio.folder import StudioFolder
 
 MOST_LETTERS = 3500  # of what addresses of every browser and proxy hold
 _MOST_BYTES = 1 << 18  # of fields
-_PACKED = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)~(?P<fields>[A-Za-z0-9_-]+)")
+_MOST_NAME = 40
+_TOO_LONG = "too long for an address: it names a file of this machine; send plan.json of Share"
+_PACKED = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)~(?P<kind>job~)?(?P<fields>[A-Za-z0-9_-]+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedJob:
+    """What an address holds: a model, and the workload of a job that was stated whole."""
+
+    model: ModelSpec
+    workload: Workload | None = None
 
 
 def pack_config(name: str, config: Mapping[str, object]) -> str:
     """Return a name and the fields of a config.json as text of an address; "" if it is too long."""
-    fields = json.dumps(config, separators=(",", ":")).encode()
-    packed = urlsafe_b64encode(zlib.compress(fields, 9)).decode().rstrip("=")
-    text = f"{name}~{packed}"
+    return _pack(f"{name}~", config)
+
+
+def pack_job(model: ModelSpec, workload: Workload) -> str:
+    """Return a model and a workload as text of an address; "" if it is too long."""
+    job = {"model": _list_changes(model), "workload": _list_changes(workload)}
+    return _pack(f"{clean_name(model.name)}~job~", job)
+
+
+def clean_name(text: str) -> str:
+    """Return what stands behind the last slash of a name, in letters that addresses have."""
+    kept = re.sub(r"[^A-Za-z0-9_.-]", "", text.rpartition("/")[2])
+    return kept[:_MOST_NAME].lstrip(".") or "model"
+
+
+def _pack(head: str, data: Mapping[str, object]) -> str:
+    compressed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)
+    text = head + urlsafe_b64encode(compressed).decode().rstrip("=")
     return text if len(text) <= MOST_LETTERS else ""
 
 
-def unpack_model(text: str) -> ModelSpec | None:
-    """Return the model that an address holds; None for a text of another kind.
+def _list_changes(record: Any) -> dict[str, object]:
+    """Return the fields of a record that are not at their defaults, of records inside as well."""
+    changes: dict[str, object] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if value != field.default:
+            changes[field.name] = _list_changes(value) if is_dataclass(value) else to_data(value)
+    return changes
+
+
+def unpack_job(text: str) -> PackedJob | None:
+    """Return the job that an address holds; None for a text of another kind.
 
     Raises:
         BadInput: the address was cut or changed, or its fields are no model's.
@@ -49,24 +90,23 @@ def unpack_model(text: str) -> ModelSpec | None:
     try:
         data = urlsafe_b64decode(packed["fields"] + "=" * (-len(packed["fields"]) % 4))
         opened = zlib.decompressobj()
-        fields = opened.decompress(data, _MOST_BYTES)
+        content = opened.decompress(data, _MOST_BYTES)
         is_whole = opened.eof and len(text) <= MOST_LETTERS
     except (Error, zlib.error):
         is_whole = False
     if not is_whole:
-        rule = "is cut or changed: its address does not hold a whole config.json"
+        rule = "is cut or changed: its address does not hold a whole job"
         raise BadInput(Reason(field="model", value=name, rule=rule, nearest="drop the file again"))
-    config = parse_json(fields.decode(errors="replace"), where=name)
-    if not isinstance(config, Mapping):
+    values = parse_json(content.decode(errors="replace"), where=name)
+    if packed["kind"]:
+        return from_data(PackedJob, values, where=name)
+    if not isinstance(values, Mapping):
         raise BadInput(Reason(field="model", value=name, rule="must be an object"))
-    return hf.parse_config(config, where=name, name=name)
+    return PackedJob(model=hf.parse_config(values, where=name, name=name))
 
 
-_MOST_NAME = 40
-
-
-def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, str]:
-    """Return the name by which queries find a config.json, which holds all of it.
+def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, object]:
+    """Return the query of a config.json, which holds all of it, with notes.
 
     One that is too long for an address is kept in the studio's folder.
 
@@ -78,17 +118,20 @@ def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, str]:
         raise BadInput(Reason(field="config.json", rule="must be an object"))
     architectures = data.get("architectures") or data.get("model_type") or "model"
     first = architectures[0] if isinstance(architectures, list) else architectures
-    called = str(data.get("_name_or_path") or first).rpartition("/")[2]
-    name = re.sub(r"[^A-Za-z0-9_.-]", "", called)[:_MOST_NAME].lstrip(".") or "model"
+    name = clean_name(str(data.get("_name_or_path") or first))
     hf.parse_config(data, where="config.json", name=name)
-    return {"model": pack_config(name, data) or str(folder.keep_model(json.dumps(data), name))}
+    model = pack_config(name, data)
+    if model:
+        return {"query": {"model": model}, "notes": []}
+    kept = folder.keep_model(json.dumps(data), name)
+    return {"query": {"model": str(kept)}, "notes": [_TOO_LONG]}
 
 
 def read_dropped_script(path: Path, params: Mapping[str, str]) -> dict[str, object]:
     """Return the query that a Megatron-LM launch script states, with notes on its reading.
 
-    `params` may name the model and the devices of a script, which does not. The job is kept as a
-    plan, which the query names as its model.
+    `params` may name the model and the devices of a script, which does not. The query holds the
+    job; one that is too long for an address is kept as a plan.
 
     Raises:
         BadInput: the script cannot be read or planned.
@@ -96,14 +139,19 @@ def read_dropped_script(path: Path, params: Mapping[str, str]) -> dict[str, obje
     device = params.get("on", "").rpartition("x")[2] or params.get("on", "")
     reading = read_flags(path, on=device, model=params.get("model", ""))
     plan = reading.plan
-    kept = path.with_suffix(".plan.json")
-    write_json(kept, plan)
+    notes = list(reading.notes)
+    model = pack_job(plan.model, plan.workload)
+    if not model:
+        kept = path.with_suffix(".plan.json")
+        write_json(kept, plan)
+        model = str(kept)
+        notes.append(_TOO_LONG)
     query = {
-        "model": str(kept),
+        "model": model,
         "on": f"{plan.hardware.count}x{device}",
         "layout": format_layout(plan.layout),
     }
-    return {"query": query, "notes": reading.notes}
+    return {"query": query, "notes": notes}
 
 
 _LONGEST = 4000
@@ -127,8 +175,10 @@ def read_query(params: Mapping[str, str]) -> ViewQuery:
         params.get("precision") or None,
         Path(params["load"]) if params.get("load") else None,
     )
+    packed = unpack_job(params["model"])
     return ViewQuery(
-        model=unpack_model(params["model"]) or params["model"],
+        model=params["model"] if packed is None else packed.model,
+        workload=None if packed is None else packed.workload,
         on=params.get("on", ""),
         options=replace(
             options, network=params.get("network", ""), rampup_batch_size=_read_ramp(params)

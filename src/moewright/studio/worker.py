@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moewright.api.diagnosing import diagnose, view_diagnosis
+from moewright.api.diagnosing import diagnose, read_logged_sizes, view_diagnosis
 from moewright.api.views import view_budget, view_search
 from moewright.spec.errors import BadInput, Reason, lacks_memory
 from moewright.spec.units import format_bytes
@@ -26,6 +26,7 @@ from moewright.studio.queries import (
     read_query,
 )
 from moewright.studio.wire import encode_data, encode_failure, encode_record, encode_refusal
+from moewright.view.run_view import DiagnosisView
 
 # A small job, whose search fills the caches of tables and imports before anybody asks.
 _WARM_UP = {"model": "Qwen/Qwen3-30B-A3B", "on": "8xH100", "global_batch": "64"}
@@ -92,11 +93,39 @@ def _answer(task: str, params: Mapping[str, Any], confinement: Confinement) -> I
             views = view_budget(read_query(params), tokens=tokens, price=price)
             yield from map(encode_record, views)
         case "diagnosis":
-            yield encode_record(view_diagnosis(diagnose(path)))
+            yield encode_record(_diagnose(path, params))
         case "model":
             yield encode_data(read_dropped_model(StudioFolder(confinement.folder), path))
         case "script":
             yield encode_data(read_dropped_script(path, params))
+
+
+def _diagnose(path: Path, params: Mapping[str, Any]) -> DiagnosisView:
+    """Return the diagnosis of a trace or a log, under the job that the page says.
+
+    What a log states of its sizes wins over defaults. How much of a trace is read goes out as it
+    is known.
+
+    Raises:
+        BadInput: the file or the job cannot be used.
+    """
+    plan = None
+    if params.get("model"):
+        batch, seq_len = read_logged_sizes(path)
+        sizes = {"global_batch": batch, "seq_len": seq_len}
+        logged = {key: str(size) for key, size in sizes.items() if size and not params.get(key)}
+        if not params.get("layout"):
+            rule = "is needed beside a model"
+            raise BadInput(Reason(field="layout", rule=rule, nearest="ep8,mbs1"))
+        plan = read_query({**params, **logged}).build()
+    diagnosis = diagnose(
+        path,
+        plan=plan,
+        on=params.get("on", ""),
+        network=params.get("network", ""),
+        report_progress=lambda done, total: _write(encode_data({"done": done, "total": total})),
+    )
+    return view_diagnosis(diagnosis)
 
 
 def _limit(kind: int, value: int) -> None:

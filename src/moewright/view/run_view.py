@@ -9,6 +9,7 @@ from math import nan
 from statistics import fmean
 
 from moewright.diagnosis.compare_ledgers import TOTAL, LedgerComparison, Section
+from moewright.diagnosis.judgement import Judgement
 from moewright.diagnosis.traces.breakdown import Breakdown
 from moewright.diagnosis.traces.worst_step import WorstStep
 from moewright.diagnosis.utilization import list_device_use
@@ -60,13 +61,16 @@ class DiagnosisView(Record):
     """The walls of a run, the one to work on first in front, and where its step goes.
 
     `waterfall` is None where the job is not known. `notes` say what was read otherwise than written
-    and what would give a fuller answer. `trace` is where the step of each traced rank goes.
+    and what would give a fuller answer, and `missing` names what of the job is not known. `trace`
+    is where the step of each traced rank goes.
     """
 
     walls: tuple[DocumentSection, ...]
     waterfall: Waterfall | None
     notes: tuple[str, ...] = ()
     trace: TraceView | None = None
+    judgement: Judgement | None = None
+    missing: tuple[str, ...] = ()
 
     def title(self) -> str:
         """Return the first finding."""
@@ -86,6 +90,8 @@ def build_diagnosis_view(
     trace: TraceView | None = None,
     *,
     has_headline: bool = False,
+    judgement: Judgement | None = None,
+    missing: tuple[str, ...] = (),
 ) -> DiagnosisView:
     """Build the record of a diagnosis; empty notes are left out.
 
@@ -96,6 +102,8 @@ def build_diagnosis_view(
         waterfall=waterfall,
         notes=tuple(note for note in notes if note),
         trace=trace,
+        judgement=judgement,
+        missing=missing,
     )
 
 

@@ -7,7 +7,7 @@ by piece, and only columns of numbers are kept of its events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -65,18 +65,21 @@ _OUTLIER_S = 1e6  # from the median start: a damaged time
 _SHOWN_FILES = 3
 
 
-def read_traces(path: Path) -> tuple[Capture, ...]:
+def read_traces(
+    path: Path, *, report_progress: Callable[[int, int], None] = lambda _done, _total: None
+) -> tuple[Capture, ...]:
     """Read a trace, or every trace of a folder, as one Capture a device and file.
 
     Of a folder, files that are no trace are left out with a note, as long as one is a trace. So are
     traces that break off, as long as one is whole: a mean over ranks would take what they lack for
-    time that was not spent.
+    time that was not spent. `report_progress` is called with the bytes that have been read, and
+    those of all files.
 
     Raises:
         BadInput: a file is no trace, or none of a folder is.
     """
     if path.is_file():
-        captures, _ = _read_file(path, 0)
+        captures, _ = _read_file(path, 0, report_progress=report_progress)
         return captures
     whole: list[Capture] = []
     cut: list[Capture] = []
@@ -84,7 +87,11 @@ def read_traces(path: Path) -> tuple[Capture, ...]:
     cut_names: list[str] = []
     refusals: list[BadInput] = []
     files = sorted(file for file in path.rglob("*.json*") if _is_trace_name(file))
+    total_bytes = sum(file.stat().st_size for file in files)
+    read_bytes = 0
     for index, file in enumerate(files):
+        report_progress(read_bytes, total_bytes)
+        read_bytes += file.stat().st_size
         try:
             captures, is_cut = _read_file(file, index)
         except BadInput as error:
@@ -109,7 +116,12 @@ def _is_trace_name(path: Path) -> bool:
 
 
 @read_apart
-def _read_file(path: Path, index: int) -> tuple[tuple[Capture, ...], bool]:
+def _read_file(
+    path: Path,
+    index: int,
+    *,
+    report_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> tuple[tuple[Capture, ...], bool]:
     """Read a capture for each device that ran kernels, and whether the file breaks off.
 
     Where the program computed on the CPU alone, read one for each process.
@@ -117,12 +129,14 @@ def _read_file(path: Path, index: int) -> tuple[tuple[Capture, ...], bool]:
     Raises:
         BadInput: the file is no trace, or a device was used and only the host was recorded.
     """
-    with budget(str(path), file_bytes=path.stat().st_size):
-        return _read_captures(path, index)
+    total_bytes = path.stat().st_size
+    with budget(str(path), file_bytes=total_bytes):
+        stream = TraceStream(path, lambda nbytes: report_progress(nbytes, total_bytes))
+        return _read_captures(stream, index)
 
 
-def _read_captures(path: Path, index: int) -> tuple[tuple[Capture, ...], bool]:
-    stream = TraceStream(path)
+def _read_captures(stream: TraceStream, index: int) -> tuple[tuple[Capture, ...], bool]:
+    path = stream.path
     collector = _TraceCollector()
     for batch in stream.batches():
         collector.add(batch)

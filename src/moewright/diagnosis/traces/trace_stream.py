@@ -10,7 +10,7 @@ import codecs
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,15 @@ class TraceStream:
     """The events of a trace file, and, once they are all read, what else the file says.
 
     `metadata` is what stands beside the events; `is_cut` says that the file breaks off, and
-    `unreadable` how many pieces between whole events were no JSON.
+    `unreadable` how many pieces between whole events were no JSON. `report_read` is called with
+    the bytes of the file that have been read, again and again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, report_read: Callable[[int], None] = lambda _nbytes: None
+    ) -> None:
         self.path = path
+        self._report_read = report_read
         self.metadata: Mapping[str, Any] = {}
         self.is_cut = False
         self.unreadable = 0
@@ -157,7 +161,7 @@ class TraceStream:
     def _members(self) -> Iterator[bytes]:
         """Yield the bytes of the file; of a gzip file, those of all its members."""
         require_budget(str(self.path))
-        pieces = read_pieces(self.path, piece_bytes=_PIECE_BYTES)
+        pieces = self._pieces()
         first = next(pieces, b"")
         if first[:2] != _GZIP_MAGIC:
             yield first
@@ -183,6 +187,13 @@ class TraceStream:
                 if not packed:
                     self.is_cut = True
                     return
+
+    def _pieces(self) -> Iterator[bytes]:
+        read_bytes = 0
+        for piece in read_pieces(self.path, piece_bytes=_PIECE_BYTES):
+            read_bytes += len(piece)
+            self._report_read(read_bytes)
+            yield piece
 
     def _take_events(self, text: str, *, is_last: bool) -> tuple[list[Any], str, bool]:
         """Return the whole events of a text, what is left of it, and whether the events ended."""

@@ -28,7 +28,13 @@ mw.diagnosisPanels = view => {
   if (view.notes.length) panel.append(mw.el("ul", {class: "plain note"}, view.notes.map(note => mw.el("li", {}, note))));
   return panel;
 };
-mw.render.DiagnosisView = (view, root) => { root.append(mw.diagnosisPanels(view), ...(view.trace ? mw.tracePanels(view.trace) : [])); };
+mw.judgedPanel = judgement => {
+  const panel = mw.panel("", mw.el("h1", {}, judgement.headline), ...mw.judgementLines(judgement, null));
+  panel.className = `panel verdict ${mw.qualityClass[judgement.quality]}`;
+  panel.id = "verdict";
+  return panel;
+};
+mw.render.DiagnosisView = (view, root) => { root.append(...(view.judgement ? [mw.judgedPanel(view.judgement)] : []), mw.diagnosisPanels(view), ...(view.trace ? mw.tracePanels(view.trace) : [])); };
 
 /* Curves over the steps, with zoom, a legend that switches them, and smoothing. */
 mw.smooth = (points, span) => {

@@ -128,8 +128,8 @@ studio.buildDrop = () => {
     if (!/\.json$/i.test(file.name)) { area.value = text; await takeScript(text); return; }
     const answer = await studio.post("/api/model", text);
     const ok = !answer.reasons;
-    say(ok ? `${file.name} is read` : answer.reasons.map(reason => reason.text).join("; "));
-    if (ok) studio.go({model: answer.model, layout: ""});
+    say(ok ? [`${file.name} is read`, ...answer.notes].join("; ") : answer.reasons.map(reason => reason.text).join("; "));
+    if (ok) studio.go({...answer.query, layout: ""});
   };
   const drop = mw.el("div", {class: "drop"},
     mw.el("label", {for: "file"}, "Drop a file here, or choose one: "), mw.el("input", {type: "file", id: "file", accept: ".json,.sh,.txt,.bash", onchange: event => event.target.files[0] && takeFile(event.target.files[0])}),
@@ -145,8 +145,8 @@ studio.fillForm = () => {
   for (const key of ["model", "global_batch", "seq_len", "precision", "network", "layout"]) {
     const node = document.getElementById(`in-${key}`);
     const value = studio.query.get(key) || "";
-    /* A config.json that the address holds is shown by its name. */
-    if (node && node !== document.activeElement) node.value = key === "model" ? value.replace(/^([\w.-]+)~[\w-]+$/, "$1") : value;
+    /* A job that the address holds is shown by the name of its model. */
+    if (node && node !== document.activeElement) node.value = key === "model" ? value.replace(/^([\w.-]+)~[\w~-]+$/, "$1") : value;
   }
   const match = /^(\d+)\s*x\s*(.+)$/i.exec(studio.query.get("on") || "");
   if (match) {
