@@ -161,7 +161,6 @@ def diagnose(
     model: str = "",
     network: str = "",
     perfetto: Path | str | None = None,
-    report_progress: Progress = _ignore_progress,
 ) -> Diagnosis:
     """Name the walls that hold a run back, with evidence, a waterfall and priced fixes.
 
@@ -176,7 +175,6 @@ def diagnose(
         network: kinds of network of the script or of the log, in place of the hardware's own.
         perfetto: where to write the trace with its findings as tracks, for Perfetto: a file, or a
             folder where `path` holds more than one trace.
-        report_progress: called with the bytes of traces that have been read, and those of all.
 
     Raises:
         BadInput: there is nothing to read, or the options contradict each other.
@@ -191,26 +189,66 @@ def diagnose(
     if perfetto is not None and (is_engine_run(path) or not is_trace(path)):
         rule = "needs a trace: a log and the record of a run have no times of kernels"
         raise BadInput(Reason(field="--perfetto", value=str(perfetto), rule=rule))
-    if is_engine_run(path):
-        return _diagnose_engine_run(path)
-    notes: tuple[str, ...] = ()
-    options: frozenset[str] = frozenset()
-    job = plan
-    source = "the job given beside it" if script is None else f"the script {script}"
-    if script is not None:
+    stated = _StatedJob(plan=plan, on=on, model=model, network=network)
+    if script is not None and not is_engine_run(path):
         if plan is not None:
             rule = "states the job, and so does the plan"
             raise BadInput(Reason(field="script", value=str(script), rule=rule))
-        try:
-            reading = read_flags(script, on=on, model=model, network=network)
-        except BadInput as error:
-            if not on or not Path(script).is_file():
-                raise
-            notes = (f"the script makes no job that can be planned: {error}",)
-        else:
-            notes = reading.notes
-            options = frozenset(reading.options)
-            job = reading.plan
+        stated = _read_script(script, stated)
+    return _diagnose_path(path, stated, None if perfetto is None else Path(perfetto))
+
+
+def diagnose_file(
+    path: Path,
+    *,
+    plan: Plan | None,
+    on: str,
+    network: str,
+    report_progress: Progress,
+) -> Diagnosis:
+    """Diagnose a file as `diagnose` does, and tell how many bytes of traces are read, and of all.
+
+    Raises:
+        BadInput: there is nothing to read.
+    """
+    stated = _StatedJob(plan=plan, on=on, network=network)
+    return _diagnose_path(find_run_folder(path), stated, None, report_progress)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StatedJob:
+    """What was said of a job beside its file; `source` says where the plan comes from."""
+
+    plan: Plan | None = None
+    source: str = "the job given beside it"
+    on: str | Hardware = ""
+    model: str = ""
+    network: str = ""
+    notes: tuple[str, ...] = ()
+    options: frozenset[str] = frozenset()
+
+
+def _read_script(script: Path | str, stated: _StatedJob) -> _StatedJob:
+    """Return the job that a launch script states; without a plan where none can be made of it."""
+    stated = replace(stated, source=f"the script {script}")
+    try:
+        reading = read_flags(script, on=stated.on, model=stated.model, network=stated.network)
+    except BadInput as error:
+        if not stated.on or not Path(script).is_file():
+            raise
+        return replace(stated, notes=(f"the script makes no job that can be planned: {error}",))
+    options = frozenset(reading.options)
+    return replace(stated, plan=reading.plan, notes=reading.notes, options=options)
+
+
+def _diagnose_path(
+    path: Path,
+    stated: _StatedJob,
+    perfetto: Path | None,
+    report_progress: Progress = _ignore_progress,
+) -> Diagnosis:
+    if is_engine_run(path):
+        return _diagnose_engine_run(path)
     if not path.exists():
         raise BadInput(Reason(field=str(path), rule="no such run folder, trace or log"))
     if not (path.is_dir() or path.is_file()):
@@ -221,24 +259,28 @@ def diagnose(
         raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
     if path.name == MERGED_TRACE_FILE and (path.parent / TRACE_FOLDER).is_dir():
         path = path.parent / TRACE_FOLDER  # the same, rank by rank
-    if job is None and (path.parent / PLAN_FILE).exists():
-        job = read_json(Plan, path.parent / PLAN_FILE)
-        source = f"the {PLAN_FILE} beside it"
-        notes = (
-            *notes,
-            f"the job is that of {path.parent / PLAN_FILE}, which lies beside the file",
+    beside = path.parent / PLAN_FILE
+    if stated.plan is None and beside.exists():
+        note = f"the job is that of {beside}, which lies beside the file"
+        stated = replace(
+            stated,
+            plan=read_json(Plan, beside),
+            source=f"the {PLAN_FILE} beside it",
+            notes=(*stated.notes, note),
         )
+    job, notes = stated.plan, stated.notes
     if is_trace(path):
-        tracks = None if perfetto is None else Path(perfetto)
         captures = read_captures(path, report_progress)
-        return _diagnose_traces(captures, job, notes, options, tracks)
+        return _diagnose_traces(captures, job, notes, stated.options, perfetto)
     log = read_log(path)
     if job is not None:
-        check_logged_job(log, job, source=source)
-    elif log.arguments and on:
-        job, reasons = _read_logged_job(log, path, model=model, on=on, network=network)
+        check_logged_job(log, job, source=stated.source)
+    elif log.arguments and stated.on:
+        job, reasons = _read_logged_job(
+            log, path, model=stated.model, on=stated.on, network=stated.network
+        )
         notes = (*notes, *reasons)
-    return _diagnose_log(log, job, notes, options, on=on)
+    return _diagnose_log(log, job, notes, stated.options, on=stated.on)
 
 
 def read_logged_sizes(path: Path) -> tuple[int, int]:

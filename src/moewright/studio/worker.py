@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moewright.api.diagnosing import diagnose, read_logged_sizes, view_diagnosis
+from moewright.api.diagnosing import diagnose_file, read_logged_sizes, view_diagnosis
 from moewright.api.views import view_budget, view_search
 from moewright.spec.errors import BadInput, Reason, lacks_memory
 from moewright.spec.units import format_bytes
@@ -118,7 +118,7 @@ def _diagnose(path: Path, params: Mapping[str, Any]) -> DiagnosisView:
             rule = "is needed beside a model"
             raise BadInput(Reason(field="layout", rule=rule, nearest="ep8,mbs1"))
         plan = read_query({**params, **logged}).build()
-    diagnosis = diagnose(
+    diagnosis = diagnose_file(
         path,
         plan=plan,
         on=params.get("on", ""),
