@@ -259,12 +259,12 @@ def _diagnose_path(
         raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
     if path.name == MERGED_TRACE_FILE and (path.parent / TRACE_FOLDER).is_dir():
         path = path.parent / TRACE_FOLDER  # the same, rank by rank
-    beside = path.parent / PLAN_FILE
-    if stated.plan is None and beside.exists():
-        note = f"the job is that of {beside}, which lies beside the file"
+    plan_path = path.parent / PLAN_FILE
+    if stated.plan is None and plan_path.exists():
+        note = f"the job is that of {plan_path}, which lies beside the file"
         stated = replace(
             stated,
-            plan=read_json(Plan, beside),
+            plan=read_json(Plan, plan_path),
             source=f"the {PLAN_FILE} beside it",
             notes=(*stated.notes, note),
         )
