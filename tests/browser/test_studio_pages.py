@@ -217,6 +217,13 @@ def test_what_is_taken_away_opens_alone(studio, open_page, tmp_path):
     shown = alone.locator("[data-name='step_s']").get_attribute("data-value")
     assert float(shown) == own.estimate.step_s
     assert alone.locator("canvas").count() >= 3
+    word = alone.locator(".tile a.term", has_text="MFU")
+    assert "FLOP" in word.get_attribute("title")
+    word.click()
+    meaning = alone.locator("#glossary dt:target + dd")
+    assert meaning.is_visible()
+    assert meaning.inner_text() == word.get_attribute("title")
+    assert find_faults(alone) == []
 
 
 def test_where_nothing_fits_the_page_says_how_near_it_is_and_what_would_fit(studio, open_page):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,29 @@ def test_the_run_learns_and_its_export_answers_in_transformers_as_here(
     card = (folder / "README.md").read_text()
     assert "library_name: transformers" in card
     assert "30 steps" in card
+
+
+def test_a_mixture_by_weights_is_trained_in_one_call_and_ends_in_six_lines(
+    run: Path, hardware: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = files("moewright.api").joinpath("starter/chats.jsonl").read_text().splitlines()
+    for name, kept in (("long", lines[:150]), ("short", lines[150:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(kept))
+    chats = f"3 {tmp_path / 'long.jsonl'} 1 {tmp_path / 'short.jsonl'}"
+    out = tmp_path / "out"
+    command = ["finetune", str(run / "base"), chats, "--out", str(out), "--on", f"1x{hardware}"]
+    assert main([*command, "--set", "train.steps=2", "--global-batch", "4"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("75.0% of each step from long.jsonl") for line in told)
+    named = [line.split()[0] for line in told]
+    place = named.index("learned")
+    assert named[place : place + 6] == ["learned", "speed", "wall", "health", "kept", "next"]
+    assert f"moewright chat {out}" in told[place + 5]
+    assert (out / "report.html").is_file()
+    job = tomllib.loads((out / "finetune.toml").read_text())
+    assert job["data"]["train"] == "3 data/1/train 1 data/2/train"
+    assert main(["finetune", str(run / "base"), "1 a.jsonl 2", "--out", str(out)]) == 2
+    assert "in which weights and paths take turns" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

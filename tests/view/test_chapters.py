@@ -210,6 +210,7 @@ def test_formulas_are_written_as_mathml_and_code_stays():
     assert fraction in write_mathematics("\\frac{a}{b+1}")
     assert "<munderover><mo>∑</mo>" in write_mathematics("\\sum_{i}^{n} x_i")
     assert replace_mathematics("`$x$` costs $5 and $6") == "`$x$` costs $5 and $6"
+    assert "<mn>6</mn>" in replace_mathematics("takes $6 + x$ bytes")
     assert replace_mathematics("so $x^2$ is") == (
         "so <math><mrow><msup><mi>x</mi><mn>2</mn></msup></mrow></math> is"
     )
@@ -262,14 +263,19 @@ def test_every_value_of_an_enum_is_a_word_of_the_glossary(enum, prefix):
 def test_pages_of_the_documentation_have_pictures_and_formulas_that_can_be_written():
     docs = Path(__file__).resolve().parents[2] / "docs"
     pictures = 0
+    formulas = 0
     for page in sorted(docs.glob("*.md")):
         text = page.read_text("utf-8")
         written = replace_pictures(replace_mathematics(text))
         pictures += text.count("<!-- course:")
         assert "<!-- course:" not in written, page.name
+        if page.name.startswith("formulas"):
+            assert "$" not in re.sub(r"`[^`]*`", "", written), page.name
+            formulas += written.count("<math")
         assert "/view/course/chapters/" not in written, page.name
         if page.name.startswith(_READ_THROUGH):
             assert len(text.split()) <= 4000, page.name
     assert pictures >= 6
+    assert formulas >= 150
     with pytest.raises(BadInput, match="no such picture"):
         replace_pictures("<!-- course: memory timetable -->")

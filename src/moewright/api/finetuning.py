@@ -8,17 +8,25 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moewright.api.converting import ExportForm, holds_adapters, plan_export
-from moewright.api.finetuning_job import JOB_FILE, FineTuningRequest, check_request, write_job
+from moewright.api.finetuning_job import (
+    JOB_FILE,
+    ChatShare,
+    FineTuningRequest,
+    check_request,
+    write_job,
+)
 from moewright.api.machines import Tell
+from moewright.api.reporting import build_report, describe_outcome, write_page
 from moewright.api.training import TrainingRequest, is_first_rank, prepare_training, run_training
-from moewright.codec import STEPS_FILE, write_text
+from moewright.codec import write_text
+from moewright.codec.data_paths import WeightedPath
 from moewright.engine.observe.display import STEP_LINES, RunDisplay
 from moewright.intake import hf
 from moewright.rules.shapes.parameters import count_parameters
-from moewright.spec.errors import BadInput
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -64,39 +72,45 @@ def finetune(request: FineTuningRequest, tell: Tell, display: RunDisplay = STEP_
             tell(f"{base}: a fresh model of {_describe_size(base)} to begin with")
         else:
             check_request(request, base)
-    with _open_chats(request) as chats:
-        report = _build_data(request, base, chats)
-    corpus = report.corpus
-    tell(
-        f"{count_samples(corpus, corpus.train)} of {corpus.train.tokens:,} tokens to train on, "
-        f"{corpus.train.learnt_tokens / max(1, corpus.train.tokens):.0%} of them the assistant's; "
-        f"{count_samples(corpus, corpus.heldout)} held out"
-    )
-    if corpus.bad_records:
-        bad = request.out / _DATA_FOLDER / BAD_FILE
-        tell(f"{corpus.bad_records:,} bad records left out: {bad}")
+    shares = _build_shares(request, base)
+    for share in shares:
+        corpus = share.report.corpus
+        name = f"{share.name}: " if len(shares) > 1 else ""
+        learnt = corpus.train.learnt_tokens / max(1, corpus.train.tokens)
+        tell(
+            f"{name}{count_samples(corpus, corpus.train)} of {corpus.train.tokens:,} tokens to "
+            f"train on, {learnt:.0%} of them the assistant's; "
+            f"{count_samples(corpus, corpus.heldout)} held out"
+        )
+        if corpus.bad_records:
+            bad = Path(share.report.data.train).parent / BAD_FILE
+            tell(f"{name}{corpus.bad_records:,} bad records left out: {bad}")
     job_path = request.out / JOB_FILE
     if is_first_rank():
-        write_text(job_path, write_job(request, base, report, tell))
+        write_text(job_path, write_job(request, base, shares, tell))
     training = TrainingRequest(
         path=job_path, run_dir=request.out, nproc=request.options.nproc, overrides=request.overrides
     )
     plan = prepare_training(training, tell)
-    sample = _read_sample(report, base)
+    sample = _read_sample(shares[0].report, base)
     before = _answer(plan.model, base, sample) if is_first_rank() else None
     code = run_training(plan, training, display)
     if code or not is_first_rank():
         return code
-    _tell_losses(request.out, tell)
     out = request.out / _EXPORT_FOLDER
     _export(request.out, out, tell)
+    written = [out]
     if (request.out / _ADAPTER_FOLDER).is_dir():
-        tell(f"wrote {request.out / _ADAPTER_FOLDER}, the adapters, which peft loads")
-    tell(f"wrote {out}, which transformers loads")
+        written.append(request.out / _ADAPTER_FOLDER)
+    run = build_report(request.out)
+    written.append(write_page(run, request.out / "report.html"))
+    # What comes next is to be talked with; transformers and peft load the folders.
+    chat = f"moewright chat {request.out}"
+    for line in describe_outcome(run, request.out, written, next_steps=(chat,)):
+        tell(line)
     if before is None:
         tell(f"no answers shown: more than {_MAX_ANSWERING:,} parameters; ask {out} instead")
         return code
-    tell(f"talk to it: moewright chat {request.out}")
     tell(f"asked   {sample.question}")
     tell(f"wanted  {sample.expected}")
     tell(f"before  {before}")
@@ -121,13 +135,25 @@ def _export(run_dir: Path, out: Path, tell: Tell) -> None:
         tell(f"no {adapter}: {error.reasons[0].field} {error.reasons[0].rule}")
 
 
-def _open_chats(request: FineTuningRequest) -> Any:
-    """Return a context with the path of the chats."""
-    if request.chats is None:
-        return as_file(files("moewright.api") / "starter" / "chats.jsonl")
-    from contextlib import nullcontext
-
-    return nullcontext(request.chats)
+def _build_shares(request: FineTuningRequest, base: Path) -> tuple[ChatShare, ...]:
+    """Build the data of a request: one corpus in its folder, several in one each below it."""
+    folder = request.out / _DATA_FOLDER
+    if not request.chats:
+        with as_file(files("moewright.api") / "starter" / "chats.jsonl") as path:
+            report = _build_data(request, base, path, folder)
+        return (ChatShare(part=WeightedPath(path=str(path)), report=report),)
+    if len(request.chats) > 1 and " " in str(folder):
+        rule = "cannot have a space where chats are blended"
+        raise BadInput(Reason(field="--out", value=str(request.out), rule=rule))
+    return tuple(
+        ChatShare(
+            part=part,
+            report=_build_data(
+                request, base, Path(part.path), folder / str(number) if number else folder
+            ),
+        )
+        for number, part in enumerate(request.chats, start=len(request.chats) > 1)
+    )
 
 
 def _write_starter(base: Path) -> None:
@@ -152,7 +178,7 @@ def _describe_size(base: Path) -> str:
     return f"{total / 1e6:.1f}M parameters"
 
 
-def _build_data(request: FineTuningRequest, base: Path, chats: Path) -> BuildReport:
+def _build_data(request: FineTuningRequest, base: Path, chats: Path, out: Path) -> BuildReport:
     from moewright.engine.data.build_chats import build_chats
     from moewright.engine.data.chat_encoder import ChatOptions
 
@@ -164,7 +190,7 @@ def _build_data(request: FineTuningRequest, base: Path, chats: Path) -> BuildRep
         columns=request.options.columns,
         skip_bad=request.options.skip_bad,
     )
-    return build_chats(chats, request.out / _DATA_FOLDER, options)
+    return build_chats(chats, out, options)
 
 
 def _read_sample(report: BuildReport, base: Path) -> Sample:
@@ -200,20 +226,3 @@ def _answer(model: ModelSpec, weights: Path, sample: Sample) -> str | None:
     answering = AnsweringModel(model, weights)
     tokens = answering.generate(sample.prompt, new_tokens=_ANSWER_TOKENS, stops=stops)
     return " ".join(tokenizer.decode(list(tokens)).split())
-
-
-def _tell_losses(run_dir: Path, tell: Tell) -> None:
-    """Tell the losses of the first and the last step, and of the held-out samples."""
-    lines = [json.loads(line) for line in (run_dir / STEPS_FILE).read_text("utf-8").splitlines()]
-    steps = [line for line in lines if line["kind"] == "step"]
-    tell(
-        f"loss {steps[0]['loss']:.3f} in step {steps[0]['step']}, "
-        f"{steps[-1]['loss']:.3f} in step {steps[-1]['step']}"
-    )
-    evaluations = [line for line in lines if line["kind"] == "eval"]
-    if evaluations:
-        first, last = evaluations[0], evaluations[-1]
-        tell(
-            f"held-out loss {first['heldout_loss']:.3f} after {first['step']} steps, "
-            f"{last['heldout_loss']:.3f} after {last['step']}"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from moewright.api.machines import Tell
+from moewright.codec.data_paths import WeightedPath, format_data_paths, parse_data_paths
 from moewright.intake import hf
 from moewright.intake.hardware_text import parse_hardware_text
 from moewright.intake.job import DEFAULT_HARDWARE, read_job
@@ -44,16 +45,29 @@ _EPOCHS = 3
 class FineTuningRequest:
     """What is to be fine-tuned on what.
 
-    `base` and `chats` are None for the model and the chats that moewright brings. `on` names the
+    `base` is None and `chats` () for the model and the chats that moewright brings. `on` names the
     hardware as count x device, "" this machine.
     """
 
     base: Path | None
-    chats: Path | None
+    chats: tuple[WeightedPath, ...]
     out: Path
     options: FineTuningOptions
     on: str = ""
     overrides: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatShare:
+    """Chats that were built, and the share of them in what is trained."""
+
+    part: WeightedPath
+    report: BuildReport
+
+    @property
+    def name(self) -> str:
+        """The name of the file or folder of the chats."""
+        return Path(self.part.path).name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +79,17 @@ class _JobNumbers:
     steps: int
     heldout_batches: int = 0
     objective: Objective = Objective.NEXT_TOKEN
+
+
+def read_chat_paths(text: str) -> tuple[WeightedPath, ...]:
+    """Read a path of chats, or weights and paths in turns; () for "".
+
+    Raises:
+        BadInput: a weight or a path is missing.
+    """
+    if text and Path(text).exists():
+        return (WeightedPath(path=text),)
+    return parse_data_paths(text, "chats")
 
 
 def check_request(request: FineTuningRequest, base: Path) -> None:
@@ -102,46 +127,85 @@ def check_request(request: FineTuningRequest, base: Path) -> None:
     build_name_table(job.model, open_hf_folder(base))
 
 
-def write_job(request: FineTuningRequest, base: Path, report: BuildReport, tell: Tell) -> str:
-    """Return the job file, whose numbers fit the data where the request leaves them open."""
+def write_job(
+    request: FineTuningRequest, base: Path, shares: Sequence[ChatShare], tell: Tell
+) -> str:
+    """Return the job file, whose numbers fit the data where the request leaves them open.
+
+    Raises:
+        BadInput: chats stand beside preferences.
+    """
     from moewright.engine.data.packing import open_chats, pack_chats
 
     nproc, _ = _choose_hardware(request, request.out)
+    chats = [open_chats(Path(share.report.data.train)) for share in shares]
+    holds_pairs = {corpus.holds_pairs for corpus in chats}
+    if len(holds_pairs) > 1:
+        rule = "blends chats with preferences, which are not learnt alike"
+        names = ", ".join(share.name for share in shares)
+        raise BadInput(Reason(field="chats", value=names, rule=rule, nearest="one kind of them"))
     seq_len = request.options.seq_len
     if seq_len is None:
-        seq_len = max(_MIN_SEQ_LEN, 1 << (report.corpus.longest.tokens - 1).bit_length())
-    chats = open_chats(Path(report.data.train))
-    packs = pack_chats(chats, seq_len=seq_len)
-    filled = filled_share(chats.lengths, packs)
-    batch = request.options.global_batch or _choose_batch(packs.count, nproc)
+        longest = max(share.report.corpus.longest.tokens for share in shares)
+        seq_len = max(_MIN_SEQ_LEN, 1 << (longest - 1).bit_length())
+    packs = [pack_chats(corpus, seq_len=seq_len) for corpus in chats]
+    sequences = sum(pack.count for pack in packs)
+    batch = request.options.global_batch or _choose_batch(sequences, nproc)
     default_epochs = _FRESH_EPOCHS if request.base is None else _EPOCHS
     epochs = default_epochs if request.options.epochs is None else request.options.epochs
-    steps = max(1, round(epochs * packs.count / batch))
-    tell(
-        f"{packs.count:,} sequences of {seq_len:,} tokens, {filled:.0%} filled; {steps:,} steps "
-        f"of {batch}, {epochs:g} epochs"
+    steps = max(1, round(epochs * sequences / batch))
+    filled = sum(
+        pack.count * filled_share(corpus.lengths, pack)
+        for corpus, pack in zip(chats, packs, strict=True)
     )
+    tell(
+        f"{sequences:,} sequences of {seq_len:,} tokens, {filled / sequences:.0%} filled; "
+        f"{steps:,} steps of {batch}, {epochs:g} epochs"
+    )
+    if len(shares) > 1:
+        for share, pack in zip(shares, packs, strict=True):
+            passes = steps * batch * share.part.share / pack.count
+            tell(f"{share.part.share:.1%} of each step from {share.name}: {passes:.2g} times over")
     data = {
-        "train": os.path.relpath(report.data.train, request.out),
-        "tokenizer": os.path.relpath(report.data.tokenizer, request.out),
+        "train": _blend_paths(shares, [share.report.data.train for share in shares], request.out),
+        "tokenizer": os.path.relpath(shares[0].report.data.tokenizer, request.out),
         "documents": "restarted",
     }
-    heldout_batches = 0
-    if report.data.heldout:
-        heldout = pack_chats(open_chats(Path(report.data.heldout)), seq_len=seq_len)
-        heldout_batches = heldout.count // batch
+    heldout = [share for share in shares if share.report.data.heldout]
+    held = [
+        pack_chats(open_chats(Path(share.report.data.heldout)), seq_len=seq_len).count
+        for share in heldout
+    ]
+    # A blend is evaluated up to where its first corpus would begin anew.
+    total_share = sum(share.part.share for share in heldout)
+    once = [
+        int(count * total_share / share.part.share)
+        for share, count in zip(heldout, held, strict=True)
+    ]
+    heldout_batches = min(once, default=0) // batch
     if heldout_batches:
-        data["heldout"] = os.path.relpath(report.data.heldout, request.out)
-    elif report.data.heldout:
+        paths = [share.report.data.heldout for share in heldout]
+        data["heldout"] = _blend_paths(heldout, paths, request.out)
+    elif heldout:
         tell("the held-out samples fill no batch, so nothing is evaluated")
     numbers = _JobNumbers(
         seq_len=seq_len,
         global_batch=batch,
         steps=steps,
         heldout_batches=heldout_batches,
-        objective=Objective.DPO if chats.holds_pairs else Objective.NEXT_TOKEN,
+        objective=Objective.DPO if holds_pairs == {True} else Objective.NEXT_TOKEN,
     )
     return _format_job(request, base, request.out, data, numbers)
+
+
+def _blend_paths(shares: Sequence[ChatShare], paths: Sequence[str], out: Path) -> str:
+    """Return the corpora of a job in `out`, with their weights where there are several."""
+    return format_data_paths(
+        [
+            replace(share.part, path=os.path.relpath(path, out))
+            for share, path in zip(shares, paths, strict=True)
+        ]
+    )
 
 
 def _format_job(

@@ -257,6 +257,7 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
             *result.why,
             *explain.explain_bound(best),
             *explain.explain_precision(best),
+            *explain.explain_unused(best),
             *explain_imbalance(best),
         )
     return Plans(

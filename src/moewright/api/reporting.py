@@ -67,8 +67,13 @@ def _build_waterfall(report: RunReport) -> Waterfall | None:
     return build_run_waterfall(run, find_critical_rank(run), run.plan)
 
 
-def describe_outcome(report: RunReport, folder: Path, written: Sequence[Path]) -> tuple[str, ...]:
-    """Return whether the run of a folder was good and what to do now, in six lines."""
+def describe_outcome(
+    report: RunReport, folder: Path, written: Sequence[Path], *, next_steps: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return whether the run of a folder was good and what to do now, in six lines.
+
+    `next_steps` stand in place of those of a run of `train`.
+    """
     from moewright.engine.checkpoint.commit import find_latest
 
     run = report.run
@@ -79,7 +84,7 @@ def describe_outcome(report: RunReport, folder: Path, written: Sequence[Path]) -
             report.findings,
             _build_waterfall(report),
             saved=describe_saved(find_latest(folder / "checkpoints"), run, written),
-            next_steps=tuple(_list_next_steps(run, folder)),
+            next_steps=next_steps or tuple(_list_next_steps(run, folder)),
         )
     )
 

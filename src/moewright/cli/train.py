@@ -117,7 +117,7 @@ _NO_PORTION = PortionOptions()
 
 def finetune(
     base: Path | None = None,
-    chats: Path | None = None,
+    chats: str = "",
     /,
     *,
     out: Path = Path("runs/finetune"),
@@ -137,7 +137,8 @@ def finetune(
         The Hugging Face folder to start from, with its tokenizer and chat template; or the id of a
         model of the hub.
     chats
-        A file or folder of chats, as `data build --chats` reads them.
+        A file or folder of chats, as `data build --chats` reads them; or several with weights, as
+        "0.7 web.jsonl 0.3 code.jsonl", of which each step has so much.
     out
         The folder of the run; the trained model is in its folder hf.
     on
@@ -148,16 +149,16 @@ def finetune(
         Show nothing while it trains, neither a panel on a terminal nor a line a step elsewhere.
     """
     from moewright.api.finetuning import finetune as run_finetuning
-    from moewright.api.finetuning_job import FineTuningRequest
+    from moewright.api.finetuning_job import FineTuningRequest, read_chat_paths
     from moewright.api.training import is_first_rank
     from moewright.intake.hub import locate_folder
 
-    if base is not None and chats is None:
+    if base is not None and not chats:
         rule = "is needed with a model: a file of chats"
         raise BadInput(Reason(field="chats", rule=rule, nearest=f"{base} chats.jsonl"))
     request = FineTuningRequest(
         base=base and locate_folder(base, "base"),
-        chats=chats,
+        chats=read_chat_paths(chats),
         out=out,
         on=on,
         options=options,

@@ -22,7 +22,7 @@ from moewright.report.console import (
     make_table,
     summarise_sources,
 )
-from moewright.search.explain import DEPARTURE, EXPECTED_ERROR, SECOND
+from moewright.search.explain import DEPARTURE, EXPECTED_ERROR, SECOND, UNUSED
 from moewright.search.misfit import REMEDY
 from moewright.spec.plan import (
     Estimate,
@@ -45,7 +45,14 @@ _RANKING_COLUMNS = (
     "margin",
     "verdict",
 )
-_DETAILS = (DEPARTURE, REMEDY, SECOND, EXPECTED_ERROR, "Evidence")  # sentences begin with them
+_DETAILS = (
+    DEPARTURE,
+    REMEDY,
+    SECOND,
+    UNUSED,
+    EXPECTED_ERROR,
+    "Evidence",
+)  # sentences begin with them
 _NAMES_SHOWN = 2  # of choices without evidence
 _INDENT = "    "  # of a layout under its figures
 _WIDEST_LAYOUT = 40  # characters of a layout that a column of the table holds

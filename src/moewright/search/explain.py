@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -22,7 +23,9 @@ from moewright.spec.workload import Dtype, Workload
 DEPARTURE = "Departs from the usual"  # what sentences on guidelines begin with
 SECOND = "The second takes"
 EXPECTED_ERROR = "Expected error"
+UNUSED = "One step further"  # what sentences on choices begin with that are not made
 _PARTS_SHOWN = 3
+_MOST_STEPS = 8  # times a degree: no legal one is looked for beyond
 _WORTH_SAYING = 0.005  # of the step
 _TIMES_FROM = 2.0  # times as long: from there on a factor is read more easily than a percentage
 _LEADER = "the first"  # the plan that others stand beside
@@ -101,6 +104,37 @@ def explain_precision(plan: Plan) -> tuple[str, ...]:
         return ()
     comparison = _compare(plan.estimate, other, plan.rule, "in bf16")
     return (f"In {precision} the layout takes {comparison}.",)
+
+
+def explain_unused(plan: Plan) -> tuple[str, ...]:
+    """Say what the next step of interleaving and of context parallelism would make of a plan.
+
+    Each is the least legal one above the plan's own, in the same layout otherwise.
+    """
+    if plan.estimate.untimed:
+        return ()
+    lines = []
+    for key in ("vpp", "cp") if plan.layout.pp > 1 else ("cp",):
+        other = _next_step(plan, key)
+        if other is not None:
+            value = getattr(other, key)
+            other_estimate = estimate(plan.model, plan.workload, plan.hardware, other)
+            relation = f"takes {_compare(other_estimate, plan.estimate, plan.rule)}"
+            text = " and ".join((relation, *_explain_doubtful_memory(other_estimate)))
+            lines.append(f"{UNUSED}, {key}{value}: it {text}.")
+    return tuple(lines)
+
+
+def _next_step(plan: Plan, key: str) -> Layout | None:
+    """Return a plan's layout with the least legal value of a degree above its own."""
+    own = getattr(plan.layout, key)
+    for value in range(own + 1, _MOST_STEPS * own + 1):
+        with suppress(BadInput):
+            layout = replace(plan.layout, **{key: value})
+            job = Job(model=plan.model, workload=plan.workload, layout=layout)
+            if not check_legality(job):
+                return layout
+    return None
 
 
 def _explain_gain(gain: WhatIf, plan: Plan) -> str:

@@ -58,7 +58,7 @@ from moewright.studio.queries import read_query
 from moewright.studio.tasks import Workers
 from moewright.studio.wire import build_or_refuse, encode_data, encode_failure, encode_record
 from moewright.view.card import render_card
-from moewright.view.course.glossary import load_glossary
+from moewright.view.course.glossary import list_terms, load_glossary
 from moewright.view.page import PAGES, read_asset, render_page, render_shell
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -251,11 +251,7 @@ def _list_names() -> dict[str, object]:
         "models": list_models().to_rows(),
         "devices": list_hardware().to_rows(),
         "precisions": [dtype.value for dtype in Dtype],
-        "terms": {
-            word.lower(): {"anchor": entry.anchor, "meaning": entry.meaning}
-            for entry in load_glossary()
-            for word in entry.words
-        },
+        "terms": list_terms(),
     }
 
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from moewright.spec.quoting import Html
 from moewright.spec.record import Record, replace_non_finite
+from moewright.view.course.glossary import list_terms
 
 # In the order in which stacks show them. Middle tones: they stand on white and on near-black.
 MEMORY_COLOURS: Mapping[str, str] = MappingProxyType(
@@ -233,6 +234,7 @@ def render_page(records: tuple[Record, ...], title: str) -> Html:
 {}</style>
 <script type="application/json" id="palette">{}</script>
 <script type="application/json" id="records">{}</script>
+<script type="application/json" id="terms">{}</script>
 </head>
 <body>
 <header class="top"><span class="brand">{}moewright</span></header>
@@ -248,6 +250,7 @@ def render_page(records: tuple[Record, ...], title: str) -> Html:
         Html.trust(_read_text("style.css")),
         Html.embed(build_palette()),
         Html.embed(replace_non_finite(data)),
+        Html.embed(list_terms()),
         _draw_mark(),
         Html.concat(body, "\n"),
     )

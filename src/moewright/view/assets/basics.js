@@ -54,11 +54,16 @@ mw.tile = (label, text, note, name, value) => mw.el("div", {class: "tile"},
 /* What stands where an answer will be. */
 mw.skeleton = (...heights) => heights.map(height => mw.el("div", {class: "panel skeleton", style: `height:${height}px`, "aria-hidden": "true"}));
 
-/* Words of the glossary say what they mean and lead to it where there is a studio; `terms` has anchors and meanings. */
+/* Words of the glossary say what they mean and lead to it: to the studio's, or to the part of it at the end of a page that
+   stands alone. `terms` has anchors and meanings. */
 mw.terms = {};
+mw.glossary = "/learn/glossary";
+mw.noteTerm = () => {};
 mw.term = (text, key = text) => {
   const entry = typeof text === "string" && (mw.terms[key.toLowerCase()] || mw.terms[text.toLowerCase()]);
-  return entry ? mw.el("a", {class: "term", href: `/learn/glossary#${entry.anchor}`, title: entry.meaning}, text) : text;
+  if (!entry) return text;
+  mw.noteTerm(text, entry);
+  return mw.el("a", {class: "term", href: `${mw.glossary}#${entry.anchor}`, title: entry.meaning}, text);
 };
 
 mw.panel = (title, ...children) => mw.el("section", {class: "panel"}, title ? mw.el("div", {class: "head"}, mw.el("h2", {}, title)) : "", ...children);

@@ -162,7 +162,7 @@ def write_glossary() -> Html:
 
 _FENCED = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 _BLOCK_FORMULA = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.DOTALL | re.MULTILINE)
-_FORMULA = re.compile(r"(?<![\w$\\])\$(?=[^\s$\d])([^$\n]+?)(?<=\S)\$(?![\w$])")
+_FORMULA = re.compile(r"(?<![\w$\\])\$(?=[^\s$])([^$\n]+?)(?<=\S)\$(?![\w$])")
 _PICTURE = re.compile(r"<!-- course: (\w+) (\w+) -->")
 _CHAPTER_LINK = re.compile(r"\(\.\./src/moewright/view/course/chapters/(\w+)\.md(#[^)]*)?\)")
 

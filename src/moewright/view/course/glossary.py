@@ -76,6 +76,15 @@ def _index_words() -> Mapping[str, GlossaryEntry]:
     return MappingProxyType(index)
 
 
+def list_terms() -> dict[str, dict[str, str]]:
+    """Return where each word stands in the glossary and what it means, for the labels of pages."""
+    return {
+        word.lower(): {"anchor": entry.anchor, "meaning": entry.meaning}
+        for entry in load_glossary()
+        for word in entry.words
+    }
+
+
 def find_term(word: str) -> GlossaryEntry:
     """Return the entry of a word.
 

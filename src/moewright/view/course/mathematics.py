@@ -32,6 +32,7 @@ _LETTERS: Mapping[str, str] = MappingProxyType(
         "sigma": "σ",
         "tau": "τ",
         "phi": "φ",
+        "Phi": "Φ",
         "infty": "∞",
     }
 )
