@@ -2,6 +2,8 @@
 
 import pytest
 
+from moewright.api.catalogues import hardware, models
+from moewright.cli.catalogues import fit_table
 from moewright.cli.main import main
 
 MOE = "OLMoE-1B-7B-0924 --on 4xH100 --global-batch 64"
@@ -48,3 +50,16 @@ def test_a_task_on_a_terminal(command, word, capsys, monkeypatch):
     assert code in ((2,) if is_refusal else (0, 3))  # 3: it does not fit
     if is_refusal:
         assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("table", [models(), hardware()], ids=["models", "hardware"])
+@pytest.mark.parametrize("width", [60, 80, 120, 400])
+def test_a_catalogue_fits_its_terminal_and_cuts_no_name(table, width):
+    rows = table.to_rows()
+    lines = fit_table(rows, width)
+    name = next(iter(rows[0]))
+    assert [line.split("  ")[0] for line in lines[1 : len(rows) + 1]] == [row[name] for row in rows]
+    assert max(map(len, lines[: len(rows) + 1])) <= max(width, len(lines[1]) * (width == 400))
+    if width < 400:
+        assert lines[-1].startswith("left out here: ")
+        assert "source" in lines[-1]

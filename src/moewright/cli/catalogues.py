@@ -15,7 +15,11 @@ from moewright.cli.answers import write_answer
 from moewright.cli.options import JsonOption
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from moewright.spec.record import Row
+
+_BILLION = 10**9
 
 
 def models(*words: str, json: JsonOption = None) -> int:
@@ -32,7 +36,7 @@ def models(*words: str, json: JsonOption = None) -> int:
 
     table = list_models(" ".join(words))
     with write_answer(table, json) as console:
-        for line in _format_lines(table.to_rows()):
+        for line in _format_lines(table.to_rows(), console):
             console.print(line, soft_wrap=True)
     return 0
 
@@ -56,15 +60,48 @@ def hardware(on: str = "", /, *, json: JsonOption = None) -> int:
     if not isinstance(answer, HardwareTable):
         rows = HardwareTable(devices=(answer,)).to_rows()
     with write_answer(answer, json) as console:
-        for line in _format_lines(rows):
+        for line in _format_lines(rows, console):
             console.print(line, soft_wrap=True)
     return 0
 
 
-def _format_lines(rows: Sequence[Row]) -> list[str]:
+def _format_lines(rows: Sequence[Row], console: Console) -> list[str]:
+    """Return the lines of a table; on a terminal none is longer than it is wide."""
     from moewright.spec.record import format_table
 
-    return format_table(rows)
+    if not console.is_terminal:
+        return format_table(rows)
+    return fit_table(rows, console.width)
+
+
+def fit_table(rows: Sequence[Row], width: int) -> list[str]:
+    """Return the lines of a table with as many of its first columns as fit a width.
+
+    Counts of parameters are rounded where the whole table is too wide; the last line names the
+    columns that are left out.
+    """
+    from moewright.spec.record import format_table, list_columns
+
+    lines = format_table(rows)
+    if max(map(len, lines), default=0) <= width:
+        return lines
+    short = [{name: _shorten(value) for name, value in row.items()} for row in rows]
+    columns = list_columns(rows)
+    for count in range(len(columns) - 1, 0, -1):
+        kept = [{name: row.get(name, "") for name in columns[:count]} for row in short]
+        lines = format_table(kept)
+        if max(map(len, lines)) <= width:
+            break
+    return [*lines, f"left out here: {', '.join(columns[count:])} (--json - has all)"]
+
+
+def _shorten(value: object) -> object:
+    """Return a count of parameters in billions, anything else as it is."""
+    from moewright.spec.units import format_figures
+
+    if isinstance(value, int) and value > _BILLION // 10:
+        return f"{format_figures(value / _BILLION)}B"
+    return value
 
 
 Shell = Literal["bash", "zsh", "fish"]
