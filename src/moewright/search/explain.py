@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from moewright.codec import format_layout, format_layout_changes, parse_layout
 from moewright.cost.estimate import estimate
@@ -130,7 +130,8 @@ def _next_step(plan: Plan, key: str) -> Layout | None:
     own = getattr(plan.layout, key)
     for value in range(own + 1, _MOST_STEPS * own + 1):
         with suppress(BadInput):
-            layout = replace(plan.layout, **{key: value})
+            changes: dict[str, Any] = {key: value}
+            layout = replace(plan.layout, **changes)
             job = Job(model=plan.model, workload=plan.workload, layout=layout)
             if not check_legality(job):
                 return layout
