@@ -172,7 +172,7 @@ def write_job(
         "documents": "restarted",
     }
     heldout = [share for share in shares if share.report.data.heldout]
-    held = [
+    heldout_counts = [
         pack_chats(open_chats(Path(share.report.data.heldout)), seq_len=seq_len).count
         for share in heldout
     ]
@@ -180,14 +180,14 @@ def write_job(
     total_share = sum(share.part.share for share in heldout)
     once = [
         int(count * total_share / share.part.share)
-        for share, count in zip(heldout, held, strict=True)
+        for share, count in zip(heldout, heldout_counts, strict=True)
     ]
     heldout_batches = min(once, default=0) // batch
     if heldout_batches:
         paths = [share.report.data.heldout for share in heldout]
         data["heldout"] = _blend_paths(heldout, paths, request.out)
     elif heldout:
-        tell("the held-out samples fill no batch, so nothing is evaluated")
+        tell("the heldout_counts-out samples fill no batch, so nothing is evaluated")
     numbers = _JobNumbers(
         seq_len=seq_len,
         global_batch=batch,
