@@ -187,7 +187,7 @@ def write_job(
         paths = [share.report.data.heldout for share in heldout]
         data["heldout"] = _blend_paths(heldout, paths, request.out)
     elif heldout:
-        tell("the heldout_counts-out samples fill no batch, so nothing is evaluated")
+        tell("the held-out samples fill no batch, so nothing is evaluated")
     numbers = _JobNumbers(
         seq_len=seq_len,
         global_batch=batch,
