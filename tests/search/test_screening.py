@@ -33,6 +33,7 @@ from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import (
     AttentionBackend,
     BaseQuantization,
+    Bf16Products,
     CheckpointSpec,
     CrossEntropyKernel,
     Dtype,
@@ -40,6 +41,7 @@ from moewright.spec.workload import (
     FineTuningSpec,
     FrozenPart,
     MatrixUpdate,
+    NarrowedProducts,
     OptimizerSpec,
     SaveMode,
     Task,
@@ -127,6 +129,16 @@ OTHER_TRAINER = replace(
         cross_entropy=CrossEntropyKernel.COMPILED,
     ),
 )
+MIXED_PRECISION = replace(
+    _work(4096, 256, Dtype.MXFP8),
+    trainer=TrainerSpec(
+        expert_kernels=ExpertKernels.FUSED,
+        bf16_first_layers=1,
+        bf16_last_layers=6,
+        bf16_products=(Bf16Products.ATTENTION,),
+        narrowed=(NarrowedProducts.HEAD,),
+    ),
+)
 QLORA_CASE = Case("Qwen3-30B-A3B", "32xH100", QLORA)
 PACKED_SHARDED = Case("Mixtral-8x7B-v0.1", "64xA100", QLORA, "zero3")
 PACKED_HOSTED = Case("Mixtral-8x7B-v0.1", "64xA100", QLORA, "zero2,offload=optimizer")
@@ -149,7 +161,7 @@ PADDED_UNITS = Case("Qwen2.5-32B", "64xH100", _work(8192, 1024), "pp4,vpp1,zero2
 ASKED_OVERLAP = Case("GLM-4.5", "8xH100", _work(4096, 256), "overlap=ep+wgrad")
 NARROW_SHARDED = Case("Qwen3-8B", "16xH100", OTHER_TRAINER, "zero3")
 CASES = (
-    Case("Qwen3-30B-A3B", "16xGB300", _work(4096, 256, Dtype.MXFP8)),
+    Case("Qwen3-30B-A3B", "16xGB300", MIXED_PRECISION),
     Case("Moonlight-16B-A3B", "32xH100", OTHER_TRAINER),
     Case("Qwen3-30B-A3B", "32xH100", _work(4096, 256)),
     Case("Qwen3-30B-A3B", "64xH100", _work(16384, 128), "cp4"),
