@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moewright.engine.kernels.low_precision import Groups, convert
+from moewright.engine.kernels.fused.table import triton_kernels
+from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, convert
 from moewright.engine.kernels.products import NarrowProducts
 from moewright.engine.kernels.scaled_groups import find_gradient_product, find_group_product
 from moewright.engine.kernels.scaled_products import find_product, multiply
@@ -121,3 +122,20 @@ def test_the_rows_of_experts_are_multiplied_by_torch(name: str) -> None:
         pytest.skip("the device has no such product")
     has_gradient = find_gradient_product(recipe.gradients, recipe.inputs, g, x) is not None
     assert has_gradient == (recipe.inputs.block > 0)
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_the_kernel_of_conversions_writes_the_bits_of_a_cpu(name: str) -> None:
+    """Along rows and along columns, as both products of a gradient ask for it."""
+    pytest.importorskip("triton", reason="needs the package triton")
+    fused = triton_kernels().convert
+    recipe = recipe_of(name)
+    x = draw(ROWS, COLUMNS, 1)
+    for operand in (recipe.inputs, recipe.weights, recipe.gradients):
+        for tensor in (x, x.mT):
+            result = fused(tensor, operand, ONE_GROUP, None)
+            expected = convert(tensor.cpu(), operand)
+            for ours, reference in zip(result.tensors, expected.tensors, strict=True):
+                assert torch.equal(
+                    ours.cpu().view(torch.uint8), reference.contiguous().view(torch.uint8)
+                )
