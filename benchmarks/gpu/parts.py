@@ -23,6 +23,7 @@ from benchmarks.gpu.peers import (
     find_moe_layer,
 )
 from benchmarks.gpu.sizes import (
+    RECIPES,
     GpuSizes,
     best_gemm_rate,
     build_engine_state,
@@ -52,17 +53,11 @@ from moewright.spec.hardware import DeviceKind
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
 from moewright.spec.units import GIB
-from moewright.spec.workload import Dtype, FusedKernels, TensorScaling, Workload
+from moewright.spec.workload import FusedKernels, Workload
 
 _TERA = 10**12
 _EXPERTS = 8
 _PROFILE_ROWS = 15
-_RECIPES = (
-    ("fp8, a scale a tensor", Dtype.FP8, TensorScaling.CURRENT),
-    ("fp8, blocks of 128", Dtype.FP8, TensorScaling.BLOCKWISE),
-    ("mxfp8", Dtype.MXFP8, TensorScaling.CURRENT),
-    ("nvfp4", Dtype.NVFP4, TensorScaling.CURRENT),
-)
 
 
 def run_tests(sizes: GpuSizes, *, file: str) -> str:
@@ -144,7 +139,7 @@ def _cast_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
     fused = build_kernels(FusedKernels.AUTO, kind).convert
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(sizes.rows, width, generator=generator).bfloat16()
-    for name, precision, scaling in _RECIPES:
+    for name, precision, scaling in RECIPES:
         workload = Workload(seq_len=1, global_batch=1, precision=precision, tensor_scaling=scaling)
         recipe = find_recipe(workload)
         assert recipe is not None
@@ -170,7 +165,7 @@ def _product_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
     weight_ends = torch.arange(1, _EXPERTS + 1, device=sizes.device) * width
     dense_s = time_call(sizes, lambda: matmul(x, w.T))
     grouped_s = time_call(sizes, lambda: grouped_matmul(x, experts.mT, ends))
-    for name, precision, scaling in _RECIPES:
+    for name, precision, scaling in RECIPES:
         workload = Workload(seq_len=1, global_batch=1, precision=precision, tensor_scaling=scaling)
         recipe = find_recipe(workload)
         assert recipe is not None

@@ -19,10 +19,17 @@ from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import LossSpec, OptimizerSpec, Workload
+from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, TensorScaling, Workload
 
 # Models of which layers and steps are measured, with the layers of a step.
 _CARD_MODELS = (("Mixtral-8x7B-v0.1", 2), ("Qwen3-30B-A3B", 4))
+# Recipes of 8 and 4 bits, of which casts and products are measured.
+RECIPES = (
+    ("fp8, a scale a tensor", Dtype.FP8, TensorScaling.CURRENT),
+    ("fp8, blocks of 128", Dtype.FP8, TensorScaling.BLOCKWISE),
+    ("mxfp8", Dtype.MXFP8, TensorScaling.CURRENT),
+    ("nvfp4", Dtype.NVFP4, TensorScaling.CURRENT),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
