@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 import pytest
@@ -19,8 +20,15 @@ import yaml
 import moewright as mw
 from moewright.cli.main import main
 from moewright.codec import write_json
-from moewright.diagnosis.checks import ChangeBudgets, JobCheck, MeasureBudget
+from moewright.diagnosis.checks import (
+    BudgetBreach,
+    ChangeBudgets,
+    Check,
+    JobCheck,
+    MeasureBudget,
+)
 from moewright.diagnosis.plan_changes import Measure, PlanChanges
+from moewright.report.check_document import render_sarif
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Verdict
 
@@ -271,6 +279,19 @@ def test_errors_that_two_predictions_share_cancel_in_their_ratio(tmp_path: Path)
     other = edit(SCRIPT, ("context-parallel-size 1", "context-parallel-size 2"))
     low, high = check_texts(tmp_path, SCRIPT, other).changes.step_ratio_80
     assert low < high
+
+
+@pytest.mark.parametrize("path", ["runs/train.sh", "my runs/#1 50%?.sh", "a:b.sh", "über.sh"])
+def test_paths_of_a_sarif_log_are_uri_references(path: str) -> None:
+    breach = BudgetBreach(budget="calls.most", text="calls are 2")
+    job = JobCheck(path=path, changes=None, breaches=(breach,), line=3)
+    check = Check(before="was", after="now", jobs=(job,))
+    (result,) = json.loads(str(render_sarif(check)))["runs"][0]["results"]
+    uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    parts = urlsplit(uri)
+    assert (parts.scheme, parts.query, parts.fragment) == ("", "", "")
+    assert re.fullmatch(r"[!-~]+", uri)
+    assert unquote(parts.path) == path
 
 
 def test_budgets_of_a_file_decide_the_exit_code(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 from xml.etree import ElementTree
 
 from moewright.diagnosis.checks import Check, JobCheck, OptionChange, format_growth, format_measure
@@ -213,7 +214,7 @@ def list_failures(job: JobCheck) -> Iterator[tuple[str, str]]:
 
 def _build_result(job: JobCheck, rule: str, text: str) -> dict[str, Any]:
     place = {
-        "artifactLocation": {"uri": job.path},
+        "artifactLocation": {"uri": quote(job.path)},  # a URI reference: no spaces, no fragments
         "region": {"startLine": job.line},
     }
     return {
