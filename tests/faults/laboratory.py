@@ -29,6 +29,7 @@ from faults.program import (
     start_command,
 )
 from moewright.codec import read_incidents, write_json
+from moewright.spec.errors import BadInput
 from moewright.spec.run import Incident
 
 _MOST_STARTS = 4
@@ -210,7 +211,7 @@ class Laboratory:
     def _judge(self, program: Program, code: int) -> str:
         told = read_output(program.output)
         # A rank's own error has its traceback, and torchrun has many.
-        is_own = any(" failed " in incident.message for incident in read_incidents(program.folder))
+        is_own = any(" failed " in one.message for one in _read_later_incidents(program))
         if "Traceback" in told and program.cell.launcher is Launcher.OWN and not is_own:
             return f"a traceback: {read_end(program.output)}"
         code, broken = _judge_beside(program, code)
@@ -270,7 +271,10 @@ def _has_bitten(program: Program, code: int) -> bool:
 
 
 def _read_later_incidents(program: Program) -> list[Incident]:
-    incidents = read_incidents(program.folder)
+    try:
+        incidents = read_incidents(program.folder)
+    except BadInput:  # a journal that was damaged when no rank was left to be killed
+        return []
     return [incident for incident in incidents if incident.unix_s > program.injected_s - 1.0]
 
 

@@ -34,7 +34,7 @@ each other, and the healthy ones stay.
 
 Times, and steps that were repeated, are medians and, in brackets, the most; the time to go on ends
 with the first step after. They were taken on two cores beside other work. A rank that is stopped is
-noticed 2.5 s after its last sign of life, since these jobs say so (`hang_timeout_s`); a silent
+noticed 5.5 s after its last sign of life: 2.5 s of these jobs (`hang_timeout_s`) and 3 s; a silent
 server after 60 s; ranks that cannot meet after 120 s. The OOM killer takes a rank by a control
 group of its own, where the machine lets one be made (here: cgroup v1, as root).
 
