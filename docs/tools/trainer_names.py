@@ -3,7 +3,8 @@
 docs/tools/trainer_names.toml says where each trainer names its options. `make trainer-names
 CHECKOUTS=DIR` reads the commit that each checkout below DIR stands at, and writes a table a trainer
 to src/moewright/intake/megatron/data/trainers: the name, its default, how many values it takes
-where a command has it, and the file. Nothing else of a checkout is kept.
+where a command has it, its group in the parser or its record, and the file. Nothing else is
+kept.
 """
 
 from __future__ import annotations
@@ -22,28 +23,36 @@ from pathlib import Path
 from typing import Any
 
 from moewright.codec.yaml_text import parse_yaml
+from moewright.intake.megatron.parser_source import (
+    constant_text,
+    parse_options,
+    shorten_default,
+)
 from moewright.intake.megatron.settings import flatten
 from moewright.spec.errors import BadInput
 
 TABLES = Path(__file__).parents[2] / "src/moewright/intake/megatron/data/trainers"
 CONVERTED = Path(__file__).parents[2] / "src/moewright/exporters/data/bridge_models.csv"
 SOURCES = Path(__file__).with_suffix(".toml")
-_COLUMNS = ("name", "default", "values", "source")
+_COLUMNS = ("name", "default", "values", "group", "source")
 _PATCHED_OPTION = re.compile(r"^\+.*add_argument\(\s*['\"](--[\w-]+)['\"](.*)$", re.MULTILINE)
 _SWITCHES = ("store_true", "store_false", "store_const")
-_MOST_OF_A_DEFAULT = 40
 # A test's or another model's own configuration names no option of pre-training.
 _LEFT_OUT = ("*inference*", "*/test*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedOption:
-    """An option of a trainer; `values` is as argparse's nargs, "" where a file alone sets it."""
+    """An option of a trainer; `values` is as argparse's nargs, "" where a file alone sets it.
+
+    `group` is that of its parser, or the record that has it.
+    """
 
     name: str
     default: str
     values: str
     source: str
+    group: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,26 +131,19 @@ def _settings(text: str, prefix: str) -> Iterator[tuple[str, str]]:
         return
     for name, value in flatten(data, prefix).items():
         plain = value if isinstance(value, str) else "[" + ",".join(value) + "]"
-        yield name, _shorten(plain)
+        yield name, shorten_default(plain)
 
 
 def _parsed(text: str, source: str) -> Iterator[NamedOption]:
     """Yield the options that a parser is given; one that does not parse names none."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return
-    for call in ast.walk(tree):
-        if not isinstance(call, ast.Call) or getattr(call.func, "attr", "") != "add_argument":
-            continue
-        keywords = {word.arg: word.value for word in call.keywords}
-        action = _constant(keywords.get("action"))
-        values = "0" if action in _SWITCHES else _constant(keywords.get("nargs")) or "1"
-        default = _constant(keywords.get("default"))
-        for argument in call.args:
-            name = argument.value if isinstance(argument, ast.Constant) else ""
-            if isinstance(name, str) and name.startswith("--"):
-                yield NamedOption(name=name, default=default or "", values=values, source=source)
+    for option in parse_options(text):
+        yield NamedOption(
+            name=option.name,
+            default=option.default,
+            values=option.values,
+            source=source,
+            group=option.group,
+        )
 
 
 def _patched_options(text: str, source: str) -> Iterator[NamedOption]:
@@ -165,21 +167,10 @@ def _record_fields(text: str, source: str) -> Iterator[NamedOption]:
         for line in record.body:
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                 name = line.target.id
-                default = _constant(line.value)
-                yield NamedOption(name=name, default=default, values="", source=source)
-
-
-def _constant(node: ast.expr | None) -> str:
-    """Return a constant as text; "" for none, and for what is computed."""
-    if isinstance(node, ast.Constant) and node.value is not None:
-        return _shorten(str(node.value))
-    return ""
-
-
-def _shorten(text: str) -> str:
-    plain = " ".join(text.split())
-    is_plain = plain.isascii() and plain.isprintable() and "$" not in plain
-    return plain if is_plain and len(plain) <= _MOST_OF_A_DEFAULT else ""
+                default = constant_text(line.value)
+                yield NamedOption(
+                    name=name, default=default, values="", source=source, group=record.name
+                )
 
 
 def format_table(options: Sequence[NamedOption]) -> str:
@@ -187,7 +178,7 @@ def format_table(options: Sequence[NamedOption]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_COLUMNS)
-    writer.writerows([o.name, o.default, o.values, o.source] for o in options)
+    writer.writerows([o.name, o.default, o.values, o.group, o.source] for o in options)
     return text.getvalue()
 
 
@@ -210,7 +201,7 @@ def list_converted(checkout: Checkout, patterns: Sequence[str]) -> Iterator[tupl
     for name in checkout.list_files(patterns):
         tree = ast.parse(checkout.read(name))
         constants = {
-            target.id: _constant(line.value)
+            target.id: constant_text(line.value)
             for line in tree.body
             if isinstance(line, ast.Assign)
             for target in line.targets
@@ -224,7 +215,7 @@ def list_converted(checkout: Checkout, patterns: Sequence[str]) -> Iterator[tupl
             source = next((word.value for word in call.keywords if word.arg == "source"), None)
             if isinstance(source, ast.Name):
                 listed[constants.get(source.id) or source.id] = name
-            elif source is not None and (text := _constant(source)):
+            elif source is not None and (text := constant_text(source)):
                 listed[text] = name
     yield from sorted(listed.items())
 

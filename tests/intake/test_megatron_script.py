@@ -285,8 +285,8 @@ REFUSED = [
     ("--recompute-granularity full", "needs --recompute-method", "--recompute-method uniform"),
     (
         "--deepspeed --deepspeed_config ds_config.json",
-        "takes no DeepSpeed config",
-        "--use-distributed-optimizer",
+        "is not beside the script",
+        "--set --zero-stage=1",
     ),
     ("--dataloader-type dynamic", "pads no batches", "single"),
     (
@@ -295,14 +295,14 @@ REFUSED = [
         "--tensor-model-parallel-size",
     ),
     ("--expert-parallel-size 8", "is --expert-model-parallel-size", ""),
-    ("--activations-checkpoint-method uniform", "is --recompute-granularity full", ""),
-    ("--ds-sequence-parallel-size 4", "is of deepspeedai/Megatron-DeepSpeed", ""),
+    ("--attention-head-type grouped", "is one of multihead, multiquery", ""),
+    ("--ds-sequence-parallel-fpdt", "is of deepspeedai/Megatron-DeepSpeed", ""),
     ("--moe-expert-parallel-size 8", "it is --expert-model-parallel-size", ""),
     ("--patch-size 14", "is of an encoder of pictures", ""),
     ("--normalization batchnorm", "is one of LayerNorm, RMSNorm", "LayerNorm"),
     ("--batch-size 4", "is gone", "--micro-batch-size"),
     ("--seed many", "must be a whole number", ""),
-    ("--moe-router-topk $K", "takes the value of K", "K=... before this command"),
+    ("--moe-router-topk $K", "takes the value of K", "--set K=..."),
     ("--optimizer lion", "its states cannot be planned here", "adam"),
     ("--yaml-cfg sizes.yaml", "options in a YAML file cannot be planned here", ""),
     (
@@ -528,7 +528,7 @@ def test_of_several_training_commands_the_first_is_read_and_a_note_says_so(tmp_p
 
 
 SCRIPTS = [
-    ("echo hello\n", "no command here starts pretrain_gpt.py"),
+    ("echo hello\n", "starts nothing: it sets what another script reads"),
     ("echo hello\nexit 1\n", "the script leaves at line 2"),
     (
         "python -m torch.distributed.launch ./tasks/msdp/main.py --num-layers 4 --hidden-size 8\n",

@@ -21,6 +21,7 @@ from moewright.intake.megatron.bash import Command, ShellReading, read_commands
 from moewright.intake.megatron.called_scripts import find_called_script
 from moewright.intake.megatron.launch import LaunchCommand, find_launch
 from moewright.intake.megatron.logged_arguments import rebuild_command
+from moewright.intake.megatron.overrides import parse_script_overrides
 from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.intake.megatron.stand_in_programs import RecordedCommand, record_commands
 from moewright.rules.job import plan_job
@@ -194,6 +195,7 @@ def read_flags(
     arguments: str = "",
     network: str = "",
     strict: bool = False,
+    overrides: Sequence[str] = (),
 ) -> ScriptPlan:
     """Read a Megatron-LM launch script into a plan, estimated on some hardware.
 
@@ -206,6 +208,8 @@ def read_flags(
             configuration settings such as model.num_layers=4, or options.
         network: kinds of network in place of the hardware's own.
         strict: refuse options that are not Megatron-LM's, which are left out with a note.
+        overrides: NAME=VALUE of variables, of options (--num-layers=4; null leaves one out) and of
+            settings, which win over those of the script.
 
     Raises:
         BadInput: an option cannot be read, or the job cannot be planned.
@@ -223,11 +227,54 @@ def read_flags(
         )
         raise BadInput(reason) from None
     path = Path(script)
-    command = read_launch(path, os.environ, words)
+    values = parse_script_overrides(overrides)
+    try:
+        command = read_launch(path, os.environ, words, values)
+        return _plan_strictly(command, path, model, on, network, strict=strict)
+    except BadInput as refusal:
+        cluster = _cluster_variables(on, network)
+        if not cluster:
+            raise
+        try:
+            command = read_launch(path, {**cluster, **os.environ}, words, values)
+            reading = _plan_strictly(command, path, model, on, network, strict=strict)
+        except BadInput:
+            raise refusal from None
+    told = " ".join(f"{name}={value}" for name, value in cluster.items())
+    return replace(reading, notes=(f"as --on says: {told}", *reading.notes))
+
+
+def _cluster_variables(on: str | Hardware, network: str) -> dict[str, str]:
+    """Return what Slurm would tell a script of the devices; none where no count is given."""
+    if not on or (isinstance(on, str) and parse_hardware_text(on).count is None):
+        return {}
+    hardware = read_hardware(on, network)
+    per_node = min(hardware.count, hardware.fabric.devices_per_node)
+    nodes = str(-(-hardware.count // per_node))
+    return {
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
+        **dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"), str(per_node)),
+    }
+
+
+def _plan_strictly(
+    command: LaunchCommand,
+    script: Path,
+    model: str,
+    on: str | Hardware,
+    network: str,
+    *,
+    strict: bool,
+) -> ScriptPlan:
+    """Return the plan of a command; with `strict`, of one whose options are all Megatron-LM's.
+
+    Raises:
+        BadInput: the command cannot be planned.
+    """
     if strict and command.unknown_options:
         rule = "is no option of Megatron-LM"
         raise BadInput(*(Reason(field=name[:60], rule=rule) for name in command.unknown_options))
-    return plan_launch(command, path, model=model, on=on, network=network)
+    return plan_launch(command, script, model=model, on=on, network=network)
 
 
 def read_logged_flags(

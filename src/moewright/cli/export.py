@@ -124,6 +124,7 @@ def _read_script(
         model=model,
         arguments=script.script_args,
         strict=script.strict,
+        overrides=script.set_ or (),
     )
     with write_answer(reading.plan, json, beside_stdout=not is_shown) as console:
         if is_shown:

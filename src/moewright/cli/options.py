@@ -32,7 +32,9 @@ from moewright.spec.options import (
 from moewright.spec.workload import BaseQuantization, Dtype, FrozenPart, SaveMode, Task
 
 # An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
-SetOption = Annotated[list[str] | None, Parameter(name="--set", negative="")]
+SetOption = Annotated[
+    list[str] | None, Parameter(name="--set", negative="", allow_leading_hyphen=True)
+]
 Flag = Annotated[bool, Parameter(negative="")]
 
 
@@ -326,6 +328,9 @@ class LaunchScriptOptions:
     script_args
         What stands behind the script's name, in quotes: "dlc A22B 1 2048"; behind a configuration
         settings such as "model.num_layers=4".
+    set_
+        NAME=VALUE, which wins over the script's: of a variable, of an option (--num-layers=4; null
+        leaves one out) or of a setting. Can stand several times.
     strict
         Refuse options that are not Megatron-LM's, and settings that are not read; else they are
         left out with a note.
@@ -335,6 +340,7 @@ class LaunchScriptOptions:
 
     from_flags: Path | None = None
     script_args: str = ""
+    set_: SetOption = None
     strict: Flag = False
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")] = False
 

@@ -190,6 +190,7 @@ def estimate(
             arguments=script.script_args,
             network=workload.network,
             strict=script.strict,
+            overrides=script.set_ or (),
         )
         plan, notes = reading.plan, reading.notes
         better = find_better_layouts(plan)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS, print_text
 from moewright.intake.megatron.bash_expansion import OUTPUT_PREFIX
@@ -44,18 +45,20 @@ def read_commands(
     arguments: Sequence[str] = (),
     *,
     script: Path | None = None,
+    constants: Mapping[str, str] = MappingProxyType({}),
 ) -> ShellReading:
     """Return every command of a script that bash would reach, with its words expanded.
 
-    Variables come from the script, then from `environment`; `arguments` are the words that would
-    stand behind the script's name on the command line; `script` is its file, beside which others
-    are looked for.
+    Variables come from `constants`, then from the script, then from `environment`; `arguments` are
+    the words that would stand behind the script's name on the command line; `script` is its file,
+    beside which others are looked for.
 
     Raises:
         BadInput: names a line that cannot be read.
     """
     commands: list[Command] = []
     interpreter = _Interpreter(environment, arguments, script)
+    interpreter.variables.set_constants(constants)
     exit_line = 0
     try:
         for command in interpreter.run(text, first_line=1):
@@ -228,6 +231,7 @@ class _Interpreter(ShellGrammar):
         environment = {name: values[0] for name, values in self.inherited().items() if values}
         started = {**environment, **dict(command.exported), **called.scheduled}
         inner = _Interpreter(started, called.arguments, script)
+        inner.variables.set_constants(self.variables.constants)
         inner.depth = self.depth
         inner.started = {*self.started, (script, called.arguments)}
         inner.folder = self.folder

@@ -138,6 +138,14 @@ _FILE_TESTS = ("-a", "-b", "-c", "-d", "-e", "-f", "-h", "-L", "-p", "-r", "-s",
 _NUMBER_TESTS = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")
 
 
+# What launchers tell a process of its place: what the first one runs is read.
+_RANKS = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID"),
+    *("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK"),
+    *("PALS_RANKID", "PALS_LOCAL_RANKID", "VC_TASK_INDEX", "JOB_COMPLETION_INDEX"),
+)
+
+
 class OutputNeeded(BadInput):
     """A text that decides what runs next depends on what `program` prints."""
 
@@ -286,13 +294,30 @@ class Condition:
             try:
                 numbers.append(int(value))
             except ValueError:
-                name = re.search(r"\$\{?(\w+)", word.text)
+                name = "" if value.strip() else self._unset_name(word.text)
+                if name in _RANKS:
+                    numbers.append(0)
+                    continue
                 rule = f"{value!r} {sign} compares no numbers"
-                if not value.strip() and name is not None:
-                    variable = f"argument {name[1]}" if name[1].isdigit() else name[1]
-                    rule = f"{variable} is not set, and {sign} compares numbers: give it before"
-                raise syntax_refusal(self.line, rule) from None
+                nearest = ""
+                if name:
+                    is_argument = name.isdigit()
+                    variable = f"argument {name}" if is_argument else name
+                    nearest = '--script-args "..."' if is_argument else f"--set {name}=..."
+                    rule = f"{variable} is not set, and {sign} compares numbers"
+                raise syntax_refusal(self.line, rule, nearest) from None
         return bool(getattr(operator, sign[1:])(*numbers))
+
+    def _unset_name(self, text: str) -> str:
+        """Return the first variable of a word that has no value; "" where all have one."""
+        names: list[str] = re.findall(r"[A-Za-z_]\w*|(?<=\$)\d|(?<=\$\{)\d", text)
+        for name in names:
+            value = self.variables.first(name)
+            if unknown := UNKNOWN_VALUE.search(value):
+                return str(unknown[1])
+            if not value:
+                return name
+        return ""
 
     def _matches(self, left: ShellToken, right: ShellToken) -> bool:
         """Return whether a value matches a regular expression, and set BASH_REMATCH."""

@@ -69,6 +69,7 @@ class ShellVariables:
     """A script's variables; each is an array, and `tables` are the associative ones.
 
     `run_command` returns what the commands of a $(...) print, or None where only running tells.
+    Those in `constants` keep their values, whatever the script assigns to them.
     """
 
     def __init__(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
@@ -76,6 +77,7 @@ class ShellVariables:
             name: (value,) for name, value in environment.items()
         }
         self.tables: dict[str, dict[str, str]] = {}
+        self.constants: Mapping[str, str] = {}
         self.run_command: Callable[[str, int], str | None] = lambda text, line: None
         self.set_arguments(arguments)
 
@@ -85,7 +87,13 @@ class ShellVariables:
         other.arrays = dict(self.arrays)
         other.tables = {name: dict(table) for name, table in self.tables.items()}
         other.run_command = self.run_command
+        other.constants = self.constants
         return other
+
+    def set_constants(self, values: Mapping[str, str]) -> None:
+        """Set variables that no assignment changes."""
+        self.constants = values
+        self.arrays |= {name: (value,) for name, value in values.items()}
 
     def set_arguments(self, arguments: Sequence[str]) -> None:
         """Set the positional parameters."""
@@ -109,6 +117,8 @@ class ShellVariables:
         if not match:
             return word.text if NAME.fullmatch(word.text) else ""
         name, key, appends, text = match.groups()
+        if name in self.constants:
+            return name
         if text.startswith("(") and text.endswith(")"):
             self._assign_array(name, text[1:-1], word.line, appends=bool(appends), table=is_table)
             return name

@@ -470,6 +470,8 @@ def _sets_variables(tokens: Sequence[ShellToken]) -> bool:
 
 
 def _trains(tokens: Sequence[ShellToken]) -> bool:
-    """Whether a part of a script starts a trainer."""
+    """Whether a part of a script starts a trainer; a program in its own words is none."""
     programs = ("torchrun", "python", "python3", "deepspeed", "srun", "mpirun", "sbatch")
-    return any(token.unquoted.rpartition("/")[2] in programs for token in tokens)
+    words = [token.unquoted for token in tokens]
+    is_filter = words[:1] != [] and words[0] in ("python", "python3") and "-c" in words[1:4]
+    return not is_filter and any(word.rpartition("/")[2] in programs for word in words)

@@ -89,6 +89,7 @@ class ShellSession:
         self.status_source = ""  # the program whose status is not known
         self.exported: dict[str, None] = {}
         self.variables = ShellVariables(environment, arguments)
+        self.variables.arrays["PIPESTATUS"] = ("0",)  # a script that goes on had no failure
         self.functions: dict[str, tuple[ShellToken, ...]] = {}
         self.files: dict[str, str] = {}  # what the script itself writes, by name
         self.script = script
@@ -124,7 +125,7 @@ class ShellSession:
             name = word.text.partition("=")[0].partition("[")[0].rstrip("+")
             if kind in ("local", "declare", "typeset") and self.scopes and "g" not in options:
                 self.scopes[-1].hidden.setdefault(name, self.variables.arrays.get(name))
-                if "=" not in word.text:
+                if "=" not in word.text and name not in self.variables.constants:
                     self.variables.arrays[name] = ("",)
             if "A" in options:
                 self.variables.tables.setdefault(name, {})

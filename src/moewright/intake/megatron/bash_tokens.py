@@ -235,9 +235,9 @@ def split_expressions(text: str, line: int, quote: str = "") -> Iterator[tuple[s
         yield "text", plain
 
 
-def syntax_refusal(line: int, rule: str) -> BadInput:
+def syntax_refusal(line: int, rule: str, nearest: str = "") -> BadInput:
     """Build the error for a line that cannot be read."""
-    return BadInput(Reason(field=f"line {line}", rule=rule))
+    return BadInput(Reason(field=f"line {line}", rule=rule, nearest=nearest))
 
 
 def _take_heredoc(

@@ -24,7 +24,7 @@ _ENVIRONMENT_SCRIPTS = (
     *("activate", ".bashrc", ".bash_profile", ".profile", ".zshrc", "conda.sh", "modules.sh"),
     *("lmod.sh", "bash", "setvars.sh", "vars.sh", "init.sh", "bashrc", "profile", "oneapi-vars.sh"),
 )
-_INSTALLATION = re.compile(r"(^|[_-])(env|venv|environment|modules|mpi_variables)s?([._-]|$)")
+_INSTALLATION = re.compile(r"(^|[._-])(env|venv|environment|modules|mpi_variables)s?([._-]|$)")
 # The variable by which a job of a scheduler knows that it is one.
 _JOBS = {"sbatch": "SLURM_JOB_ID", "qsub": "PBS_JOBID", "bsub": "LSB_JOBID"}
 # What srun tells the first of its tasks, and where it may stand behind `time` and `exec`.

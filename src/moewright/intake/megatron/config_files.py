@@ -54,6 +54,11 @@ _TURBO_SWITCHES = ("enable_primus_turbo", "use_turbo_deepep")
 _FP8_SECTION = "policy.megatron_cfg.fp8_cfg."
 _FP8_SWITCHES = ("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid")
 _FP8_DETAILS = ("--fp8-recipe", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin")
+# Parts of a name that do not change sizes: who made it, its format, what it was tuned for.
+_MAKER = re.compile(r"^(nvidia|meta)[-_]", re.IGNORECASE)
+_VARIANT = re.compile(
+    r"[-_](bf16|fp8|nvfp4|base|instruct|chat|hf|it|thinking|reasoning|\d{4})$", re.IGNORECASE
+)
 _RECIPE_TAIL = re.compile(r"_(pretrain|finetune|sft|peft|lora|config|mcore|\d+gpu|h100|b200).*$")
 
 
@@ -231,8 +236,8 @@ def _refuse_unknown(name: str, value: str) -> None:
     """Refuse a switch whose value is neither true nor false, or stands in the environment."""
     variable = UNKNOWN_VALUE.search(value)
     if variable is not None:
-        rule = f"takes the value of {variable[1]}, which is not set; set it in the environment"
-        nearest = f"{variable[1]}=true before this command"
+        rule = f"takes the value of {variable[1]}, which is not set"
+        nearest = f"--set {variable[1]}=true"
         raise BadInput(Reason(field=name, rule=rule, nearest=nearest))
     raise BadInput(Reason(field=name, value=value[:60], rule="must be true or false"))
 
@@ -433,7 +438,13 @@ def find_model(text: str) -> str:
     plain = UNKNOWN_VALUE.sub("", text).rstrip("/").rpartition("/")[2].removesuffix(".yaml")
     plain = _RECIPE_TAIL.sub("", plain)
     names = {_squeeze(name.rpartition("/")[2]): name for name in catalogue.model_names()}
-    return names.get(_squeeze(plain), plain)
+    name = names.get(_squeeze(plain))
+    bare = _MAKER.sub("", plain)
+    while name is None and bare:
+        name = names.get(_squeeze(bare))
+        shorter = _VARIANT.sub("", bare)
+        bare = "" if shorter == bare else shorter
+    return name or plain
 
 
 def _squeeze(name: str) -> str:

@@ -6,7 +6,7 @@ The names come from blog posts, Megatron-DeepSpeed, older releases and Pai-Megat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -167,13 +167,21 @@ class ForeignOption:
     """An option that Megatron-LM's parser does not have, with its treatment and the reason.
 
     `value_count` is the number of values behind it; `replacements` are the options that mean the
-    same today, which take its values.
+    same today, which take its values, and `also` are options that it sets besides. `meanings` are
+    the options that each of its values stands for.
     """
 
     treatment: Treatment
     reason: str
     value_count: int = 0
     replacements: tuple[str, ...] = ()
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    meanings: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+
+    def list_replaced(self, values: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+        """Return the options that it stands for with these values."""
+        meaning = self.meanings.get(next(iter(values), ""), {})
+        return {**dict.fromkeys(self.replacements, values), **self.also, **meaning}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,18 +211,25 @@ def _refused(reason: str, value_count: int = 0) -> ForeignOption:
     return ForeignOption(treatment=Treatment.REFUSE, reason=reason, value_count=value_count)
 
 
-def _renamed(reason: str, *replacements: str, value_count: int = 0) -> ForeignOption:
+def _renamed(
+    reason: str,
+    *replacements: str,
+    value_count: int = 0,
+    also: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> ForeignOption:
     return ForeignOption(
         treatment=Treatment.RENAMED,
         reason=reason,
         value_count=value_count,
         replacements=replacements,
+        also=also,
     )
 
 
 _DERIVED = "is derived, never given: Megatron-LM takes it from the other sizes; here it is checked"
 _DEEPSPEED = "is Megatron-DeepSpeed's"
 _MINDSPEED = "is MindSpeed's"
+_OLD = "is of Megatron-LM before 2022"
 _PAI = "belongs to Pai-Megatron-Patch; no plan depends on it"
 
 FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
@@ -247,8 +262,46 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--use-flash-attn-v2": _renamed(_DEEPSPEED, "--use-flash-attn"),
         "--use-flash-attn-triton": _renamed(_DEEPSPEED, "--use-flash-attn"),
         "--cpu-optimizer": _renamed(_DEEPSPEED, "--optimizer-cpu-offload"),
-        "--activations-checkpoint-method": _refused(
-            "is --recompute-granularity full with --recompute-method", 1
+        "--checkpoint-activations": _renamed(
+            _OLD, also={"--recompute-granularity": ("full",), "--recompute-method": ("uniform",)}
+        ),
+        "--checkpoint-num-layers": _renamed(_OLD, "--recompute-num-layers", value_count=1),
+        "--activations-checkpoint-method": _renamed(
+            _OLD,
+            "--recompute-method",
+            value_count=1,
+            also={"--recompute-granularity": ("full",)},
+        ),
+        "--activations-checkpoint-num-layers": _renamed(
+            _OLD, "--recompute-num-layers", value_count=1
+        ),
+        "--distribute-checkpointed-activations": _renamed(_OLD, "--distribute-saved-activations"),
+        "--partition-activations": _renamed(_DEEPSPEED, "--distribute-saved-activations"),
+        "--num-key-value-heads": _renamed(
+            _DEEPSPEED, "--num-query-groups", value_count=1, also={"--group-query-attention": ()}
+        ),
+        "--ds-sequence-parallel-size": _renamed(
+            f"{_DEEPSPEED}, Ulysses",
+            "--context-parallel-size",
+            value_count=1,
+            also={"--cp-comm-type": ("a2a",)},
+        ),
+        "--overlapped-distributed-optimizer": _renamed(
+            "is Megatron-LLaMA's",
+            also={
+                "--use-distributed-optimizer": (),
+                "--overlap-grad-reduce": (),
+                "--overlap-param-gather": (),
+            },
+        ),
+        "--attention-head-type": ForeignOption(
+            treatment=Treatment.RENAMED,
+            reason="is of BigCode's fork",
+            value_count=1,
+            meanings={
+                "multihead": {},
+                "multiquery": {"--group-query-attention": (), "--num-query-groups": ("1",)},
+            },
         ),
         "--profile-step-range": _ignored(
             "is --profile --profile-step-start A --profile-step-end B", 1

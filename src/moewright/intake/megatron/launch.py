@@ -6,10 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 
 from moewright.codec import parse_json
 from moewright.intake.megatron.bash import UNKNOWN_VALUE, Command, ShellReading
+from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS
 from moewright.intake.megatron.called_scripts import find_called_script
 from moewright.intake.megatron.config_files import (
     ConfiguredCommand,
@@ -28,6 +30,8 @@ from moewright.intake.megatron.options import (
     option_table,
     take_values,
 )
+from moewright.intake.megatron.overrides import ScriptOverrides
+from moewright.intake.megatron.parser_source import ParsedOption, find_own_options
 from moewright.intake.megatron.post_training import is_slime, slime_words
 from moewright.intake.megatron.unread import (
     TrainerOption,
@@ -60,9 +64,16 @@ _DEEPSPEED_LAUNCHER = {"num-nodes": "nnodes", "num-gpus": "nproc-per-node"}
 # A command with one of these trains.
 # Programs of Megatron-LM and its forks that run a model without training it.
 _OTHER_TASKS = re.compile(
-    r"(^|/)tasks/msdp/|text_generation|generate_samples|(^|/)inference/|evaluat|analyze_data|_inference\b"
-    r"|(^|/)create_doc_index|(^|/)tasks/main\.py|pretrain_(bert|t5|ict|retro|vision|vlm|realm)"
+    r"(^|/)tasks/msdp/|text_generation|(^|/)inference/|analyze_data|(^|/)create_doc_index"
+    r"|(^|/)tasks/main\.py|pretrain_(bert|t5|ict|retro|vision|vlm|realm)"
+    r"|(^|/)\w*(convert|conversion)\w*/"
 )
+# What names of programs say that change, test or serve a model; _TRAINS is of those that train too.
+_OTHER_VERBS = re.compile(
+    r"(?<![a-z])(convert\w*|conversion|roundtrip|split|merge|preprocess|tokenize|eval\w*|infer\w*"
+    r"|generat\w*|serve\w*|score\w*|predict\w*|export\w*|download\w*|upload\w*|prepare\w*)(?![a-z])"
+)
+_TRAINS = re.compile(r"train|finetune|sft|dpo|rlhf|grpo")
 _TRAINING_OPTIONS = (
     "--num-layers",
     "--tensor-model-parallel-size",
@@ -85,6 +96,10 @@ _OTHER_TRAINERS = (
         "takes its options from a YAML file by yq: give that file, which is read by itself",
     ),
 )
+# A variable that a script leaves without.
+_NEEDED_VARIABLE = re.compile(
+    r"\b([A-Z][A-Z0-9_]{2,})\b[^.;]{0,20}(?:must be|required|not set|unset|missing|is empty)"
+)
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _ELLIPSIS = "..."
 _TOKENIZER = "--tokenizer-type"
@@ -93,6 +108,7 @@ _FORK_TABLES = ("pai", "mindspeed", "mindspeed_core", "slime", "miles", "megatro
 _HANDED_ON = ("--sglang-", "--vllm-")
 # Nearer to an option than this, a name is a typing error and not an option of a fork.
 _SIMILAR = 0.88
+_NO_OVERRIDES = ScriptOverrides()
 _ALIKE = 0.75
 
 
@@ -122,7 +138,9 @@ class LaunchCommand:
         return self.nodes * self.ranks_per_node
 
 
-def find_launch(reading: ShellReading, folder: Path | None = None) -> LaunchCommand:
+def find_launch(
+    reading: ShellReading, folder: Path | None = None, overrides: ScriptOverrides = _NO_OVERRIDES
+) -> LaunchCommand:
     """Return the command that trains, out of all commands of a script.
 
     Configurations that it names are looked for in `folder`.
@@ -143,35 +161,64 @@ def find_launch(reading: ShellReading, folder: Path | None = None) -> LaunchComm
                 f"the first of {others + 1} training commands is read, that of line "
                 f"{training[0].line}"
             )
-        launch = _parse_command(words, _environment(training[0]), notes)
+        words = overrides.replace_options(words)
+        launch = _parse_command(words, _environment(training[0]), notes, folder)
         return replace(launch, written_files=reading.files)
     for command in reading.commands:
         if command.words[0] not in _PRINTERS and is_swift(command.words):
             environment = _environment(command)
             configured = configure(swift_settings(command.words, environment))
-            return parse_configured(configured, environment, reading.notes)
+            return parse_configured(configured, environment, reading.notes, overrides)
         words = _program_arguments(command.words) or []
         if is_configured(words):
             environment = _environment(command)
+            words = [*words, *overrides.settings]
             configured = configure_words(words, environment, folder or Path())
-            return parse_configured(configured, environment, reading.notes)
+            return parse_configured(configured, environment, reading.notes, overrides)
     rule = "no command here starts pretrain_gpt.py: torchrun or python with Megatron-LM's options"
+    nearest = "moewright capture -- bash SCRIPT"
+    programs = [program for program in map(_find_program, reading.commands) if program]
     missing = next(filter(None, map(_missing_script, reading.commands)), "")
     if missing:
         rule += f"; {missing} is started, and is not in the folder of the script"
     other = next(filter(None, map(_find_other_task, reading.commands)), "")
     if other:
         rule += f"; {UNKNOWN_VALUE.sub('$', other)[-80:]} trains no decoder"
+        nearest = "" if not missing else nearest
     named = next(filter(None, map(_find_other_trainer, reading.commands)), "")
     if named:
         raise BadInput(Reason(field="script", rule=named))
+    if not (missing or other or reading.exit_line):
+        if programs:
+            rule += f"; it starts {UNKNOWN_VALUE.sub('$', programs[0])[-80:]}"
+        elif all(command.words[0] in PLAIN_PROGRAMS for command in reading.commands):
+            rule = "starts nothing: it sets what another script reads"
+            nearest = "the script that sources it"
     if reading.exit_line:
         rule += f"; the script leaves at line {reading.exit_line}"
-    raise BadInput(Reason(field="script", rule=rule, nearest="moewright capture -- bash SCRIPT"))
+        printed = _last_words(reading.commands)
+        rule += f", saying: {printed}" if printed else ""
+        needed = _NEEDED_VARIABLE.search(printed)
+        if "usage" in printed.casefold():
+            nearest = '--script-args "..."'
+        elif needed is not None:
+            nearest = f"--set {needed[1]}=..."
+    raise BadInput(Reason(field="script", rule=rule, nearest=nearest))
+
+
+def _last_words(commands: Sequence[Command]) -> str:
+    """Return what a script prints before it leaves, the line of its usage first; "" for nothing."""
+    printed = [" ".join(command.words[1:]) for command in commands if command.words[0] == "echo"]
+    usage = [text for text in printed if "usage" in text.casefold()]
+    text = next(iter(usage[-1:] + printed[-1:]), "")
+    return " ".join(UNKNOWN_VALUE.sub(r"$\1", text).split())[:120]
 
 
 def parse_configured(
-    configured: ConfiguredCommand, environment: Mapping[str, str], notes: Sequence[str] = ()
+    configured: ConfiguredCommand,
+    environment: Mapping[str, str],
+    notes: Sequence[str] = (),
+    overrides: ScriptOverrides = _NO_OVERRIDES,
 ) -> LaunchCommand:
     """Return the command of a configuration, with what it sets and what is not read in it.
 
@@ -182,15 +229,19 @@ def parse_configured(
     told = [*notes, *configured.notes]
     if unread:
         told.append(f"not read: {', '.join(group_names(unread))}")
-    command = _parse_command(list(configured.words), {**environment, **configured.exported}, told)
+    words = overrides.replace_options(configured.words)
+    command = _parse_command(words, {**environment, **configured.exported}, told)
     unknown = (*command.unknown_options, *unread)
     return replace(command, unknown_options=unknown, model=configured.model)
 
 
 def _parse_command(
-    words: list[str], exported: Mapping[str, str], notes: Sequence[str]
+    words: list[str],
+    exported: Mapping[str, str],
+    notes: Sequence[str],
+    folder: Path | None = None,
 ) -> LaunchCommand:
-    parser = _LaunchParser(words)
+    parser = _LaunchParser(words, folder)
     parser.notes += notes
     parser.parse()
     return parser.build(exported)
@@ -213,7 +264,7 @@ def _environment(command: Command) -> dict[str, str]:
 
 
 def _trains(command: Command) -> bool:
-    names = {word.partition("=")[0] for word in command.words}
+    names = {word.partition("=")[0].replace("_", "-") for word in command.words}
     arguments = _program_arguments(command.words)
     is_training = arguments is not None and not names.isdisjoint(_TRAINING_OPTIONS)
     return is_training and not _find_other_task(command)
@@ -221,8 +272,25 @@ def _trains(command: Command) -> bool:
 
 def _find_other_task(command: Command) -> str:
     """Return the program of a command that runs a model and does not train it; "" for others."""
-    programs = [word for word in command.words if word.endswith(".py")]
-    return next((word for word in programs[:1] if _OTHER_TASKS.search(word)), "")
+    program = _find_program(command)
+    name = program.rpartition("/")[2].removesuffix(".py").casefold()
+    name = name.rpartition(".")[2].replace("_", " ")
+    is_verb = _OTHER_VERBS.search(name) is not None and _TRAINS.search(name) is None
+    return program if is_verb or _OTHER_TASKS.search(program) else ""
+
+
+def _find_program(command: Command) -> str:
+    """Return the file or the module of Python that a command runs; "" for another command."""
+    words = command.words
+    if words[0] in _PRINTERS:
+        return ""
+    files = (word for word in words if word.endswith(".py"))
+    modules = (
+        following
+        for word, following in pairwise(words)
+        if word == "-m" and not following.startswith("torch.")
+    )
+    return next(files, "") or next(modules, "")
 
 
 def _find_other_trainer(command: Command) -> str:
@@ -248,12 +316,17 @@ def _program_arguments(words: tuple[str, ...]) -> list[str] | None:
 
 
 class _LaunchParser:
-    """A parser that sorts the words of a launch command into options and their values."""
+    """A parser that sorts the words of a launch command into options and their values.
 
-    def __init__(self, words: list[str]) -> None:
+    `folder` is that of the script, by which the source of its trainer is looked for.
+    """
+
+    def __init__(self, words: list[str], folder: Path | None) -> None:
         self.words = words
+        self.folder = folder
         self.position = 0
         self.current_option = ""
+        self.own_options: Mapping[str, ParsedOption] | None = None
         self.fork_notes: dict[str, list[str]] = {}
         self.table = option_table()
         self.launcher_options: dict[str, str] = {}
@@ -329,18 +402,22 @@ class _LaunchParser:
         inline = value if equals else None
         dashed = name.replace("_", "-")
         launcher_option = _LAUNCHER_OPTION.fullmatch(name)
-        if name in self.table:
+        if name in FOREIGN_OPTIONS or dashed in FOREIGN_OPTIONS:
+            self._take_foreign_option(name if name in FOREIGN_OPTIONS else dashed, inline)
+        elif name in self.table:
             self._take_megatron_option(name, inline)
         elif launcher_option:
             self._take_launcher_option(launcher_option[1], inline)
-        elif name in FOREIGN_OPTIONS or dashed in FOREIGN_OPTIONS:
-            self._take_foreign_option(name if name in FOREIGN_OPTIONS else dashed, inline)
+        elif dashed in self.table:  # Megatron-LLM and others spell all of them so
+            self.fork_notes.setdefault("read with dashes", []).append(name)
+            self._take_megatron_option(dashed, inline)
         else:
             self._take_unknown_option(name, inline)
 
     def _take_unknown_option(self, name: str, inline: str | None) -> None:
         """Leave an option out that changes no plan; refuse one that may, or is misspelt."""
-        fork = find_fork_option(name)
+        fork = self._find_own_option(name) or find_fork_option(name)
+        values = [] if inline is None else [inline]
         if inline is None:
             values = self._following_words()
             has_count = fork is not None and fork.values.isdigit()
@@ -352,7 +429,7 @@ class _LaunchParser:
             self.fork_notes.setdefault("of an engine of generation", []).append(name)
             return
         if fork is not None:
-            self._take_fork_option(name, fork)
+            self._take_fork_option(name, fork, values)
             return
         topic = find_topic(name)
         nearest = self._nearest_option(name, _SIMILAR if not topic else _ALIKE)
@@ -363,16 +440,31 @@ class _LaunchParser:
         else:
             self.notes.append(f"{name[:60]} is no option of Megatron-LM and is left out")
 
-    def _take_fork_option(self, name: str, fork: TrainerOption) -> None:
-        harmless = find_harmless(name, (fork.trainer,))
+    def _find_own_option(self, name: str) -> TrainerOption | None:
+        """Return an option by the source of the trainer that the script lies in."""
+        if self.folder is None:
+            return None
+        if self.own_options is None:
+            programs = [word for word in self.words if word.endswith(".py")]
+            self.own_options = find_own_options(self.folder, programs[:1])
+        own = self.own_options.get(name)
+        if own is None:
+            return None
+        return TrainerOption(trainer="", default=own.default, values=own.values, group=own.group)
+
+    def _take_fork_option(self, name: str, fork: TrainerOption, values: Sequence[str]) -> None:
+        harmless = find_harmless(name, (fork.trainer,), fork.group)
         topic = find_topic(name)
-        if harmless is not None and harmless.noted:
+        is_default = bool(fork.default) and list(values) == [fork.default]
+        if is_default:
+            self.fork_notes.setdefault(f"of {fork.owner}, at their defaults", []).append(name)
+        elif harmless is not None and harmless.noted:
             self.fork_notes.setdefault(harmless.reason, []).append(name)
         elif harmless is not None or not topic:
             self.fork_notes.setdefault(f"of {fork.owner}, left out", []).append(name)
         else:
             rule = f"is of {fork.owner}, is about {topic}, and cannot be planned here"
-            self.faults.append(Reason(field=name, rule=rule))
+            self.faults.append(Reason(field=name, rule=rule, nearest=f"--set {name}=null"))
 
     def _nearest_option(self, name: str, cutoff: float) -> str:
         """Return the option that was meant; none that says the opposite."""

@@ -201,14 +201,6 @@ def _note_expert_defaults(arguments: Arguments, tp: int) -> tuple[str, ...]:
 
 def _read_recompute(arguments: Arguments, layout: Layout) -> Layout:
     granularity = arguments.text("--recompute-granularity")
-    if arguments.has("--checkpoint-activations"):
-        raise BadInput(
-            Reason(
-                field="--checkpoint-activations",
-                rule="is gone",
-                nearest="--recompute-granularity full",
-            )
-        )
     if arguments.has("--recompute-activations"):
         granularity = "selective"  # whatever else is said
     method = arguments.text("--recompute-method")

@@ -107,7 +107,7 @@ def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMod
         )
     if not shaped.vocab_size:
         rule = "is missing, and the tokenizer that would tell it is not read"
-        raise BadInput(Reason(field="--vocab-size", rule=rule, nearest="--vocab-size 128000"))
+        raise BadInput(Reason(field="--vocab-size", rule=rule, nearest="--set --vocab-size=128000"))
     padded = padded_vocabulary(arguments, shaped.vocab_size)
     _, vocabulary_note = read_vocabulary(arguments)
     note = "model of the script's own sizes, none that is known"

@@ -56,13 +56,10 @@ class Arguments:
                 if variable.startswith(OUTPUT_PREFIX):
                     program = variable.removeprefix(OUTPUT_PREFIX)
                     rule = f"follows from what {program} prints, which only running tells"
-                    nearest = "a number in the script in its place"
+                    nearest = f"--set {name}=..."
                     raise BadInput(Reason(field=name, rule=rule, nearest=nearest))
-                rule = (
-                    f"takes the value of {variable}, which only running the script tells; "
-                    "set it in the environment"
-                )
-                nearest = f"{variable}=... before this command"
+                rule = f"takes the value of {variable}, which only running the script tells"
+                nearest = f"--set {variable}=..."
                 raise BadInput(Reason(field=name, rule=rule, nearest=nearest))
         return self.options[name]
 

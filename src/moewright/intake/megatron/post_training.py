@@ -199,8 +199,8 @@ def _size(tree: SettingTree, name: str, default: int) -> int:
     if is_unset(value):
         return default
     if isinstance(value, str) and (unset := UNKNOWN_VALUE.search(value)):
-        rule = f"takes the value of {unset[1]}, which is not set; set it in the environment"
-        raise BadInput(Reason(field=name, rule=rule, nearest=f"{unset[1]}=... before this command"))
+        rule = f"takes the value of {unset[1]}, which is not set"
+        raise BadInput(Reason(field=name, rule=rule, nearest=f"--set {unset[1]}=..."))
     if not isinstance(value, str) or not value.isdigit() or not int(value):
         shown = str(value)[:60].replace("\0", "$")
         raise BadInput(Reason(field=name, value=shown, rule="must be a whole number above 0"))

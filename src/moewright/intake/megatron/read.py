@@ -8,13 +8,15 @@ from pathlib import Path
 
 from moewright.codec import parse_json, read_json_data, read_text
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
-from moewright.intake.megatron.bash import read_commands
+from moewright.intake.megatron.bash import UNKNOWN_VALUE, read_commands
 from moewright.intake.megatron.config_files import configure_file
+from moewright.intake.megatron.directives import read_directives
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment, translate_options
 from moewright.intake.megatron.launch import LaunchCommand, find_launch, parse_configured
 from moewright.intake.megatron.layout import read_layout
 from moewright.intake.megatron.model import read_model
 from moewright.intake.megatron.options import Arguments
+from moewright.intake.megatron.overrides import ScriptOverrides
 from moewright.intake.megatron.settings import SUFFIXES
 from moewright.intake.megatron.trainer import SCHEDULE, read_batch_schedule
 from moewright.intake.megatron.unread import account_for_options
@@ -29,6 +31,7 @@ _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _GLOBAL_BATCH = WORKLOAD_OPTIONS["global_batch"]
 _DATA_PARALLEL = "--data-parallel-size"
 _ACCUMULATION_STEPS = "--gradient-accumulation-steps"
+_NO_OVERRIDES = ScriptOverrides()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +45,10 @@ class ScriptJob:
 
 
 def read_launch(
-    script: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
+    script: Path,
+    environment: Mapping[str, str],
+    arguments: Sequence[str] = (),
+    overrides: ScriptOverrides = _NO_OVERRIDES,
 ) -> LaunchCommand:
     """Return the training command of a script, or of a configuration in YAML.
 
@@ -51,6 +57,7 @@ def read_launch(
 
     Variables come from the script, then from `environment`; `arguments` are the words that would
     stand behind the script's name on the command line, or settings such as model.num_layers=4.
+    `overrides` win over all of them.
 
     Raises:
         BadInput: the script cannot be read, or starts no training.
@@ -61,10 +68,14 @@ def read_launch(
     )
     text = next((command for command in added if command is not None), None)
     if text is None and script.suffix.lower() in SUFFIXES:
-        return parse_configured(configure_file(script, environment, arguments), {})
+        variables = {**environment, **overrides.variables}
+        words = (*arguments, *overrides.settings_of_files())
+        return parse_configured(configure_file(script, variables, words), {}, overrides=overrides)
     if text is None:
         text = read_text(script)
-    return find_launch(read_commands(text, environment, arguments, script=script), script.parent)
+    told = {**read_directives(text), **environment}
+    reading = read_commands(text, told, arguments, script=script, constants=overrides.variables)
+    return find_launch(reading, script.parent, overrides)
 
 
 def interpret_launch(
@@ -82,7 +93,7 @@ def interpret_launch(
     arguments = Arguments({**command.options, **replaced})
     script_model = read_model(arguments, named_model)
     is_pipelined = arguments.size(LAYOUT_OPTIONS["pp"]) > 1
-    zero = _read_deepspeed_zero(command, folder, is_pipelined=is_pipelined)
+    zero, zero_note = _read_deepspeed_zero(command, folder, is_pipelined=is_pipelined)
     layout, layout_notes = read_layout(arguments, script_model.model, world_size, zero)
     queue_notes = _check_queues(command.exported.get(_QUEUES, ""), layout)
     _check_data_parallel(command, layout)
@@ -95,6 +106,7 @@ def interpret_launch(
         script_model.note,
         *command.notes,
         *notes_on_forks,
+        zero_note,
         *layout_notes,
         *queue_notes,
         *batch_notes,
@@ -124,9 +136,14 @@ def _read_foreign_options(
             dependent[name] = values
             continue
         note = f"{name} {option.reason}"
-        if option.replacements:
-            note += f": read as {' '.join((*option.replacements, *values))}"
-            replaced |= dict.fromkeys(option.replacements, values)
+        stood_for = option.list_replaced(values)
+        if option.meanings and next(iter(values), "") not in option.meanings:
+            rule = f"{option.reason}, and is one of {', '.join(option.meanings)}"
+            raise BadInput(Reason(field=name, value=" ".join(values)[:60], rule=rule))
+        if stood_for:
+            words = [word for other, own in stood_for.items() for word in (other, *own)]
+            note += f": read as {' '.join(words)}"
+            replaced |= stood_for
         notes.append(note)
     translated, more = translate_options(dependent, {**command.options, **replaced})
     return [*notes, *more], {**replaced, **translated}
@@ -217,8 +234,10 @@ def _read_global_batch(
     return batch, ()
 
 
-def _read_deepspeed_zero(command: LaunchCommand, folder: Path, *, is_pipelined: bool) -> int | None:
-    """Return the ZeRO stage of DeepSpeed's options; None where there are none."""
+def _read_deepspeed_zero(
+    command: LaunchCommand, folder: Path, *, is_pipelined: bool
+) -> tuple[int | None, str]:
+    """Return the ZeRO stage of DeepSpeed's options, and a note; None where there are none."""
     values = {
         name.replace("_", "-"): next(iter(value), "")
         for name, value in command.foreign_options.items()
@@ -227,8 +246,12 @@ def _read_deepspeed_zero(command: LaunchCommand, folder: Path, *, is_pipelined: 
     stage = values.get("--zero-stage", "")
     field = "--zero-stage"
     config = values.get("--deepspeed-config")
-    if config:
-        field = f"--deepspeed_config {config}"[:80]
+    note = ""
+    if config and stage and not _is_there(command, folder, config):
+        note = f"DeepSpeed's config is not beside the script: ZeRO-{stage} is as --zero-stage says"
+    elif config:
+        shown = UNKNOWN_VALUE.sub(r"$\1", config)
+        field = f"--deepspeed_config {shown}"[:80]
         stage = _read_zero_stage(folder / config.strip("\0"), field, _written(command, config))
     if stage not in ("", "0", "1", "2", "3"):
         rule = "a ZeRO stage is 0, 1, 2 or 3"
@@ -236,7 +259,11 @@ def _read_deepspeed_zero(command: LaunchCommand, folder: Path, *, is_pipelined: 
     if stage in ("2", "3") and is_pipelined:
         rule = f"DeepSpeed combines ZeRO-{stage} with no pipeline; with one, shard the optimizer"
         raise BadInput(Reason(field=field, rule=rule, nearest="--use-distributed-optimizer"))
-    return int(stage) if stage else None
+    return int(stage) if stage else None, note
+
+
+def _is_there(command: LaunchCommand, folder: Path, config: str) -> bool:
+    return bool(_written(command, config)) or (folder / config.strip("\0")).is_file()
 
 
 def _written(command: LaunchCommand, path: str) -> str:
@@ -252,9 +279,9 @@ def _read_zero_stage(path: Path, field: str, text: str) -> str:
         config = read_json_data(path)
     else:
         rule = (
-            "Megatron-LM takes no DeepSpeed config, and no such file tells its ZeRO stage: "
-            "1 is --use-distributed-optimizer, 3 is --use-megatron-fsdp (without pipelines)"
+            "is not beside the script, so that its ZeRO stage is not known; without DeepSpeed 1 is "
+            "--use-distributed-optimizer, 3 is --use-megatron-fsdp (without pipelines)"
         )
-        raise BadInput(Reason(field=field, rule=rule, nearest="--use-distributed-optimizer"))
+        raise BadInput(Reason(field=field, rule=rule, nearest="--set --zero-stage=1"))
     section = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
     return str(section.get("stage", 0)) if isinstance(section, dict) else "0"

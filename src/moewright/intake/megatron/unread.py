@@ -56,20 +56,26 @@ _MOST_NAMED = 12
 class Harmless:
     """Options that change no plan, and why.
 
-    `names` are patterns of last names with underscores, `settings` of full names; they count for
-    the trainers in `tables`, for all where there are none. What is `noted` changes something that a
-    plan leaves out, and is said each time; what `is_of_files` has paths for values.
+    `names` are patterns of last names with underscores, `settings` of full names, `groups` are
+    those that a parser's source puts options in; they count for the trainers in `tables`, for all
+    where there are none. No option of a group is covered whose name is about one of `but_topics`.
+    What is `noted` changes something that a plan leaves out, and is said each time; what
+    `is_of_files` has paths for values.
     """
 
     reason: str
     names: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    but_topics: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     noted: bool = False
     is_of_files: bool = False
 
-    def covers(self, name: str, tables: Sequence[str]) -> bool:
-        """Whether an option of these trainers is among them."""
+    def covers(self, name: str, tables: Sequence[str], group: str = "") -> bool:
+        """Whether an option of these trainers, in this group of their parser, is among them."""
+        if group.casefold() in self.groups and find_topic(name) not in self.but_topics:
+            return True
         if self.tables and not set(self.tables) & set(tables):
             return False
         last = last_name(name)
@@ -85,11 +91,12 @@ class TrainerOption:
     trainer: str
     default: str
     values: str
+    group: str = ""
 
     @property
     def owner(self) -> str:
         """Return the repository that it was read in."""
-        return _repositories()[self.trainer]
+        return _repositories().get(self.trainer, "the script's own checkout")
 
 
 def last_name(name: str) -> str:
@@ -140,6 +147,8 @@ def list_harmless() -> tuple[Harmless, ...]:
             reason=entry["reason"],
             names=tuple(entry.get("names", ())),
             settings=tuple(entry.get("settings", ())),
+            groups=tuple(entry.get("groups", ())),
+            but_topics=tuple(entry.get("but_topics", ())),
             tables=tuple(entry.get("tables", ())),
             noted=entry.get("noted", False),
             is_of_files=entry.get("is_of_files", False),
@@ -154,7 +163,12 @@ def read_table(trainer: str) -> Mapping[str, TrainerOption]:
     file = resources.files(_DATA).joinpath(f"data/trainers/{trainer}.csv")
     rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
     return {
-        row["name"]: TrainerOption(trainer=trainer, default=row["default"], values=row["values"])
+        row["name"]: TrainerOption(
+            trainer=trainer,
+            default=row["default"],
+            values=row["values"],
+            group=row["group"],
+        )
         for row in rows
     }
 
@@ -187,9 +201,12 @@ def _megatron_names() -> frozenset[str]:
     return frozenset(own | set(map(last_name, option_table())))
 
 
-def find_harmless(name: str, tables: Sequence[str]) -> Harmless | None:
-    """Return the entry of an option that changes no plan; None for another."""
-    return next((entry for entry in list_harmless() if entry.covers(name, tables)), None)
+def find_harmless(name: str, tables: Sequence[str], group: str = "") -> Harmless | None:
+    """Return the entry of an option that changes no plan; None for another.
+
+    `group` is that of the trainer's parser, where its source is known.
+    """
+    return next((entry for entry in list_harmless() if entry.covers(name, tables, group)), None)
 
 
 def is_known(name: str, tables: Sequence[str], sections: Sequence[str] = ()) -> bool:
@@ -250,7 +267,7 @@ def sort_settings(
     noted: list[str] = []
     for name, value in left.items():
         has_name = is_known(name, tables, sections)
-        harmless = find_harmless(name, tables)
+        harmless = find_harmless(name, tables, _group(name, tables))
         if has_name and harmless is not None:
             if harmless.noted and not says_nothing(value):
                 noted.append(f"{name}: {harmless.reason}")
@@ -306,6 +323,12 @@ def account_for_options(
         f"of no effect beside the others: {' '.join(void)}" if void else "",
         f"not part of a plan: {' '.join(left)}" if left else "",
     )
+
+
+def _group(name: str, tables: Sequence[str]) -> str:
+    """Return the group that a trainer's source puts a name in; "" for none."""
+    options = (read_table(table).get(last_name(name)) for table in tables)
+    return next((option.group for option in options if option is not None), "")
 
 
 def _is_default(name: str, value: Value, tables: Sequence[str]) -> bool:

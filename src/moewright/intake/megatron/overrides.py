@@ -1,0 +1,97 @@
+"""Values that are given beside a script or a configuration, and win over what stands in it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moewright.spec.errors import BadInput, Reason
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SETTING = re.compile(r"[A-Za-z_][\w-]*(\.[\w/-]+)+")
+_LEFT_OUT = "null"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptOverrides:
+    """Values by name, given beside a file whose own they replace.
+
+    `variables` are the shell's; `options` are a command's, None where one is left out; `settings`
+    are words such as model.num_layers=4.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+
+    def settings_of_files(self) -> tuple[str, ...]:
+        """Return the settings of a configuration: those of its first level have no dot."""
+        plain = (f"{name}={value}" for name, value in self.variables.items() if name.islower())
+        return (*self.settings, *plain)
+
+    def replace_options(self, words: Sequence[str]) -> list[str]:
+        """Return the words of a command with the options that are given.
+
+        Raises:
+            BadInput: one that is to be left out is not there.
+        """
+        kept: list[str] = []
+        taken: set[str] = set()
+        is_dropped = False
+        for word in words:
+            if word.startswith("--"):
+                name = _spell(word.partition("=")[0])
+                is_dropped = name in self.options
+                taken |= {name} & self.options.keys()
+            if not is_dropped:
+                kept.append(word)
+        for name, values in self.options.items():
+            if values is not None:
+                kept += [name, *values]
+            elif name not in taken:
+                rule = "is not in the command, so that it cannot be left out"
+                raise BadInput(Reason(field=f"--set {name}={_LEFT_OUT}", rule=rule))
+        return kept
+
+
+def parse_script_overrides(texts: Sequence[str]) -> ScriptOverrides:
+    """Parse NAME=VALUE of variables, options (--num-layers=4) and settings (model.num_layers=4).
+
+    The value null leaves an option out.
+
+    Raises:
+        BadInput: a text is none of them.
+    """
+    variables: dict[str, str] = {}
+    options: dict[str, tuple[str, ...] | None] = {}
+    settings: list[str] = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise _refuse(text, "needs a value", f"{text[:40]}=...")
+        if name.startswith("--") and len(name) > len("--"):
+            options[_spell(name)] = None if value == _LEFT_OUT else _split(text, value)
+        elif _VARIABLE.fullmatch(name):
+            variables[name] = value
+        elif _SETTING.fullmatch(name):
+            settings.append(text)
+        else:
+            raise _refuse(text, "names no variable, option or setting", "NNODES=8")
+    return ScriptOverrides(variables=variables, options=options, settings=tuple(settings))
+
+
+def _spell(name: str) -> str:
+    return "--" + name.removeprefix("--").replace("_", "-")
+
+
+def _split(text: str, value: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(value))
+    except ValueError as error:
+        raise _refuse(text, f"cannot be read: {error}", "") from None
+
+
+def _refuse(text: str, rule: str, nearest: str) -> BadInput:
+    return BadInput(Reason(field="--set", value=text[:60], rule=rule, nearest=nearest))

@@ -1,0 +1,141 @@
+"""The options that a trainer's own source gives its parser, and what it says of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_SWITCHES = ("store_true", "store_false", "store_const")
+_MOST_OF_A_DEFAULT = 40
+_MOST_OF_HELP = 200
+_NAME_OF_A_GROUP = re.compile(r"^_*(?:add|get|extra)?_*(.*?)_*(?:args|arguments|options)?$")
+# Where Megatron-LM and its forks give their parsers options, from the root of a checkout.
+_PARSERS = (
+    "megatron/training/arguments.py",
+    "megatron/arguments.py",
+    "*/training/arguments.py",
+    "*/megatron/training/arguments.py",
+    "*/arguments.py",
+    "*/utils/arguments.py",
+)
+_LEVELS = 6  # folders above a script in which the root of its checkout may be
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedOption:
+    """An option as a call of add_argument has it.
+
+    `values` is as argparse's nargs, "0" for a switch; `default` is "" where it is computed or none;
+    `group` is the title of its group, or else what the function that adds it is called after.
+    """
+
+    name: str
+    default: str
+    values: str
+    group: str
+    help: str
+
+
+def parse_options(text: str) -> Iterator[ParsedOption]:
+    """Yield the options that a program in Python gives a parser; none where it does not parse."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    yield from _options_of(tree, "", {})
+
+
+def _options_of(node: ast.AST, function: str, titles: dict[str, str]) -> Iterator[ParsedOption]:
+    """Yield the options that are added inside of a node, in the order of the text."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            yield from _options_of(child, _name_group(child.name), {})
+            continue
+        if isinstance(child, ast.Assign) and (title := _group_title(child.value)):
+            titles |= {t.id: title for t in child.targets if isinstance(t, ast.Name)}
+        if isinstance(child, ast.Call) and getattr(child.func, "attr", "") == "add_argument":
+            yield from _added_options(child, function, titles)
+        yield from _options_of(child, function, titles)
+
+
+def _name_group(function: str) -> str:
+    match = _NAME_OF_A_GROUP.match(function)
+    return (match[1] if match else function).replace("_", " ")
+
+
+def _group_title(node: ast.expr) -> str:
+    if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "add_argument_group":
+        return ""
+    titles = [word.value for word in node.keywords if word.arg == "title"]
+    return constant_text(next(iter((*titles, *node.args)), None))
+
+
+def _added_options(call: ast.Call, function: str, titles: dict[str, str]) -> Iterator[ParsedOption]:
+    keywords = {word.arg: word.value for word in call.keywords}
+    is_switch = constant_text(keywords.get("action")) in _SWITCHES
+    values = "0" if is_switch else constant_text(keywords.get("nargs")) or "1"
+    parser = getattr(call.func, "value", None)
+    group = titles.get(parser.id, function) if isinstance(parser, ast.Name) else function
+    for argument in call.args:
+        name = argument.value if isinstance(argument, ast.Constant) else ""
+        if isinstance(name, str) and name.startswith("--"):
+            yield ParsedOption(
+                name=name,
+                default=constant_text(keywords.get("default")),
+                values=values,
+                group=group,
+                help=_help_text(keywords.get("help")),
+            )
+
+
+def _help_text(node: ast.expr | None) -> str:
+    text = node.value if isinstance(node, ast.Constant) else ""
+    return " ".join(str(text).split())[:_MOST_OF_HELP]
+
+
+def constant_text(node: ast.expr | None) -> str:
+    """Return a constant as text; "" for none, and for what is computed."""
+    if isinstance(node, ast.Constant) and node.value is not None:
+        return shorten_default(str(node.value))
+    return ""
+
+
+def shorten_default(text: str) -> str:
+    """Return a default in one plain line; "" for one that is long, or follows from others."""
+    plain = " ".join(text.split())
+    is_plain = plain.isascii() and plain.isprintable() and "$" not in plain
+    return plain if is_plain and len(plain) <= _MOST_OF_A_DEFAULT else ""
+
+
+def find_own_options(folder: Path, programs: Sequence[str]) -> dict[str, ParsedOption]:
+    """Return the options of the checkout that a script lies in, by name.
+
+    `programs` are the programs of Python that its command names; where the script lies in no
+    checkout of a trainer there are none but theirs.
+    """
+    folders = (folder, *folder.resolve().parents)[:_LEVELS]
+    files: list[Path] = []
+    for place in folders:
+        files += [place / name for name in programs if not name.startswith(("/", "\0"))]
+        parsers = [file for pattern in _PARSERS for file in place.glob(pattern)]
+        if parsers:
+            files += parsers
+            break
+    options: dict[str, ParsedOption] = {}
+    for file in dict.fromkeys(files):
+        for option in parse_options(_read_source(file)):
+            options.setdefault(option.name, option)
+    return options
+
+
+def _read_source(file: Path) -> str:
+    try:
+        if file.is_file() and file.stat().st_size <= _MOST_BYTES:
+            return file.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        pass
+    return ""

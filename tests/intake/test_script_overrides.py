@@ -1,0 +1,117 @@
+"""What is said beside a script, and what its own checkout says of its options."""
+
+import pytest
+
+from moewright.api.launch_scripts import read_flags
+from moewright.intake.megatron.directives import read_directives
+from moewright.spec.errors import BadInput
+
+SIZES = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --max-position-embeddings 2048 "
+REST = "--seq-length 2048 --micro-batch-size 1 --global-batch-size 64 --bf16 --vocab-size 32000 "
+PARSER = """
+def _add_logging_args(parser):
+    group = parser.add_argument_group(title='logging')
+    group.add_argument('--show-expert-load', action='store_true')
+    return parser
+
+def _add_mixture_args(parser):
+    group = parser.add_argument_group(title='mixture')
+    group.add_argument('--expert-warmth', type=int, default=7, help='of experts')
+    group.add_argument('--expert-swap', action='store_true')
+    return parser
+"""
+
+
+def write(folder, more="", before="", program="pretrain_gpt.py"):
+    script = folder / "examples" / "run.sh"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(f"{before}\ntorchrun --nproc_per_node 8 {program} {SIZES}{REST}{more}\n")
+    return script
+
+
+def refusal(script, **options):
+    with pytest.raises(BadInput) as caught:
+        read_flags(script, on="H100", **options)
+    return caught.value.reasons[0]
+
+
+# What a script leaves open, and the field of the plan that is then given.
+OPEN = {
+    "a variable": ("--tensor-model-parallel-size $TP", "", "2"),
+    "an output": ("--tensor-model-parallel-size $(nvidia-smi -L | wc -l)", "", "2"),
+    "an output in a variable": ("--tensor-model-parallel-size $TP", "TP=$(python size.py)", "2"),
+    "a test": ("--tensor-model-parallel-size $A", "if [ $A -gt 0 ]; then export B=$A; fi", "2"),
+    "an option of a fork": ("--lora-rank 8 --tensor-model-parallel-size 2", "", "null"),
+    "a need": (
+        "--tensor-model-parallel-size 2",
+        '[ -z "$W" ] && echo "W_ is required" && exit',
+        "2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPEN)
+def test_a_refusal_names_what_to_give_and_the_second_call_succeeds(case, tmp_path):
+    more, before, value = OPEN[case]
+    script = write(tmp_path, more, before.replace("W_", "WORK").replace("$W", "$WORK"))
+    nearest = refusal(script).nearest
+    assert nearest.startswith("--set ")
+    text = nearest.removeprefix("--set ").replace("...", value)
+    plan = read_flags(script, on="H100", overrides=[text]).plan
+    assert plan.layout.tp == 2
+    assert plan.model.layers == 8
+
+
+def test_what_is_given_wins_over_the_script(tmp_path):
+    script = write(tmp_path, "--tensor-model-parallel-size $TP --swiglu", "export TP=4")
+    assert read_flags(script, on="H100").plan.layout.tp == 4
+    texts = ["TP=2", "--num-layers=12", "--swiglu=null"]
+    plan = read_flags(script, on="H100", overrides=texts).plan
+    assert (plan.layout.tp, plan.model.layers, plan.model.gated) == (2, 12, False)
+    for text in ("TP", "3=4", "--rope=null"):
+        with pytest.raises(BadInput, match="--set"):
+            read_flags(script, on="H100", overrides=[text])
+
+
+def test_options_of_a_fork_are_looked_up_in_the_checkout_that_a_script_lies_in(tmp_path):
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    script = write(tmp_path, "--show-expert-load --expert-warmth 7")
+    assert "sounds of experts" in refusal(script).rule
+    (tmp_path / "megatron" / "training" / "arguments.py").write_text(PARSER)
+    notes = " ".join(read_flags(script, on="H100").notes)
+    assert "--show-expert-load" in notes
+    assert "at their defaults: --expert-warmth" in notes
+    for more in ("--expert-warmth 8", "--expert-swap"):
+        reason = refusal(write(tmp_path, more))
+        assert "the script's own checkout" in reason.rule
+        assert reason.nearest == f"--set {more.split()[0]}=null"
+    assert "known here" in refusal(write(tmp_path, "--expert-swop")).rule
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *("tools/convert_weights/model.py", "tasks/eval_for_gsm8k.py", "tools/split_tp.py"),
+        *("tools/hf_roundtrip_test.py", "tools/run_text_generation_server.py"),
+    ],
+)
+def test_a_program_that_trains_nothing_is_named(program, tmp_path):
+    assert f"{program} trains no decoder" in refusal(write(tmp_path, program=program)).rule
+
+
+def test_what_a_script_asks_of_slurm_is_what_its_job_is_told(tmp_path):
+    lines = "#SBATCH --nodes=2 --gres=gpu:a100:4\n#SBATCH --ntasks-per-node 4\n#SBATCH -N 1-4\n"
+    told = read_directives(lines)
+    assert told["SLURM_NNODES"] == "2"
+    assert told["SLURM_GPUS_ON_NODE"] == "4"
+    assert told["SLURM_NTASKS"] == "8"
+    script = tmp_path / "job.sbatch"
+    ranks = "torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE pretrain_gpt.py "
+    batch = "--global-batch-size $((SLURM_NNODES * 8))"
+    script.write_text(f"{lines}{ranks}{SIZES}{REST}{batch}\n")
+    plan = read_flags(script, on="H100").plan
+    assert (plan.layout.world_size, plan.workload.global_batch) == (8, 16)
+    script.write_text(f"{ranks}{SIZES}{REST}{batch}\n")
+    reading = read_flags(script, on="16xH100")
+    assert reading.plan.workload.global_batch == 16
+    assert "SLURM_NNODES=2" in reading.notes[0]
