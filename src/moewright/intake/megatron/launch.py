@@ -71,7 +71,7 @@ _OTHER_TASKS = re.compile(
 # What names of programs say that change, test or serve a model; _TRAINS is of those that train too.
 _OTHER_VERBS = re.compile(
     r"(?<![a-z])(convert\w*|conversion|roundtrip|split|merge|preprocess|tokenize|eval\w*|infer\w*"
-    r"|generat\w*|serve\w*|score\w*|predict\w*|export\w*|download\w*|upload\w*|prepare\w*)(?![a-z])"
+    r"|generate\w*|generation\w*|generating|serve\w*|score\w*|predict\w*|export\w*|download\w*|upload\w*|prepare\w*)(?![a-z])"
 )
 _TRAINS = re.compile(r"train|finetune|sft|dpo|rlhf|grpo")
 _TRAINING_OPTIONS = (
@@ -450,7 +450,11 @@ class _LaunchParser:
         own = self.own_options.get(name)
         if own is None:
             return None
-        return TrainerOption(trainer="", default=own.default, values=own.values, group=own.group)
+        listed = find_fork_option(name)
+        trainer = "" if listed is None else listed.trainer
+        return TrainerOption(
+            trainer=trainer, default=own.default, values=own.values, group=own.group
+        )
 
     def _take_fork_option(self, name: str, fork: TrainerOption, values: Sequence[str]) -> None:
         harmless = find_harmless(name, (fork.trainer,), fork.group)
