@@ -21,7 +21,7 @@ from moewright.api.run_comparisons import (
     compare_steps,
     what_if,
 )
-from moewright.api.running import export, train
+from moewright.api.running import export, export_traces, train
 from moewright.api.views import show
 from moewright.api.watching import watch
 from moewright.diagnosis.checks import Check
@@ -56,6 +56,7 @@ __all__ = [
     "diagnose",
     "estimate",
     "export",
+    "export_traces",
     "fit",
     "hardware",
     "judge",

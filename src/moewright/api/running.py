@@ -12,6 +12,7 @@ from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.files import name_shards
 from moewright.cost.constants import Constants
 from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
+from moewright.exporters.chakra import write_traces
 from moewright.exporters.kubernetes import render_train_job
 from moewright.exporters.megatron.script import render_megatron_script
 from moewright.exporters.recipes import apply_recipe, find_recipe
@@ -160,6 +161,25 @@ def export(
             return render_engine_command(plan, job=job, run_dir=run_dir) + "\n"
         case _:
             return str(call_extension(ExtensionPoint.EXPORTERS, to, plan))
+
+
+def export_traces(plan: Plan, folder: Path | str) -> int:
+    """Write the predicted step of a plan as Chakra execution traces, and return how many ranks.
+
+    `step.<rank>.et` are the traces; `groups.json`, `network.yml`, `system.json` and `memory.json`
+    are what ASTRA-sim reads beside them.
+
+    Raises:
+        BadInput: the layout has no timetable, or a file cannot be written.
+
+    Example:
+        >>> import moewright as mw, tempfile
+        >>> plan = mw.estimate("Qwen3-30B-A3B", "ep8,recompute=full", on="8xH100")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     mw.export_traces(plan, folder)
+        8
+    """
+    return write_traces(plan, Path(folder))
 
 
 def train(plan: Plan, out: Path | str, *, extend: bool = False) -> RunRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -61,7 +62,7 @@ def export(
         Write the script's plan to this file; "-": to standard output, and the tables to standard
         error.
     """
-    from moewright.api.running import check_target
+    from moewright.api.running import check_target, export_traces
     from moewright.api.running import export as render_launch_file
     from moewright.codec import read_json
     from moewright.spec.plan import Plan
@@ -70,7 +71,7 @@ def export(
         check_target(to)
     _check_json(plan, to, json)
     if plan is not None and script.from_flags is None:
-        if to is None:
+        if to is None and run.traces is None:
             rule = "is needed with a plan: the target"
             raise BadInput(Reason(field="--to", rule=rule, nearest="--to megatron"))
         exported = read_json(Plan, plan)
@@ -92,6 +93,9 @@ def export(
             run=RunOptions(**options),
         )
         print(text, end="")
+    if run.traces is not None:
+        ranks = export_traces(exported, run.traces)
+        print(f"{run.traces}: step.0.et to step.{ranks - 1}.et", file=sys.stderr)
     return 0
 
 

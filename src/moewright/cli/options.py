@@ -586,6 +586,9 @@ class LaunchFileOptions(RunOptions):
     recipe
         Write what the model's makers published, or what is usual, where the plan has defaults:
         learning rate, warm-up, decay, balancing loss, z-loss.
+    traces
+        A folder for the predicted step as Chakra execution traces, one a rank, with the network
+        and the groups as ASTRA-sim reads them.
     """
 
     job: Path | None = None
@@ -593,6 +596,7 @@ class LaunchFileOptions(RunOptions):
     eval_data: Annotated[str, Parameter(name="--eval")] = ""
     save_interval: OptionalCount = None
     recipe: Flag = False
+    traces: Path | None = None
 
 
 @Parameter(name="*")
