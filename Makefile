@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-table
+.PHONY: astra-sim design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-table
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -58,6 +58,10 @@ endif
 
 gpu-wheels: | $(VENV)/.ready
 	$(BIN)/python -m benchmarks.gpu.wheels $(or $(WHEELS),$(error WHEELS=DIR, a folder for the wheels))
+
+# ASTRA-sim, from a checkout of it with its submodules, runs the traces of plans; its steps beside the planner's (minutes).
+astra-sim: | $(VENV)/.ready
+	$(BIN)/python -m benchmarks.astra_sim $(or $(ASTRA_SIM),$(error ASTRA_SIM=DIR, a checkout of ASTRA-sim))
 
 # How near tuning comes to the best of a space; every point of it is run.
 bench-tuning: | $(VENV)/.ready

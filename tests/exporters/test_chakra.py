@@ -43,18 +43,19 @@ def read_fields(data):
 
 
 def read_node(message):
-    node = {"after": [], "attributes": {}}
+    after, attributes = [], {}
+    node = {"after": after, "attributes": attributes}
     for field, value in read_fields(message):
         if field == 5:
             at = 0
             while at < len(value):
                 number, at = read_varint(value, at)
-                node["after"].append(number)
+                after.append(number)
         elif field == 10:
             attribute = dict(read_fields(value))
             name = attribute.pop(1).decode()
             (content,) = attribute.values()
-            node["attributes"][name] = content.decode() if isinstance(content, bytes) else content
+            attributes[name] = content.decode() if isinstance(content, bytes) else content
         else:
             node[field] = value
     return node

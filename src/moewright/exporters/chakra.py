@@ -54,7 +54,7 @@ _ASTRA_GB = 2**30  # bytes of what ASTRA-sim's analytical network calls a GB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
+class _TraceCall:
     """One collective of a rank; a hidden one keeps nothing waiting until its row ends."""
 
     op: Collective
@@ -91,12 +91,16 @@ def build_traces(plan: Plan) -> Iterator[Iterator[bytes]]:
 
 
 def _number_groups(layout: Layout) -> dict[tuple[int, ...], int]:
-    """Return a number for each process group of more than one rank; 0 is the world's."""
-    ids: dict[tuple[int, ...], int] = {tuple(range(layout.world_size)): 0}
+    """Return a number for each process group of more than one rank.
+
+    The world has one too: ASTRA-sim counts the collectives of its default group, 0, together with
+    those of all others, so that ranks of two stages would not meet in it.
+    """
+    ids: dict[tuple[int, ...], int] = {}
     for name in grid.GROUPS:
-        if 1 < grid.group_size(layout, name) < layout.world_size:
+        if grid.group_size(layout, name) > 1:
             for ranks in grid.all_groups(layout, name):
-                ids.setdefault(tuple(sorted(ranks)), len(ids))
+                ids.setdefault(tuple(sorted(ranks)), len(ids) + 1)
     return ids
 
 
@@ -139,7 +143,7 @@ class _Chain:
         if micros or len(after) > 1:
             self.tail = (self.add(name, NodeType.COMPUTE, after=after, micros=micros),)
 
-    def collect(self, call: _Call) -> None:
+    def collect(self, call: _TraceCall) -> None:
         """Add a collective, after or beside what came before."""
         attributes: tuple[tuple[str, int], ...] = (("comm_size", call.nbytes),)
         name = f"{call.op.value} {call.group}"
@@ -179,7 +183,7 @@ class _StageTrace:
         in_rows, after_rows = _share_calls(plan, ledger.comm, count)
         turn = 0
         for place, kind in enumerate(kinds):
-            calls: Sequence[_Call] = ()
+            calls: Sequence[_TraceCall] = ()
             if kind is not RowKind.W:
                 calls = in_rows[turn]
                 turn += 1
@@ -196,7 +200,7 @@ class _StageTrace:
         micro_batch: int,
         chunk: int,
         length_s: float,
-        calls: Sequence[_Call],
+        calls: Sequence[_TraceCall],
     ) -> None:
         layout, chain = self._plan.layout, self._chain
         stage = virtual_stage(layout, self._pp_rank, chunk)
@@ -236,13 +240,13 @@ class _StageTrace:
         self._peers[number] = peer_rank, tag
         return number
 
-    def _collect(self, call: _Call) -> None:
+    def _collect(self, call: _TraceCall) -> None:
         before = len(self._chain.messages)
         self._chain.collect(call)
         for index in range(before, len(self._chain.messages)):
             self._groups[index + 1] = call.group
 
-    def _add_tail(self, calls: Sequence[_Call]) -> None:
+    def _add_tail(self, calls: Sequence[_TraceCall]) -> None:
         chain = self._chain
         shares = self._plan.estimate.shares
         update_s = sum(share.seconds for share in shares if share.part is TimePart.OPTIMIZER)
@@ -302,15 +306,15 @@ def _stage_bytes(plan: Plan) -> int:
 
 def _share_calls(
     plan: Plan, comm: Sequence[CommRow], rows: int
-) -> tuple[list[list[_Call]], list[_Call]]:
+) -> tuple[list[list[_TraceCall]], list[_TraceCall]]:
     """Return the calls of each row of the timetable, and those after the last.
 
     Rows have equal parts of the calls for micro-batches; what is left over goes to later ones, so
     that calls and bytes add up to the ledger's. State exchanges that the plan hides are spread in
     the same way.
     """
-    in_rows: list[list[_Call]] = [[] for _ in range(rows)]
-    after_rows: list[_Call] = []
+    in_rows: list[list[_TraceCall]] = [[] for _ in range(rows)]
+    after_rows: list[_TraceCall] = []
     for row in comm:
         if row.group == "pp" and row.op is Collective.P2P:
             continue  # sends and receives of rows
@@ -318,17 +322,19 @@ def _share_calls(
         hidden = _hidden_share(plan, part)
         is_shared = row.group in _MICRO_BATCH_GROUPS
         is_state = not is_shared and "pp" not in grid.GROUPS[row.group]
-        beside = row.calls
+        hidden_calls = row.calls
         if not is_shared:
-            beside = round(hidden * row.calls) if is_state else 0
+            hidden_calls = round(hidden * row.calls) if is_state else 0
         for place in range(row.calls):
             nbytes = _part(row.bytes, row.calls, place)
             is_hidden = is_state or int((place + 1) * hidden) > int(place * hidden)
-            call = _Call(op=row.op, group=row.group, nbytes=nbytes, is_hidden=is_hidden)
-            if place < beside:
-                in_rows[place * rows // beside].append(call)
+            call = _TraceCall(op=row.op, group=row.group, nbytes=nbytes, is_hidden=is_hidden)
+            if place < hidden_calls:
+                in_rows[place * rows // hidden_calls].append(call)
             else:
-                after_rows.append(_Call(op=row.op, group=row.group, nbytes=nbytes, is_hidden=False))
+                after_rows.append(
+                    _TraceCall(op=row.op, group=row.group, nbytes=nbytes, is_hidden=False)
+                )
     return in_rows, after_rows
 
 
@@ -346,26 +352,29 @@ def _hidden_share(plan: Plan, part: TimePart) -> float:
 def astra_files(plan: Plan) -> dict[str, str]:
     """Return ASTRA-sim's descriptions of groups, network, system and memory by file name.
 
-    The network has the plan's two levels as switches, at the bandwidths that its collectives reach.
+    The network has the plan's two levels as switches. A level has the bandwidth that the plan's
+    collectives reach over it, all together, and latency such that the messages of one collective
+    over the whole level wait for it once.
     """
     layout, fabric = plan.layout, plan.hardware.fabric
-    constants = DeviceRates(plan.hardware).constants
-    groups = {str(number): ranks for ranks, number in _number_groups(layout).items() if number}
-    domain_Bps = fabric.domain_Bps.value * constants["domain_efficiency"]
-    network_Bps = fabric.network_Bps.value * constants["network_efficiency"]
+    groups = {str(number): ranks for ranks, number in _number_groups(layout).items()}
     inside = min(layout.world_size, fabric.domain_size)
-    levels = [(inside, domain_Bps, fabric.domain_latency_s.value)]
+    sizes = [inside]
     if layout.world_size > inside:
-        domains = layout.world_size // inside
-        levels.append((domains, network_Bps, fabric.network_latency_s.value))
-    # A message passes two links of a switch.
+        sizes.append(layout.world_size // inside)
+    latencies_s = (fabric.domain_latency_s.value, fabric.network_latency_s.value)
+    rates_Bps = _reached_bandwidths(plan)
     network = {
-        "topology": ["Switch"] * len(levels),
-        "npus_count": [count for count, _, _ in levels],
-        "bandwidth": [Bps / _ASTRA_GB for _, Bps, _ in levels],
-        "latency": [latency_s * _NS_PER_S / 2 for _, _, latency_s in levels],
+        "topology": ["Switch"] * len(sizes),
+        "npus_count": sizes,
+        "bandwidth": [Bps / _ASTRA_GB for _, Bps in zip(sizes, rates_Bps, strict=False)],
+        # A message passes two links of a switch.
+        "latency": [
+            latency_s * _NS_PER_S / 2 / max(1, size - 1)
+            for size, latency_s in zip(sizes, latencies_s, strict=False)
+        ],
     }
-    ring = ["ring"] * len(levels)
+    ring = ["ring"] * len(sizes)
     system = {
         "scheduling-policy": "LIFO",
         "endpoint-delay": 1,
@@ -374,8 +383,9 @@ def astra_files(plan: Plan) -> dict[str, str]:
         "all-reduce-implementation": ring,
         "all-gather-implementation": ring,
         "reduce-scatter-implementation": ring,
-        # Groups smaller than the world have one level; rings would pass all rows on.
-        "all-to-all-implementation": ["direct"],
+        # Messages to peers one after another. Groups smaller than the world have one level, and a
+        # ring would pass on what is for others.
+        "all-to-all-implementation": ["direct1"],
         "collective-optimization": "localBWAware",
         "local-mem-bw": plan.hardware.device.memory_Bps.value / _NS_PER_S,
         "boost-mode": 0,
@@ -388,3 +398,41 @@ def astra_files(plan: Plan) -> dict[str, str]:
         "system.json": json.dumps(system, indent=1),
         "memory.json": json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}),
     }
+
+
+def _reached_bandwidths(plan: Plan) -> tuple[float, float]:
+    """Return the bytes/s of a rank inside domains and between them, over all calls of a step.
+
+    Where a level has no call it is what long rings reach.
+    """
+    fabric = plan.hardware.fabric
+    constants = DeviceRates(plan.hardware).constants
+    collectives = CollectiveModel(plan.hardware, constants)
+    sent_bytes, seconds = [0.0, 0.0], [0.0, 0.0]
+    latencies_s = (fabric.domain_latency_s.value, fabric.network_latency_s.value)
+    for ledger in plan.estimate.ledgers:
+        for row in ledger.comm:
+            span = collectives.span(plan.layout, row.group)
+            call_bytes = row.bytes / row.calls
+            level = int(not span.is_inside_domain)
+            call_s = collectives.seconds(row.op, span, call_bytes) - latencies_s[level]
+            sent_bytes[level] += row.calls * _sent_bytes(row.op, span.size, call_bytes)
+            seconds[level] += row.calls * call_s
+    defaults = (
+        fabric.domain_Bps.value * constants["domain_efficiency"],
+        fabric.network_Bps.value * constants["network_efficiency"],
+    )
+    inside_Bps, between_Bps = (
+        sent_bytes[level] / seconds[level] if seconds[level] > 0 else defaults[level]
+        for level in (0, 1)
+    )
+    return inside_Bps, between_Bps
+
+
+def _sent_bytes(op: Collective, size: int, payload_bytes: float) -> float:
+    """Return what a rank sends in a collective by a ring, or to every peer."""
+    share = (size - 1) / size
+    factors = {Collective.ALL_GATHER: size - 1.0, Collective.ALL_REDUCE: 2 * share}
+    if op is Collective.P2P:
+        return payload_bytes
+    return payload_bytes * factors.get(op, share)
