@@ -189,3 +189,21 @@ def test_an_edited_plan_is_noted(tmp_path: Path) -> None:
     assert read_run(tmp_path).notes == (
         "plan.json does not hold its own fingerprint: edited, or of another version of moewright",
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["incidents.jsonl", "paces.json", "ledger/rank00000.json", "ledger/selection.json"]
+)
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"{\n", b'{"layout": "", "paces": [3]}\n', b""])
+def test_a_damaged_file_beside_the_steps_hides_none_of_them(
+    content: bytes, name: str, tmp_path: Path
+) -> None:
+    _write(tmp_path, format_record(_session(1)) + format_record(STEP))
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    record = read_run(tmp_path)
+    assert record.steps == (STEP,)
+    is_no_journal = name == "incidents.jsonl" and not content  # nothing has happened
+    assert [name in note for note in record.notes] == [True] * (not is_no_journal)
+    assert (record.incidents, record.paces, record.ledgers, record.selection) == ((), (), (), None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from moewright.codec.data import FloatPolicy, fingerprint, from_data, to_data
 from moewright.codec.files import (
@@ -23,6 +24,8 @@ from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, Incident, RankTiming, RunRecord, Session, StepRecord
+
+T = TypeVar("T")
 
 # Of a file that is longer, only its end is read: a resumed run has the records of all its steps.
 _MOST_BYTES = 1 << 22
@@ -93,7 +96,7 @@ def read_run(directory: Path) -> RunRecord:
     session repeated are superseded by it.
 
     Raises:
-        BadInput: The folder holds no run, or a line is damaged.
+        BadInput: The folder holds no run, or the plan or a line of the steps is damaged.
     """
     if not directory.is_dir():
         raise BadInput(Reason(field=str(directory), rule="no such run folder"))
@@ -118,20 +121,37 @@ def read_run(directory: Path) -> RunRecord:
                 steps[step] = record
             case EvalRecord(step=step):
                 evals[step] = record
-    ledger_folder = directory / "ledger"
-    selection = ledger_folder / "selection.json"
     return RunRecord(
         plan=plan,
         sessions=tuple(sessions),
         steps=tuple(steps[step] for step in sorted(steps)),
         evals=tuple(evals[step] for step in sorted(evals)),
-        ledgers=tuple(read_json(Ledger, path) for path in sorted(ledger_folder.glob("rank*.json"))),
-        selection=read_json(Selection, selection) if selection.exists() else None,
-        paces=_read_rank_timings(directory / RANK_TIMINGS_FILE, plan.layout),
-        incidents=read_incidents(directory),
+        ledgers=_read_beside(lambda: _read_ledgers(directory), (), notes),
+        selection=_read_beside(lambda: _read_selection(directory), None, notes),
+        paces=_read_beside(lambda: _read_rank_timings(directory, plan.layout), (), notes),
+        incidents=_read_beside(lambda: read_incidents(directory), (), notes),
         notes=tuple(notes),
         planned_from=_find_planned_from(plan.layout, sessions, steps),
     )
+
+
+def _read_beside(read: Callable[[], T], default: T, notes: list[str]) -> T:
+    """Read a file beside the plan and the steps; a damaged one is noted, and hides no step."""
+    try:
+        return read()
+    except BadInput as error:
+        notes.append(f"left out: {error}")
+        return default
+
+
+def _read_ledgers(directory: Path) -> tuple[Ledger, ...]:
+    paths = sorted((directory / "ledger").glob("rank*.json"))
+    return tuple(read_json(Ledger, path) for path in paths)
+
+
+def _read_selection(directory: Path) -> Selection | None:
+    path = directory / "ledger" / "selection.json"
+    return read_json(Selection, path) if path.exists() else None
 
 
 def _require_loads_of(model: ModelSpec, record: StepRecord, path: Path) -> None:
@@ -186,11 +206,12 @@ def write_incidents(directory: Path, incidents: Sequence[Incident]) -> None:
     write_text(directory / INCIDENTS_FILE, "".join(lines))
 
 
-def _read_rank_timings(path: Path, layout: Layout) -> tuple[RankTiming, ...]:
+def _read_rank_timings(directory: Path, layout: Layout) -> tuple[RankTiming, ...]:
     """Return the timings of a layout's ranks; () where no run of it has ended by itself yet.
 
     A file of an earlier version does not state its layout, but has an entry for each of its ranks.
     """
+    path = directory / RANK_TIMINGS_FILE
     if not path.exists():
         return ()
     data = read_json_data(path)
