@@ -10,7 +10,8 @@ from cyclopts import Parameter
 
 from moewright.cli.answers import print_now, reserve_stdout, write_answer
 from moewright.cli.exit_codes import STOPPED
-from moewright.cli.options import AnswerOptions, Count, Flag, JsonOption, TrialOptions
+from moewright.cli.option_types import Count, Flag, JsonOption
+from moewright.cli.options import AnswerOptions, TrialOptions
 from moewright.cli.progress import show_elapsed
 
 if TYPE_CHECKING:

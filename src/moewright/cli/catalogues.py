@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from cyclopts import App
 
 from moewright.cli.answers import write_answer
-from moewright.cli.options import JsonOption
+from moewright.cli.option_types import JsonOption
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from moewright.cli.answers import STANDARD_OUTPUT
-from moewright.cli.options import Count, JsonOption
+from moewright.cli.option_types import Count, JsonOption
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from moewright.cli.options import Flag
+from moewright.cli.option_types import Flag
 from moewright.cli.progress import show_bytes
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import plural

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import Parameter
 
-from moewright.cli.options import Count, Flag
+from moewright.cli.option_types import Count, Flag
 from moewright.cli.progress import show_bytes
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match

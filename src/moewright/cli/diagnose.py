@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moewright.cli.answers import write_answer
-from moewright.cli.options import BatchOptions, ComparisonOutputs, DiagnosisOutputs, JsonOption
+from moewright.cli.option_types import JsonOption
+from moewright.cli.options import BatchOptions, ComparisonOutputs, DiagnosisOutputs
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import plural
 

@@ -11,13 +11,8 @@ from cyclopts import Parameter
 
 from moewright.cli.answers import STANDARD_OUTPUT, write_answer
 from moewright.cli.exit_codes import DOES_NOT_FIT
-from moewright.cli.options import (
-    Count,
-    Flag,
-    JsonOption,
-    LaunchFileOptions,
-    LaunchScriptOptions,
-)
+from moewright.cli.option_types import Count, Flag, JsonOption
+from moewright.cli.options import LaunchFileOptions, LaunchScriptOptions
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.options import RunOptions
 

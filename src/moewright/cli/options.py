@@ -1,4 +1,4 @@
-"""Options that verbs share with their help, and records of options that belong together.
+"""Records of options that belong together, with their help; verbs share them.
 
 A record is one parameter of a verb; its fields are options of the command line. A record that
 derives from one of the package states again what has a converter here, and what has an enumeration
@@ -7,17 +7,29 @@ for its type: annotations are read by the names of this module.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from cyclopts import Parameter, Token
+from cyclopts import Parameter
 
+from moewright.cli.option_types import (
+    Count,
+    Flag,
+    FrozenParts,
+    JsonOption,
+    LoraRank,
+    NoOption,
+    OptionalCount,
+    OptionalCounts,
+    OptionalLength,
+    Quiet,
+    SetOption,
+    ShellWords,
+    Verbose,
+)
 from moewright.rules.upcycling import RouterWeighting, UpcyclingScaling, UpcyclingSpec
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.names import closest_match
 from moewright.spec.options import (
     BudgetOptions,
     DesignOptions,
@@ -29,95 +41,7 @@ from moewright.spec.options import (
     TrialTrainer,
     WorkloadOptions,
 )
-from moewright.spec.workload import BaseQuantization, Dtype, FrozenPart, SaveMode, Task
-
-# An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
-SetOption = Annotated[
-    list[str] | None, Parameter(name="--set", negative="", allow_leading_hyphen=True)
-]
-Flag = Annotated[bool, Parameter(negative="")]
-
-
-def _read_json_path(_: type, tokens: Sequence[Token]) -> Path:
-    """Return the path of --json; "-" is one, another option that follows --json is none."""
-    (token,) = tokens
-    if token.value.startswith("-") and token.value != "-":
-        rule = 'needs a path, or "-" for standard output'
-        raise BadInput(Reason(field="--json", value=token.value[:60], rule=rule))
-    return Path(token.value)
-
-
-def _read_count(_: type, tokens: Sequence[Token]) -> int:
-    """Return a count that may be written as 128k; a plain number may also be out of range.
-
-    A fraction is refused, which cyclopts alone would round to a count that nobody asked for.
-    """
-    from moewright.codec.numbers import parse_count
-
-    (token,) = tokens
-    try:
-        return int(token.value)
-    except ValueError:
-        return parse_count(token.value, token.keyword or "")
-
-
-def _read_length(_: type, tokens: Sequence[Token]) -> int:
-    """Return a length in tokens; say so where 4k is 4,000 and 4,096 may be meant."""
-    (token,) = tokens
-    length = _read_count(int, tokens)
-    text = token.value.strip()
-    thousands = text[:-1]
-    if text[-1:] in ("k", "K") and thousands.isdecimal() and int(thousands).bit_count() == 1:
-        binary = f"{thousands}Ki is {int(thousands) * 1024:,}"
-        print(f"moewright: {token.keyword} {text} is {length:,} tokens; {binary}", file=sys.stderr)
-    return length
-
-
-def _read_rank(_: type, tokens: Sequence[Token]) -> int | None:
-    """Return the rank of "r=16" or "16"; None for ""."""
-    from moewright.api.requests import read_lora_rank
-
-    (token,) = tokens
-    return read_lora_rank(token.value)
-
-
-def _read_parts(_: type, tokens: Sequence[Token]) -> tuple[FrozenPart, ...]:
-    """Return the parts of "router,embeddings"."""
-    names = [name for token in tokens for name in token.value.split(",") if name]
-    for name in names:
-        if name not in set(FrozenPart):
-            rule = f"must be parts, by commas, of {', '.join(FrozenPart)}"
-            nearest = closest_match(name, list(FrozenPart))
-            raise BadInput(Reason(field="--freeze", value=name, rule=rule, nearest=nearest))
-    return tuple(FrozenPart(name) for name in names)
-
-
-def _read_counts(_: type, tokens: Sequence[Token]) -> tuple[int, ...]:
-    """Return as many counts as there are tokens."""
-    return tuple(_read_count(int, (token,)) for token in tokens)
-
-
-# A lone "-" stands for standard output, which cyclopts would take for an option.
-JsonOption = Annotated[
-    Path | None,
-    Parameter(name="--json", allow_leading_hyphen=True, converter=_read_json_path),
-]
-# A log, or a lone "-" for standard input.
-LogPath = Annotated[Path, Parameter(allow_leading_hyphen=True)]
-Verbose = Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")]
-Quiet = Annotated[bool, Parameter(name=("--quiet", "-q"), negative="")]
-Count = Annotated[int, Parameter(converter=_read_count)]
-# Words that begin with hyphens are the value here, not options.
-ShellWords = Annotated[str, Parameter(allow_leading_hyphen=True)]
-OptionalLength = Annotated[int | None, Parameter(converter=_read_length)]
-OptionalCount = Annotated[int | None, Parameter(converter=_read_count)]
-LoraRank = Annotated[int | None, Parameter(name="--lora", converter=_read_rank)]
-# Parts by commas, which the help does not list a second time.
-FrozenParts = Annotated[
-    tuple[FrozenPart, ...], Parameter(negative="", show_choices=False, converter=_read_parts)
-]
-# A field of the package's record that a verb does not offer.
-NoOption = Annotated[Any, Parameter(parse=False, show=False)]
+from moewright.spec.workload import BaseQuantization, Dtype, SaveMode, Task
 
 
 @Parameter(name="*")
@@ -158,9 +82,7 @@ class BatchOptions(WorkloadOptions):
     seq_len: OptionalLength = None
     global_batch: OptionalCount = None
     precision: Dtype | None = None
-    rampup_batch_size: Annotated[tuple[int, int, int] | None, Parameter(converter=_read_counts)] = (
-        None
-    )
+    rampup_batch_size: OptionalCounts = None
     task: Task | None = None
     lora_rank: LoraRank = None
     quantize_base: BaseQuantization | None = None
@@ -625,7 +547,7 @@ class UpcyclingOptions(UpcyclingSpec):
     """
 
     experts: Count
-    top_k: Annotated[int, Parameter(name="--top-k", converter=_read_count)]
+    top_k: Annotated[Count, Parameter(name="--top-k")]
     granularity: Count = 1
     dense_first: Count = 0
     every: Count = 1

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from moewright.cli.answers import write_answer
 from moewright.cli.exit_codes import DOES_NOT_FIT
+from moewright.cli.option_types import JsonOption
 from moewright.cli.options import (
     AnswerOptions,
     BatchOptions,
     BudgetOutputs,
     CalendarOptions,
     DesignOutputs,
-    JsonOption,
     LaunchScriptOptions,
     PictureOptions,
     PlanningOptions,

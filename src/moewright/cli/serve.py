@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moewright.cli.answers import print_now
-from moewright.cli.options import Count, Flag
+from moewright.cli.option_types import Count, Flag
 from moewright.spec.errors import BadInput, Reason
 
 _STUDIO_PORT = 8765

@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from moewright.cli.answers import print_nothing, print_now
 from moewright.cli.exit_codes import STOPPED
-from moewright.cli.options import (
-    Count,
-    EnduranceOptions,
-    Flag,
-    OptionalCount,
-    PortionOptions,
-    Quiet,
-    SetOption,
-    UpcyclingOptions,
-)
+from moewright.cli.option_types import Count, Flag, OptionalCount, Quiet, SetOption
+from moewright.cli.options import EnduranceOptions, PortionOptions, UpcyclingOptions
 from moewright.cli.progress import answer_stops, open_display
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from moewright.cli.answers import print_now, write_answer
 from moewright.cli.exit_codes import STOPPED
-from moewright.cli.options import Flag, SetOption, TrialOptions
+from moewright.cli.option_types import Flag, SetOption
+from moewright.cli.options import TrialOptions
 from moewright.cli.progress import open_display
 from moewright.spec.errors import BadInput, Reason
 

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING
 
 from moewright.cli.answers import open_console, print_now, reserve_stdout, write_answer
 from moewright.cli.exit_codes import FAILED
-from moewright.cli.options import (
-    AnswerOptions,
-    Count,
-    JsonOption,
-    SetOption,
-    UpdateOptions,
-    VerifiedRun,
-)
+from moewright.cli.option_types import Count, JsonOption, SetOption
+from moewright.cli.options import AnswerOptions, UpdateOptions, VerifiedRun
 from moewright.cli.progress import show_share
 from moewright.spec.errors import BadInput, Reason
 

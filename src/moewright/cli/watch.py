@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from moewright.cli.answers import STANDARD_OUTPUT, open_console, write_answer
 from moewright.cli.exit_codes import ALARMED, DOES_NOT_FIT, DONE, OVER_BUDGET
-from moewright.cli.options import BatchOptions, CheckOutputs, LogPath, ScriptOptions, WatchOptions
+from moewright.cli.option_types import LogPath
+from moewright.cli.options import BatchOptions, CheckOutputs, ScriptOptions, WatchOptions
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
