@@ -25,6 +25,7 @@ from moewright.engine.model import transformer
 from moewright.engine.model.layers import compute_token_loss
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.run import train as train_module
+from moewright.engine.run import training_loop
 from moewright.engine.run.rank_checks import refuse_different_ranks
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
@@ -53,14 +54,14 @@ def test_a_stop_signal_while_a_rank_does_not_train_saves_after_the_next_step(
     during: str, saved_at: int, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Signal rank 1 alone, while it loads or in the evaluation after step 2."""
-    original: Callable[..., Any] = getattr(train_module, during)
+    original: Callable[..., Any] = getattr(training_loop, during)
 
     def interrupted(first: Any, *more: Any, **options: Any) -> Any:
         if first.runtime.mesh.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(first, *more, **options)
 
-    monkeypatch.setattr(train_module, during, interrupted)
+    monkeypatch.setattr(training_loop, during, interrupted)
     assert train(make_plan(data, steps=8, eval_every_steps=2), tmp_path) is ExitCode.STOPPED
     assert [step["step"] for step in read_steps(tmp_path)] == list(range(1, saved_at + 1))
     last = find_latest(tmp_path / "checkpoints")

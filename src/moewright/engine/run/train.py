@@ -1,13 +1,11 @@
 """Training, top to bottom: a Plan comes in, a run directory comes out.
 
 `train` is called once a job. It refuses what the engine cannot do, then starts one process for each
-rank (or joins those of torchrun). Each process runs `_train_rank`, which builds its part of the
-model, restores the last checkpoint, and steps.
+rank (or joins those of torchrun). Each process runs `train_rank` of `training_loop`.
 """
 
 from __future__ import annotations
 
-import gc
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -15,91 +13,46 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from moewright.codec import PLAN_FILE, from_data, read_json, to_data, write_json
+from moewright.codec import PLAN_FILE, read_json, write_json
 from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
 from moewright.engine.checkpoint import (
-    CheckpointSaver,
     find_latest,
     find_readable,
     probe_copies,
     require_space,
 )
-from moewright.engine.comm import collectives
-from moewright.engine.comm.connections import list_connections, shut_connections
-from moewright.engine.data.corpus_rows import CorpusBlend, blend_entropy, open_corpora
 from moewright.engine.data.preflight import check_data
-from moewright.engine.data.sampler import SampleOrder, count_whole_batches
 from moewright.engine.kernels.fused.table import unavailable_reasons
-from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.routes import prepare_routes
-from moewright.engine.model.transformer import draw_initial_value
-from moewright.engine.observe.phase_clock import DeviceMeter
-from moewright.engine.observe.profile import ProfilerWindow, merge_traces
-from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
-from moewright.engine.observe.step_timing import StepTimer, WaitClock, add_links
-from moewright.engine.optim.update_rules import learning_rate
-from moewright.engine.run.build_state import (
-    build_coordinator,
-    build_train_state,
-    gather_and_note,
-    init_distributed,
-)
-from moewright.engine.run.corpus_loader import (
-    CorpusLoader,
-    HeldoutData,
-    NoBatches,
-    PrefetchedBatches,
-)
-from moewright.engine.run.corruption import StateGuard
 from moewright.engine.run.env import (
     is_triton_interpreted,
     read_device_queues,
     read_torchrun_env,
 )
 from moewright.engine.run.launch import LaunchHooks, launch
-from moewright.engine.run.ledger_record import record_ledger
-from moewright.engine.run.nonfinite import report_nonfinite
-from moewright.engine.run.peer_copies import PeerCopies, run_in_sessions
 from moewright.engine.run.rank_checks import (
     describe_device_queues,
     missing_devices,
-    refuse_different_ranks,
     refuse_peer_copies,
     refuse_run_folder,
 )
-from moewright.engine.run.reference_pass import attach_references
 from moewright.engine.run.restore import (
     build_identity,
     fetch_remote_checkpoint,
     read_steps_done,
-    restore,
 )
 from moewright.engine.run.run_records import (
-    build_session,
-    build_step_record,
-    count_repeated_steps,
     note_copy_failure,
     note_failure,
-    note_restart,
-    note_way_on,
-    open_recorder,
 )
-from moewright.engine.run.step import compute_heldout_loss, train_step
-from moewright.engine.run.stragglers import StragglerWatch
-from moewright.engine.run.train_state import TrainState
+from moewright.engine.run.training_loop import train_rank
 from moewright.engine.run.worker import (
     ExitCode,
     FailureKind,
-    RankContext,
     RankFailure,
-    RankOutcome,
     Timeouts,
 )
-from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_frozen
 from moewright.rules.job import plan_job
 from moewright.rules.limits.engine_limits import require_runnable
@@ -107,10 +60,8 @@ from moewright.rules.optimizers import stored_nbytes
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import Overlap
 from moewright.spec.plan import Plan
-from moewright.spec.run import SESSION_WARMUP_STEPS, EvalRecord, RankTiming
-from moewright.spec.workload import FusedKernels, Objective, Workload
+from moewright.spec.workload import FusedKernels, Workload
 
 # Without train.hang_timeout_s, a rank hangs that shows no life for so many predicted steps, or for
 # this long where that is longer.
@@ -178,7 +129,7 @@ def train(
     hooks.display.begin(plan, run_dir, last_step)
     keeps_ranks = hooks.keeps_ranks and partial(_keep_ranks, plan, run_dir, hooks.keeps_ranks)
     code = launch(
-        partial(_train_rank, plan, run_dir, last_step, falls_back, hooks.display.prints_steps),
+        partial(train_rank, plan, run_dir, last_step, falls_back, hooks.display.prints_steps),
         nproc=plan.layout.world_size,
         run_dir=run_dir,
         device=kind,
@@ -237,13 +188,6 @@ def _choose_timeouts(plan: Plan) -> Timeouts:
         start_s=workload.start_timeout_s,
         first_step_s=first_step_s,
     )
-
-
-def _draw_initial_value(
-    context: RankContext, parameter: NamedParameter, runtime: Runtime
-) -> torch.Tensor:
-    context.note(f"draws {parameter.name}")
-    return draw_initial_value(parameter, runtime)
 
 
 def _tell_other_weights(plan: Plan, run_dir: Path, steps_done: int) -> None:
@@ -334,248 +278,3 @@ def _find_last_step(workload: Workload, steps_done: int, extend: bool) -> int:
     if extend and steps_done == recipes * workload.steps:
         recipes += 1
     return recipes * workload.steps
-
-
-def _train_rank(
-    plan: Plan,
-    run_dir: Path,
-    last_step: int,
-    falls_back: bool,
-    prints_steps: bool,
-    context: RankContext,
-) -> RankOutcome:
-    """Train as one rank, in as many sessions as it takes; copies of the state outlive them."""
-    copies = PeerCopies(
-        rank=context.rank,
-        world_size=context.world_size,
-        every=plan.workload.checkpoint.peer_every_steps,
-    )
-    worker = partial(_train_session, plan, run_dir, last_step, falls_back, prints_steps, copies)
-    return run_in_sessions(worker, context)
-
-
-def _train_session(
-    plan: Plan,
-    run_dir: Path,
-    last_step: int,
-    falls_back: bool,
-    prints_steps: bool,
-    copies: PeerCopies,
-    context: RankContext,
-) -> RankOutcome:
-    """Train as one rank of those that have met, from its first tensor to its last checkpoint."""
-    workload = plan.workload
-    rank = context.rank
-    connections = list_connections()
-    device = init_distributed(context)
-    comm = build_coordinator(context)
-    refuse_different_ranks(plan, comm)
-    corpora = open_corpora(workload.data.train, workload, SampleOrder.SHUFFLED)
-    heldout = _open_heldout(plan, corpora)
-    fresh = build_train_state(
-        plan_job(plan),
-        NoBatches(),
-        rank=rank,
-        device=device,
-        initial_value=partial(_draw_initial_value, context),
-    )
-    fresh.runtime.counters.note = context.note
-    identity = build_identity(plan, corpora.fingerprint)
-    copies.allocate(fresh.local_shards(), comm)
-    fresh = replace(fresh, host_copies=copies.buffers)
-    steps_done = restore(fresh, run_dir, identity, comm, falls_back=falls_back, copies=copies)
-    first_step = steps_done + 1
-    if workload.loss.objective is Objective.DPO:
-        blends = [corpora, *([heldout.loader.data] if heldout else [])]
-        corpora, *others = attach_references(fresh, blends, run_dir, context, steps_done=steps_done)
-        if heldout:
-            heldout = replace(heldout, loader=replace(heldout.loader, data=others[0]))
-    train_data = CorpusLoader(data=corpora, follows_rampup=True)
-    batches = PrefetchedBatches(
-        train_data,
-        stop=last_step if workload.data.prefetch else 0,
-        step_size=train_data.step_size,
-    )
-    context.close_on_loss(batches.close)
-    state = replace(fresh, train_data=batches, step_size=train_data.step_size)
-    state.runtime.counters.census.list_states = state.state_tensors
-    saver = CheckpointSaver(
-        run_dir / "checkpoints",
-        spec=workload.checkpoint,
-        extra=identity,
-        comm=comm,
-        build_background_comm=partial(build_coordinator, context, in_background=True),
-    )
-    context.close_on_loss(saver.abandon)
-    connections = list_connections() - connections
-    if copies.is_active:
-        copies.take(steps_done, state.local_shards(), state.runtime.mesh.group("world"))
-    repeated = count_repeated_steps(run_dir, first_step) if rank == 0 else None
-    if rank == 0 and context.attempt:
-        note_restart(run_dir, plan.layout, "torchrun")
-    recorder = open_recorder(plan, run_dir, rank, first_step, last_step, prints_steps=prints_steps)
-    context.close_on_loss(recorder.close)
-    recorder.write_session(build_session(plan, first_step, device))
-    timer = StepTimer(rank=rank)
-    context.close_on_loss(timer.close)
-    device_meter = DeviceMeter(device)
-    profiler = ProfilerWindow(
-        workload.profile,
-        run_dir,
-        rank=rank,
-        device=device,
-        module=state.model,
-        watches_all_threads=Overlap.EP in state.runtime.mesh.layout.overlap,
-    )
-    context.close_on_loss(profiler.close)
-    # First of all, since threads may wait for the rank that is lost.
-    context.close_on_loss(partial(shut_connections, connections))
-    if workload.gc_every_steps:
-        _disable_automatic_gc()
-    wait_clock = state.runtime.counters.wait_clock
-    gather = partial(_gather_and_wait, wait_clock, context)
-    guard = StateGuard(state, every=workload.check_every, rank=rank, gather=gather)
-    verify_saved = partial(guard.verify_state, only_saved=True)
-    straggler_watch = StragglerWatch(plan_job(plan), state)
-    # The one step of this session that is counted for the ledger.
-    counted_step = min(first_step + workload.ledger_step, last_step)
-    stopped = False
-    consecutive_skips = 0
-    for step in range(first_step, last_step + 1):
-        context.beat(step)
-        saver.raise_failure()
-        lr = learning_rate(workload.optimizer, steps=workload.steps, step=step)
-        is_counted = step == counted_step
-        guard.begin_step()
-        timer.begin_step(wait_clock)
-        device_meter.begin_step()
-        with profiler.step(step):
-            result = train_step(
-                state,
-                step=step,
-                lr=lr,
-                stop_requested=context.stop.requested,
-                count_ledger=is_counted,
-                before_update=partial(guard.verify, step, lr=lr, is_counted=is_counted),
-            )
-        waits, wait_calls = wait_clock.take()
-        host = timer.end_step(waits)
-        sample = device_meter.end_step()
-        guard.note(step)
-        if step >= first_step + SESSION_WARMUP_STEPS and not is_counted:
-            timer.add_steady_step(result.phases, waits, wait_calls, host, sample)
-            straggler_watch.add_step(result.expert_loads, host)
-        record = build_step_record(plan, step, lr, result)
-        record = replace(record, waits=waits, host=host, device=sample)
-        recorder.write_step(replace(record, copied_step=saver.copied_step))
-        if step == first_step and repeated is not None:
-            note_way_on(run_dir, plan.layout, first_step, repeated)
-        straggler_watch.report(run_dir, step)
-        _note_copy_failures(saver, run_dir, plan, step)
-        if result.skipped:
-            consecutive_skips += 1
-            report_nonfinite(
-                state, result, step=step, rank=rank, consecutive_skips=consecutive_skips
-            )
-        else:
-            consecutive_skips = 0
-        if is_counted:
-            record_ledger(state, run_dir, step, result, context)
-        stopped = result.backward.stop_agreed and step < last_step
-        is_last = stopped or step == last_step
-        # A run that is asked to stop saves at once, without an evaluation before.
-        is_evaluated = is_last or _is_due(step, workload.eval_every_steps)
-        if heldout is not None and is_evaluated and not stopped:
-            recorder.write_evaluation(_evaluate(state, heldout, step, context))
-        if is_last or _is_due(step, workload.checkpoint.every_steps):
-            recorder.sync()  # a checkpoint without the records of its steps would hide them
-            saver.save(step, state.local_shards(), verify=verify_saved)
-        if copies.is_due(step) and not is_last:
-            copies.take(step, state.local_shards(), state.runtime.mesh.group("world"))
-        if stopped:
-            break
-    batches.close()
-    saver.close()
-    _note_copy_failures(saver, run_dir, plan, step)
-    profiler.close()
-    timer.close()
-    recorder.write_timings(step, _write_rank_timings(plan, run_dir, timer, context))
-    recorder.close()
-    state.optimizer.finish_pending()
-    collectives.leave_world()
-    return RankOutcome.STOPPED if stopped else RankOutcome.DONE
-
-
-def _note_copy_failures(saver: CheckpointSaver, run_dir: Path, plan: Plan, step: int) -> None:
-    for message in saver.take_copy_failures():
-        note_copy_failure(run_dir, plan.layout, step=step, message=message)
-
-
-def _gather_and_wait(wait_clock: WaitClock, context: RankContext, value: Any) -> list[Any]:
-    """Gather a value of every rank; waiting for them is no work of this step's."""
-    with wait_clock.measure("world"):
-        return gather_and_note(context, value)
-
-
-def _open_heldout(plan: Plan, train: CorpusBlend) -> HeldoutData | None:
-    """Open the held-out corpora; None where the job names none."""
-    text = plan.workload.data.heldout
-    if not text:
-        return None
-    whole = replace(plan.workload, batch_samples=0)
-    data = open_corpora(text, whole, SampleOrder.SEQUENTIAL, field="data.heldout")
-    entropy = blend_entropy(train, data, plan.model.vocab_size)
-    loader = CorpusLoader(data=data, follows_rampup=False)
-    return HeldoutData(loader=loader, unigram_entropy=entropy)
-
-
-def _disable_automatic_gc() -> None:
-    """Leave garbage collection to `train_step`."""
-    gc.collect()
-    gc.disable()
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _evaluate(
-    state: TrainState, heldout: HeldoutData, step: int, context: RankContext
-) -> EvalRecord:
-    workload = state.runtime.workload
-    batches = count_whole_batches(
-        heldout.loader.data.order.samples,
-        global_batch=workload.global_batch,
-        limit=workload.eval_batches,
-    )
-    beat = partial(context.beat, step)
-    heldout_loss = compute_heldout_loss(state, heldout.loader, batches, beat)
-    return EvalRecord(
-        step=step,
-        heldout_loss=clamp_to_finite(heldout_loss.loss),
-        unigram_entropy=heldout.unigram_entropy,
-        tokens=heldout_loss.terms,
-        rewards=heldout_loss.rewards,
-    )
-
-
-def _write_rank_timings(
-    plan: Plan, run_dir: Path, timer: StepTimer, context: RankContext
-) -> tuple[RankTiming, ...]:
-    """Gather the timings of all ranks; rank 0 writes paces.json and the merged trace.
-
-    It returns them; other ranks return ().
-    """
-    own = {"pace": to_data(timer.build_rank_timing()), "calls": timer.recent_calls}
-    gathered = gather_and_note(context, own)
-    if context.rank != 0:
-        return ()
-    timings = [
-        from_data(RankTiming, data["pace"], where=f"pace of rank {number}")
-        for number, data in enumerate(gathered)
-    ]
-    calls = [data["calls"] for data in gathered]
-    linked = add_links(plan.layout, timings, calls)
-    write_rank_timings(run_dir, plan.layout, linked)
-    merge_traces(run_dir)
-    return linked
