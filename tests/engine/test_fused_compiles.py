@@ -126,6 +126,7 @@ def test_every_kernel_compiles(capability: str, tmp_path: Path) -> None:
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(tmp_path),
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
     }
     done = subprocess.run(
         [sys.executable, __file__, capability],

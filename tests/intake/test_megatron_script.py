@@ -528,7 +528,7 @@ def test_of_several_training_commands_the_first_is_read_and_a_note_says_so(tmp_p
 
 
 SCRIPTS = [
-    ("echo hello\n", "starts nothing: it sets what another script reads"),
+    ("echo hello\n", "; it starts no program"),
     ("echo hello\nexit 1\n", "the script leaves at line 2"),
     (
         "python -m torch.distributed.launch ./tasks/msdp/main.py --num-layers 4 --hidden-size 8\n",

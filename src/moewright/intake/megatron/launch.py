@@ -192,8 +192,8 @@ def find_launch(
         if programs:
             rule += f"; it starts {UNKNOWN_VALUE.sub('$', programs[0])[-80:]}"
         elif all(command.words[0] in PLAIN_PROGRAMS for command in reading.commands):
-            rule = "starts nothing: it sets what another script reads"
-            nearest = "the script that sources it"
+            rule += "; it starts no program"
+            nearest = "the script that sources it, where there is one"
     if reading.exit_line:
         rule += f"; the script leaves at line {reading.exit_line}"
         printed = _last_words(reading.commands)
