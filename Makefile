@@ -67,11 +67,11 @@ astra-sim: | $(VENV)/.ready
 bench-tuning: | $(VENV)/.ready
 	$(BIN)/python -m benchmarks.tuning recipes/tune_bad_start.toml
 
-# What takes seconds comes first. Three workers for two cores: a worker waits for its processes more than a quarter of its time;
-# mypy, and then the tests that mostly wait, take what these leave. What times the machine runs alone afterwards.
+# What takes seconds comes first. Two workers take single-process tests and rank processes side by side; mypy, and then the
+# tests that mostly wait, take what these leave. What times the machine runs alone afterwards.
 test: lint
 	($(BIN)/mypy && $(BIN)/pytest -q -m "waits and not thorough" $(WAITS)) & beside=$$!; \
-	$(BIN)/pytest -n 3 --dist worksteal -m "not waits and not thorough and not serial"; tests=$$?; wait $$beside && exit $$tests
+	$(BIN)/pytest -n 2 --dist worksteal -m "not waits and not thorough and not serial"; tests=$$?; wait $$beside && exit $$tests
 	$(BIN)/pytest -m "serial and not thorough" $(SERIAL)
 
 test-all: check

@@ -21,7 +21,7 @@ import tiny_jobs
 from layout_space import SHAPES
 from moewright.codec import parse_layout
 from moewright.engine.checkpoint import Coordinator, save_checkpoint
-from moewright.engine.run import train
+from moewright.engine.run import train, training_loop
 from moewright.engine.run.peer_copies import PeerCopies
 from moewright.engine.run.restore import restore
 from moewright.engine.run.train_state import TrainState
@@ -236,7 +236,7 @@ def test_a_run_moves_from_layout_to_layout(
         )
         return done
 
-    monkeypatch.setattr(train, "restore", restore_and_save)
+    monkeypatch.setattr(training_loop, "restore", restore_and_save)
     assert train.train(make_plan(data, pair.group, pair.target), tmp_path) is ExitCode.DONE
     saved = read_checkpoint(whole / middle)
     assert_same_bits(read_checkpoint(tmp_path / "loaded" / f"step-{SAVED:08d}"), saved)

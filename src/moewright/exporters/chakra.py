@@ -322,15 +322,15 @@ def _share_calls(
         hidden = _hidden_share(plan, part)
         is_shared = row.group in _MICRO_BATCH_GROUPS
         is_state = not is_shared and "pp" not in grid.GROUPS[row.group]
-        hidden_calls = row.calls
+        calls_in_rows = row.calls
         if not is_shared:
-            hidden_calls = round(hidden * row.calls) if is_state else 0
+            calls_in_rows = round(hidden * row.calls) if is_state else 0
         for place in range(row.calls):
             nbytes = _part(row.bytes, row.calls, place)
             is_hidden = is_state or int((place + 1) * hidden) > int(place * hidden)
             call = _TraceCall(op=row.op, group=row.group, nbytes=nbytes, is_hidden=is_hidden)
-            if place < hidden_calls:
-                in_rows[place * rows // hidden_calls].append(call)
+            if place < calls_in_rows:
+                in_rows[place * rows // calls_in_rows].append(call)
             else:
                 after_rows.append(
                     _TraceCall(op=row.op, group=row.group, nbytes=nbytes, is_hidden=False)
