@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
+from types import MappingProxyType
 
 from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.intake.megatron.bash_expansion import OUTPUT_PREFIX
@@ -115,10 +117,11 @@ class MegatronOption:
     default: str = ""
 
 
+@cache
 def option_table() -> Mapping[str, MegatronOption]:
     """Return every long option of Megatron-LM's parser at d98e8a64 (2026-08-22), by name."""
     file = resources.files("moewright.intake.megatron").joinpath("data/megatron_flags.csv")
-    return {
+    options = {
         row["flag"]: MegatronOption(
             name=row["flag"],
             dest=row["dest"],
@@ -129,6 +132,7 @@ def option_table() -> Mapping[str, MegatronOption]:
         )
         for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines())
     }
+    return MappingProxyType(options)  # one for all callers
 
 
 def take_values(option: MegatronOption, following: list[str]) -> list[str]:
