@@ -28,12 +28,11 @@ from moewright.engine.observe.display import STEP_LINES, RunDisplay
 from moewright.engine.run.early_checks import refuse_too_many_processes
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
 from moewright.intake import catalogue
-from moewright.intake.devices import MAX_DEVICES
 from moewright.intake.job import JobFile, read_job
 from moewright.rules.limits.engine_limits import unsupported_layout, unsupported_model
 from moewright.search.search import DOES_NOT_FIT, search
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import Hardware
+from moewright.spec.hardware import MAX_DEVICES, Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Workload

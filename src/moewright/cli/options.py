@@ -60,7 +60,8 @@ class BatchOptions(WorkloadOptions):
         Compute precision; bf16 when neither this nor a job says it.
     network
         The network in place of the hardware's own: ib, roce, efa or tcp between fast domains;
-        nvlink, nvl36, nvl72 or pcie inside them; two joined by +, such as nvl36+efa.
+        nvlink, nvl36, nvl72 or pcie inside them; two joined by +, such as nvl36+efa; and levels of
+        switches, such as tree:3072:7 (units of 3,072 devices, oversubscribed 7 to 1).
     rampup_batch_size
         A global batch that grows: START INCREMENT SAMPLES, as Megatron-LM takes them.
     task

@@ -61,6 +61,7 @@ from moewright.cost.time.step_time import (
     stage_time,
     step_time,
 )
+from moewright.cost.time.topology import NO_CROSSING
 from moewright.cost.volumes.collective_bytes import comm_rows
 from moewright.rules import grid
 from moewright.rules.expert_load import (
@@ -81,7 +82,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Ledger, MemoryRow, StepPhase, TimeRow
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, Imbalance, TimePart, TimeShare
-from moewright.spec.units import TERA, Sourced, SourceKind
+from moewright.spec.units import TERA, Sourced, SourceKind, format_seconds
 from moewright.spec.workload import DocumentMasking, Dtype, Routing, Workload
 
 
@@ -391,6 +392,7 @@ def _recomputed_flops(sym: Symbols) -> int:
 def _assumptions(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[Assumption]:
     """Yield facts and constants behind an estimate, and what the workload is taken to do."""
     yield from _workload_assumptions(sym)
+    yield from _level_assumptions(hardware, rates, sym.layout)
     for name, value in _facts(hardware, rates, sym):
         yield Assumption(
             name=name, value=f"{value.value:.6g}", kind=value.kind, source=value.source
@@ -409,6 +411,29 @@ def _assumptions(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterat
             value=f"{len(time.curve.points)} points",
             kind=time.curve.kind,
             source=time.curve.source,
+        )
+
+
+def _level_assumptions(
+    hardware: Hardware, rates: DeviceRates, layout: Layout
+) -> Iterator[Assumption]:
+    """Yield how levels of switches slow the collectives of each group that crosses them."""
+    if not hardware.fabric.levels:
+        return
+    collectives = CollectiveModel(hardware, rates.constants)
+    for group in ("tp", "cp", "dp_cp", "ep", "edp", "pp"):
+        crossing = collectives.span(layout, group).crossing
+        if crossing == NO_CROSSING:
+            continue
+        latency = f", {format_seconds(crossing.latency_s)} a message" if crossing.latency_s else ""
+        yield Assumption(
+            name=f"levels of switches, {group}",
+            value=f"rings {crossing.ring:.3g} x, exchanges {crossing.exchange:.3g} x{latency}",
+            kind=SourceKind.ASSUMED,
+            source="; ".join(
+                f"{level.wiring} of {level.devices:,} devices, {level.oversubscription:g}:1"
+                for level in hardware.fabric.levels
+            ),
         )
 
 

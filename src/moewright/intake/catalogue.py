@@ -14,7 +14,6 @@ from typing import Any
 from moewright.codec import from_data, parse_json, read_toml, to_data
 from moewright.intake import hf
 from moewright.intake.devices import (
-    MAX_DEVICES,
     DeviceEntry,
     build_hardware,
     device_names,
@@ -26,10 +25,11 @@ from moewright.intake.networks import (
     apply_network,
     check_new_names,
     complete_fabric,
+    find_level_faults,
     read_added_files,
 )
 from moewright.spec.errors import BadInput, Reason, escape_controls
-from moewright.spec.hardware import Curve, Device, Hardware
+from moewright.spec.hardware import MAX_DEVICES, Curve, Device, Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
 from moewright.spec.workload import Dtype
@@ -45,7 +45,12 @@ def read_hardware_file(path: str) -> Hardware:
             has one Reason for each fault.
     """
     hardware = read_toml(Hardware, Path(path))
-    faults = (*_numbers_not_above_zero(hardware), *_bad_count(hardware), *_bad_curves(hardware))
+    faults = (
+        *_numbers_not_above_zero(hardware),
+        *_bad_count(hardware),
+        *_bad_curves(hardware),
+        *find_level_faults(hardware.fabric),
+    )
     if faults:
         raise BadInput(
             *(

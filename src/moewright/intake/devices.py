@@ -31,8 +31,6 @@ from moewright.spec.hardware import (
 from moewright.spec.units import GIB, Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
-MAX_DEVICES = 1_000_000
-
 # A rate that approaches its maximum as x / (x + half) is given at these points.
 _ATTENTION_SEQ = tuple(2.0**n for n in range(8, 21))
 _EXPERT_ROWS = tuple(2.0**n for n in range(17))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moewright.intake.devices import MAX_DEVICES, device_names, find_device
+from moewright.intake.devices import device_names, find_device
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import MAX_DEVICES
 from moewright.spec.names import closest_match
 
 # 8xH100, 8 x H100, 8*H100, 8 H100. Any number is read here, so that a wrong count can be named.

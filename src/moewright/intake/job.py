@@ -31,11 +31,12 @@ from moewright.codec import (
 )
 from moewright.codec.layout_text import FIELD_OF_KEY
 from moewright.intake import catalogue, hf, hub
-from moewright.intake.devices import MAX_DEVICES, device_names, find_device
+from moewright.intake.devices import device_names, find_device
 from moewright.intake.job_workload import count_keys, read_workload, resolve_beside
 from moewright.intake.networks import read_networks, refuse_network
 from moewright.spec.choices import FieldKind
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import MAX_DEVICES
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
 from moewright.spec.options import TUNABLE_TRAIN_KEYS, TuningAxis

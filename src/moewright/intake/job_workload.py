@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from moewright.codec import from_data, read_json_data, read_run, read_text
 from moewright.codec.data_paths import format_data_paths, parse_data_paths
-from moewright.intake.devices import MAX_DEVICES
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import MAX_DEVICES
 from moewright.spec.names import closest_match
 from moewright.spec.workload import (
     BatchRampSpec,

@@ -13,11 +13,15 @@ from moewright.codec import from_data, parse_toml, read_toml_data
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.extensions import ExtensionPoint, list_extensions, load_extension
 from moewright.spec.hardware import (
+    MAX_DEVICES,
     Constant,
+    Fabric,
     Hardware,
     LibraryPath,
     MessagePath,
     NetworkKind,
+    TopologyLevel,
+    Wiring,
 )
 from moewright.spec.layout import DispatcherKind
 from moewright.spec.names import closest_match
@@ -158,18 +162,95 @@ def refuse_network(name: str, *, field: str, value: str) -> BadInput:
 def apply_network(hardware: Hardware, text: str) -> Hardware:
     """Return the hardware with a fabric of the kinds that `text` names, such as "nvl36+efa".
 
-    A kind that the fabric has already changes nothing, nor does an empty text.
+    A kind that the fabric has already changes nothing, nor does an empty text. Levels of switches
+    are named too, the lowest first: "rail:256+tree:3072:7" (parse_level).
 
     Raises:
         BadInput: a kind is not known, or this hardware cannot have it; the field is "network".
     """
+    levels: list[TopologyLevel] = []
     for name in text.split("+") if text.strip() else ():
+        if ":" in name:
+            levels.append(parse_level(name.strip().casefold()))
+            continue
         entry = _find_entry(name.strip().casefold(), hardware)
         if entry.joins is NetworkLevel.DOMAIN and entry.kind != hardware.fabric.domain:
             hardware = _change_domain(hardware, entry)
         elif entry.joins is NetworkLevel.NETWORK and entry.kind != hardware.fabric.network:
             hardware = _change_network(hardware, entry)
+    if levels:
+        hardware = replace(hardware, fabric=replace(hardware.fabric, levels=tuple(levels)))
+    fault = next(find_level_faults(hardware.fabric), None)
+    if fault is not None:
+        raise BadInput(replace(fault, field="network"))
     return hardware
+
+
+_LEVEL_FORM = "tree:3072:7"
+_LEVEL_DEFAULTS = (1.0, 0.0, 0.0)  # oversubscription, background, latency
+
+
+def parse_level(text: str) -> TopologyLevel:
+    """Return the level of "WIRING:DEVICES", with what its links carry behind it.
+
+    The numbers that may follow are oversubscription, the share that other jobs take, and the
+    latency in seconds: "tree:3072:7", "dragonfly:512:1:0.3", "tree:8192:64:0:0.005".
+
+    Raises:
+        BadInput: a part of the text is none of these; the field is "network".
+    """
+    wiring, *words = text.split(":")
+    if wiring not in list(Wiring) or len(words) > 1 + len(_LEVEL_DEFAULTS):
+        rule = f"a level of switches must be {', '.join(Wiring)}, then devices and three numbers"
+        raise BadInput(Reason(field="network", value=text[:60], rule=rule, nearest=_LEVEL_FORM))
+    try:
+        devices = int(words[0])
+        numbers = [float(word) for word in words[1:]]
+    except ValueError:
+        rule = "a level of switches needs a number of devices, and numbers behind it"
+        raise BadInput(
+            Reason(field="network", value=text[:60], rule=rule, nearest=_LEVEL_FORM)
+        ) from None
+    oversubscription, background, latency_s = (*numbers, *_LEVEL_DEFAULTS[len(numbers) :])
+    return TopologyLevel(
+        wiring=Wiring(wiring),
+        devices=devices,
+        oversubscription=oversubscription,
+        background=background,
+        latency_s=latency_s,
+    )
+
+
+def find_level_faults(fabric: Fabric) -> Iterator[Reason]:
+    """Yield what is wrong with the levels and the placement of a fabric, by their fields."""
+    unit = fabric.domain_size
+    for index, level in enumerate(fabric.levels):
+        where = f"fabric.levels[{index}]"
+        if level.devices < unit or level.devices % unit:
+            rule = f"must be a multiple of {unit}, what lies below it"
+            near = str(max(1, round(level.devices / unit)) * unit)
+            value = str(level.devices)
+            yield Reason(field=f"{where}.devices", value=value, rule=rule, nearest=near)
+            return
+        unit = level.devices
+        if index and level.wiring is Wiring.RAIL:
+            rule = "rails must be the lowest level"
+            yield Reason(field=f"{where}.wiring", value=level.wiring, rule=rule, nearest="tree")
+        for name, low, high in (
+            ("oversubscription", 0.01, 1e4),
+            ("background", 0.0, 0.99),
+            ("latency_s", 0.0, 10.0),
+        ):
+            value = getattr(level, name)
+            if not low <= value <= high:
+                near = f"{min(max(value, low), high):g}"
+                rule = f"{name} must be in {low:g}..{high:g}"
+                yield Reason(field=f"{where}.{name}", value=f"{value:g}", rule=rule, nearest=near)
+    places = fabric.placement
+    is_inside = all(0 <= place < MAX_DEVICES for place in places)
+    if not is_inside or len(set(places)) < len(places):
+        rule = f"must be places in 0..{MAX_DEVICES - 1}, each once"
+        yield Reason(field="fabric.placement", rule=rule)
 
 
 def complete_fabric(hardware: Hardware) -> Hardware:

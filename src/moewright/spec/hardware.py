@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from moewright.spec.layout import DispatcherKind
-from moewright.spec.record import Record, Row
+from moewright.spec.record import OMIT_EMPTY, Record, Row
 from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Dtype
+
+MAX_DEVICES = 1_000_000  # of one job
 
 
 class DeviceKind(StrEnum):
@@ -152,11 +154,47 @@ class LibraryPath:
     between: MessagePath
 
 
+class Wiring(StrEnum):
+    """The ways in which a level's switches join devices, and units of them with each other."""
+
+    TREE = "tree"  # a rack, a pod or a site, with links up to what joins all of them
+    RAIL = "rail"  # a switch joins the devices of one place in each domain of the unit
+    DRAGONFLY = "dragonfly"  # units with a link between every two of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopologyLevel:
+    """A level of switches: units of so many devices, and what their links to other units carry.
+
+    `oversubscription` is what a unit's devices can send over what its links carry, `background` the
+    share of these that other jobs take, `latency_s` how much longer a message between units takes.
+    """
+
+    wiring: Wiring
+    devices: int
+    oversubscription: float = 1.0
+    background: float = 0.0
+    latency_s: float = 0.0
+    source: str = ""
+
+    def title(self) -> str:
+        """Return wiring and devices."""
+        return f"oversubscription of a {self.wiring} of {self.devices:,} devices"
+
+    def sourced_oversubscription(self) -> Sourced:
+        """Return the oversubscription with its source."""
+        source = self.source or "stated"
+        return Sourced(value=self.oversubscription, kind=SourceKind.ASSUMED, source=source)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric:
-    """Two levels of network: domains of ranks on the fast link, and the network between domains.
+    """Domains of ranks on the fast link, and the network between domains.
 
-    A dispatcher that `library_paths` does not list needs collectives alone.
+    A dispatcher that `library_paths` does not list needs collectives alone. `levels` of switches
+    are listed from the lowest; without any, the network carries what all ports send. `placement`
+    lists the place of every domain of the job among the domains of the cluster; without it, the job
+    has the first ones.
     """
 
     domain_size: int
@@ -170,6 +208,8 @@ class Fabric:
     domain: str = NetworkKind.NVLINK  # a NetworkKind, or the name of one that a package adds
     network: str = NetworkKind.IB
     library_paths: tuple[LibraryPath, ...] = ()
+    levels: tuple[TopologyLevel, ...] = field(default=(), metadata={OMIT_EMPTY: True})
+    placement: tuple[int, ...] = field(default=(), metadata={OMIT_EMPTY: True})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +262,7 @@ class Hardware(Record):
             ("bandwidth of the network, B/s", self.fabric.network_Bps),
             ("latency inside a domain, s", self.fabric.domain_latency_s),
             ("latency of the network, s", self.fabric.network_latency_s),
+            *((level.title(), level.sourced_oversubscription()) for level in self.fabric.levels),
             *((constant.name, constant.value) for constant in self.constants),
         ]
         return [

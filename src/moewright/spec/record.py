@@ -60,6 +60,11 @@ SPREAD = "spread"
 they are written among the values of the record that holds it."""
 
 
+OMIT_EMPTY = "omit_empty"
+"""The key of a field's metadata that has it written only where it holds something: files and
+fingerprints from before the field stay what they were."""
+
+
 def spread(*names: str) -> Mapping[str, tuple[str, ...]]:
     """Return the metadata of a field whose record is written as these of its fields, flat."""
     return {SPREAD: names}
@@ -115,7 +120,7 @@ def _list_values(record: object) -> Iterator[tuple[str, object]]:
         value = getattr(record, field.name)
         if SPREAD in field.metadata:
             yield from ((name, getattr(value, name)) for name in field.metadata[SPREAD])
-        else:
+        elif value or OMIT_EMPTY not in field.metadata:
             yield field.name, value
 
 

@@ -1,16 +1,18 @@
-"""Seconds of collectives: a measured curve, else bytes over a fabric of two levels.
+"""Seconds of collectives: a measured curve, else bytes over the fast domain and the network.
 
-The levels are the fast domain (NVLink) and the network between domains.
+The network between domains carries what all ports send, unless the fabric has levels of switches
+(cost.time.topology).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2, prod
 
 from moewright.cost.constants import Constants
 from moewright.cost.time.op_time import interpolate
+from moewright.cost.time.topology import NO_CROSSING, Crossing, find_crossing
 from moewright.rules import grid
 from moewright.rules.routing import expected_places, message_path, message_tokens
 from moewright.spec.choices import Payload
@@ -24,11 +26,15 @@ _DEGREE_GROUPS = frozenset({"tp", "cp", "pp", "dp_cp", "etp", "ep", "edp"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpan:
-    """How a process group lies on the fabric: its ranks, and how many share a fast domain."""
+    """How a process group lies on the fabric: its ranks, and how many share a fast domain.
+
+    `crossing` is what the levels of the network add between domains.
+    """
 
     size: int
     ranks_per_domain: int
     domains: int
+    crossing: Crossing = NO_CROSSING
 
     @property
     def is_inside_domain(self) -> bool:
@@ -96,12 +102,19 @@ class CollectiveModel:
     def span(self, layout: Layout, group: str) -> GroupSpan:
         """Return how a group of a layout lies on this hardware."""
         if group not in _DEGREE_GROUPS:
-            return group_span(layout, group, self._fabric.domain_size)
+            return self._find_span(layout, group)
         degrees = layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, layout.order
         key = group, layout.world_size, *degrees
         if key not in self._spans:
-            self._spans[key] = group_span(layout, group, self._fabric.domain_size)
+            self._spans[key] = self._find_span(layout, group)
         return self._spans[key]
+
+    def _find_span(self, layout: Layout, group: str) -> GroupSpan:
+        span = group_span(layout, group, self._fabric.domain_size)
+        if span.is_inside_domain:
+            return span
+        crossing = find_crossing(self._fabric, layout, group, span.ranks_per_domain)
+        return replace(span, crossing=crossing)
 
     def seconds(
         self, op: Collective, span: GroupSpan, payload_bytes: float, *, efficiency: float = 1.0
@@ -124,21 +137,22 @@ class CollectiveModel:
         latency_s = self._latency_s(span)
         if op is Collective.P2P:
             # A ring is as slow as its slowest hop.
-            return payload_bytes / self._bandwidth(span) + latency_s
+            moving_s = span.crossing.ring * payload_bytes / self._bandwidth(span)
+            return moving_s + span.crossing.latency_s + latency_s
         buffer_bytes = payload_bytes
         if op is Collective.ALL_GATHER:
             buffer_bytes = payload_bytes * span.size
         inside_s = 0.0
         if span.ranks_per_domain > 1:
             inside_s = buffer_bytes * (span.size - 1) / span.size / self._domain_Bps
-        ports_Bps = span.ranks_per_domain * self._network_Bps
+        ports_Bps = span.ranks_per_domain * self._network_Bps / span.crossing.ring
         between_s = buffer_bytes * (span.domains - 1) / span.domains / ports_Bps
         rounds = 1.0
         hops = span.domains - 1
         if op is Collective.ALL_REDUCE:
             rounds = 2.0
             hops = min(hops, ceil(log2(span.domains)))
-        latency_s += hops * self.constants["network_hop_s"]
+        latency_s += hops * self.constants["network_hop_s"] + span.crossing.ring_latency_s
         return rounds * (max(inside_s, between_s) / efficiency + latency_s)
 
     def _latency_s(self, span: GroupSpan) -> float:
@@ -160,10 +174,11 @@ class CollectiveModel:
         if self._fabric.network == NetworkKind.EFA:
             network_Bps *= c["efa_alltoall_share"]
         between_s = payload_bytes * (1 - 1 / span.domains) / network_Bps
+        between_s *= span.crossing.exchange
         moving_s = c["alltoall_inside_time_scale"] * inside_s
         moving_s += c["alltoall_between_time_scale"] * between_s
         moving_s += c["alltoall_peer_s"] * (span.size - local)
-        return moving_s + self._latency_s(span)
+        return moving_s + span.crossing.latency_s + self._latency_s(span)
 
     def dispatch_s(
         self, layout: Layout, *, tokens: int, router: RouterSpec, row_bytes: int, load: float
@@ -190,6 +205,7 @@ class CollectiveModel:
         node_copies = tokens * expected_places(router, nodes)
         sent_copies = node_copies * (1 - 1 / nodes)
         between_s = sent_copies * row_bytes / self._bandwidth(span)
+        between_s *= span.crossing.exchange
         call_s = 0.0
         if facts.is_library:
             call_s = c["library_call_s"] * nodes
@@ -202,7 +218,7 @@ class CollectiveModel:
         inside_s = rank_copies * row_bytes / fan_out_Bps
         moving_s = c["dedup_inside_time_scale"] * inside_s
         moving_s += c["dedup_between_time_scale"] * between_s
-        return load * moving_s + call_s + self._latency_s(span)
+        return load * moving_s + call_s + span.crossing.latency_s + self._latency_s(span)
 
     def dispatch_waits_s(self, layout: Layout) -> tuple[float, float]:
         """Return how long the host waits in a dispatch and combine, forward and backward.
