@@ -48,15 +48,21 @@ def find_faults(page):
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         for width, height in SIZES if scheme == "light" else SIZES[:1]:
-            page.set_viewport_size({"width": width, "height": height})
-            controls = "controls => controls && (controls.open = innerWidth > 1020)"
-            page.evaluate(f"({controls})(document.getElementById('controls'))")
-            page.wait_for_timeout(150)
-            faults += [(width, fault) for fault in page.evaluate(_FAULTS)]
-            tall = page.evaluate("document.documentElement.scrollHeight")
-            if width == SIZES[-1][0] and tall > LONGEST_ON_A_PHONE:
-                faults.append((width, f"{tall} high"))
+            faults += find_faults_of_size(page, width, height)
         faults += [(scheme, *violation) for violation in find_violations(page)]
+    return faults
+
+
+def find_faults_of_size(page, width, height):
+    """List what is wrong with the looks of a page on a screen."""
+    page.set_viewport_size({"width": width, "height": height})
+    controls = "controls => controls && (controls.open = innerWidth > 1020)"
+    page.evaluate(f"({controls})(document.getElementById('controls'))")
+    page.wait_for_timeout(150)
+    faults = [(width, fault) for fault in page.evaluate(_FAULTS)]
+    tall = page.evaluate("document.documentElement.scrollHeight")
+    if width == SIZES[-1][0] and tall > LONGEST_ON_A_PHONE:
+        faults.append((width, f"{tall} high"))
     return faults
 
 

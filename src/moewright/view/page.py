@@ -197,6 +197,7 @@ def render_course_page(title: str, body: Html) -> Html:
 <link rel="icon" href="/assets/mark.svg">
 <link rel="stylesheet" href="/assets/style.css">
 <link rel="stylesheet" href="/assets/course.css">
+<script src="/assets/basics.js" defer></script>
 <script src="/assets/course.js" defer></script>
 </head>
 <body>

@@ -232,6 +232,11 @@ def forward_order(layout: Layout, micro_batches: int) -> list[tuple[int, int]]:
     ]
 
 
+@lru_cache(maxsize=8)  # planner and engine ask rank by rank
+def _build_split(schedule: Schedule, pp: int, micro_batches: int) -> Table:
+    return _SPLIT_BUILDERS[schedule](pp, micro_batches)
+
+
 def timetable(layout: Layout, micro_batches: int) -> Table:
     """Return the rows of each pipeline rank: warm-up, (forward, backward) pairs, cool-down.
 
@@ -251,7 +256,7 @@ def timetable(layout: Layout, micro_batches: int) -> Table:
     if layout.schedule is Schedule.GIS:
         return generalized_interleaved(layout.pp, layout.vpp, chunk_interval(layout), micro_batches)
     if layout.schedule.splits_backward:
-        return _SPLIT_BUILDERS[layout.schedule](layout.pp, micro_batches)
+        return _build_split(layout.schedule, layout.pp, micro_batches)
     order = forward_order(layout, micro_batches)
     forwards = [TimetableRow(kind=RowKind.F, micro_batch=mb, chunk=chunk) for mb, chunk in order]
     backwards = [

@@ -17,7 +17,6 @@ offsets of the patterns are those of the code published with the paper.
 from __future__ import annotations
 
 from collections import deque
-from functools import lru_cache
 from typing import NamedTuple
 
 from moewright.rules.timetable.timetable_row import RowKind, Table, TimetableRow
@@ -204,7 +203,6 @@ def v_min(pp: int, micro_batches: int) -> Table:
     return _lay_out(starts_s, micro_batches, most_chunks=2 * ((pp + 4) // 3))
 
 
-@lru_cache(maxsize=8)  # planner and engine ask rank by rank
 def _lay_out(
     starts_s: tuple[tuple[int, int, int, int], ...], micro_batches: int, *, most_chunks: int
 ) -> Table:

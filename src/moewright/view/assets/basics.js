@@ -137,8 +137,8 @@ let resizing = 0, settledWidth = innerWidth;
 addEventListener("resize", () => { cancelAnimationFrame(resizing); resizing = requestAnimationFrame(() => { mw.charts.forEach(item => item.resize()); if (innerWidth !== settledWidth) mw.settle(document.getElementById("content")); }); });
 
 /* What holds of every page is done here, once its content stands: a heading, and on a phone an end in sight.
-   There, long lists show their first lines, and panels that would make the page longer than `page` points are
-   folded into their titles. */
+   There, long lists show their first lines, and panels and parts of chapters that would make the page longer than
+   `page` points are folded into their titles. */
 mw.longest = {page: 3900, list: 4};
 mw.settle = (root, name) => {
   settledWidth = innerWidth;
@@ -149,7 +149,7 @@ mw.settle = (root, name) => {
   for (const list of root.querySelectorAll("ul.plain, ol.plain"))
     if (list.children.length > mw.longest.list + 1) mw.fold(list, "folded-list", `Show all ${list.children.length}`, button => list.after(button));
   if (document.documentElement.scrollHeight <= mw.longest.page) return;
-  const panels = [...root.querySelectorAll("section.panel")].filter(panel => !panel.parentElement.closest(".panel")).map(panel => [panel, panel.querySelector(":scope > .head, :scope > h1, :scope > h2")]).filter(item => item[1]).slice(1);
+  const panels = [...root.querySelectorAll("section.panel, section.part")].filter(panel => !panel.parentElement.closest(".panel")).map(panel => [panel, panel.querySelector(":scope > .head, :scope > h1, :scope > h2")]).filter(item => item[1]).slice(1);
   const buttons = panels.map(([panel, head]) => mw.fold(panel, "folded", "Show", button => head.append(" ", button), `show ${head.textContent}`));
   panels.forEach(([panel], place) => {
     panel.classList.remove("folded");
@@ -158,7 +158,7 @@ mw.settle = (root, name) => {
 };
 mw.fold = (node, kind, text, place, name) => {
   const undo = () => { node.classList.remove(kind); button.remove(); };
-  const button = mw.el("button", {type: "button", class: "small unfold no-print", "aria-label": name, "aria-expanded": "false", onclick: () => { undo(); node.querySelectorAll(".table-box").forEach(box => box.fit()); mw.charts.forEach(item => item.resize()); }}, text);
+  const button = mw.el("button", {type: "button", class: "small unfold no-print", "aria-label": name, "aria-expanded": "false", onclick: () => { const read = node.contains(button) ? button.parentElement : node; undo(); read.tabIndex = -1; read.focus({preventScroll: true}); node.querySelectorAll(".table-box").forEach(box => box.fit()); mw.charts.forEach(item => item.resize()); }}, text);
   button.undo = undo;
   node.classList.add(kind);
   place(button);

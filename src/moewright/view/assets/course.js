@@ -83,10 +83,43 @@ course.move = async () => {
   course.isAsking = false;
 };
 
+/* Tables under a picture turn into cards where they are wider than their box, as those of other pages do. */
+course.fitTables = () => {
+  for (const box of document.querySelectorAll("details.table-box")) {
+    box.fit = () => {
+      box.classList.remove("narrow");
+      box.classList.toggle("narrow", innerWidth <= 560 || box.scrollWidth > box.clientWidth + 1);
+    };
+    box.addEventListener("toggle", box.fit);
+  }
+};
+/* What an address points at is not folded. */
+course.reveal = () => {
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1))), folded = target && target.closest(".folded");
+  if (!folded) return;
+  folded.querySelector(".unfold").click();
+  target.scrollIntoView();
+};
+/* Of the glossary only the words stay that have the text. */
+course.findWords = text => {
+  const wanted = text.trim().toLowerCase(), words = [...document.querySelectorAll(".glossary dt")];
+  for (const word of words) word.hidden = word.nextElementSibling.hidden = !word.textContent.toLowerCase().includes(wanted);
+  for (const part of document.querySelectorAll(".glossary .part")) part.hidden = !part.querySelector("dt:not([hidden])");
+  const count = words.filter(word => !word.hidden).length;
+  document.getElementById("words-found").textContent = wanted ? `${count} of ${words.length} words` : "";
+  mw.settle(document.getElementById("content"));
+};
+
 addEventListener("DOMContentLoaded", () => {
-  const article = course.article();
-  if (!article) return;
-  article.addEventListener("change", event => { if (event.target.closest(".knobs")) { course.turned.add(event.target.name); course.move(); } });
-  article.addEventListener("submit", event => { event.preventDefault(); course.check(event.target); });
+  const article = course.article(), find = document.getElementById("find-word");
+  course.fitTables();
+  mw.settle(document.getElementById("content"));
+  course.reveal();
+  addEventListener("hashchange", course.reveal);
+  if (find) find.addEventListener("input", () => course.findWords(find.value));
+  if (article) {
+    article.addEventListener("change", event => { if (event.target.closest(".knobs")) { course.turned.add(event.target.name); course.move(); } });
+    article.addEventListener("submit", event => { event.preventDefault(); course.check(event.target); });
+  }
   document.documentElement.dataset.ready = "true";
 });

@@ -22,7 +22,7 @@ from moewright.view.course.chapter import (
 from moewright.view.course.glossary import anchor_of_row, load_glossary
 from moewright.view.course.inline import Span, read_inline
 from moewright.view.course.lesson import Lesson, open_lesson
-from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
+from moewright.view.course.lesson_html import PREPARATION, LessonWriter, ReadingPlace
 from moewright.view.course.mathematics import write_mathematics
 
 
@@ -66,11 +66,6 @@ def _write_question(question: StudentQuestion, place: ReadingPlace) -> Html:
     )
 
 
-# What the commands of chapters find on the disk.
-PREPARATION = """moewright data build --out runs/quickstart_data
-moewright bench machine --nproc 2 --out runs/machine.toml"""
-
-
 def write_article(lesson: Lesson) -> Html:
     """Return a chapter in its state, with ways to its neighbours."""
     chapter = lesson.chapter
@@ -82,8 +77,25 @@ def write_article(lesson: Lesson) -> Html:
         '<p class="leading">{}</p><p class="note">{}</p>'
         '<p class="refused error" role="alert" hidden></p>{}{}</article>',
         *(chapter.name, number, len(names), chapter.title, chapter.question, chapter.audience),
-        Html.concat(writer.write_blocks(), "\n"),
+        _write_parts(chapter, writer),
         _write_neighbours(number),
+    )
+
+
+def _write_parts(chapter: Chapter, writer: LessonWriter) -> Html:
+    """Return the blocks of a chapter, each heading of the second level with what follows it.
+
+    A part is what a phone folds where the page would be too long.
+    """
+    parts: list[list[Html]] = [[]]
+    for block, written in zip(chapter.blocks, writer.write_blocks(), strict=True):
+        if isinstance(block, HeadingBlock) and block.level == 2:
+            parts.append([])
+        parts[-1].append(written)
+    introduction, *rest = (Html.concat(part, "\n") for part in parts)
+    return Html.concat(
+        (introduction, *(Html.write('<section class="part">{}</section>', part) for part in rest)),
+        "\n",
     )
 
 
@@ -154,9 +166,15 @@ def write_glossary() -> Html:
             )
             for entry in entries
         )
-        sections.append(Html.write("<h2>{}</h2><dl>{}</dl>", section, items))
+        sections.append(
+            Html.write('<section class="part"><h2>{}</h2><dl>{}</dl></section>', section, items)
+        )
     return Html.write(
-        '<article class="glossary"><h1>Glossary</h1>{}</article>', Html.concat(sections)
+        '<article class="glossary"><h1>Glossary</h1>'
+        '<label class="no-print">Find a word <input type="search" id="find-word"'
+        ' autocomplete="off"></label>'
+        '<p class="quiet" role="status" id="words-found"></p>{}</article>',
+        Html.concat(sections),
     )
 
 

@@ -62,6 +62,23 @@ class Drawing:
             y + height,
         )
 
+    def boxes(
+        self,
+        corners: Sequence[tuple[float, float]],
+        size: tuple[float, float],
+        colour: str,
+        kind: str,
+    ) -> None:
+        """Put rectangles of one size and colour as one shape, so that many move at once."""
+        width, height = size
+        steps = "".join(
+            f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z" for x, y in corners
+        )
+        self._add(
+            Html.write('<path class="box {}" d="{}" fill="{}"/>', kind, steps, colour),
+            max(y for _, y in corners) + height,
+        )
+
     def text(self, x: float, y: float, text: str, kind: str = "", *, anchor: str = "start") -> None:
         """Put a line of text whose baseline is at y."""
         self._add(

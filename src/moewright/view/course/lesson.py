@@ -10,9 +10,12 @@ from urllib.parse import urlencode
 
 from moewright.codec import parse_layout
 from moewright.codec.layout_text import LAYOUT_KEYS
+from moewright.cost.memory.estimate_memory import refuse_illegal_job
 from moewright.intake import catalogue
+from moewright.rules.job import Job
 from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Dtype, Workload
 from moewright.view.course.chapter import Chapter, ChapterControl, ControlStep
@@ -39,8 +42,20 @@ class Lesson:
         Raises:
             BadInput: the settings are no legal job.
         """
-        settings = (item for item in self.settings.items() if item[0] not in _SCENE_KEYS)
-        return _plan_settings(tuple(sorted(settings)))
+        return _plan_settings(self._job_settings)
+
+    @property
+    def job(self) -> Job:
+        """The job alone, which takes a hundredth of an estimate's time.
+
+        Raises:
+            BadInput: the settings are no legal job.
+        """
+        return _read_job(self._job_settings)[0]
+
+    @property
+    def _job_settings(self) -> tuple[tuple[str, str], ...]:
+        return tuple(sorted(item for item in self.settings.items() if item[0] not in _SCENE_KEYS))
 
     def change(self, settings: Mapping[str, str]) -> Lesson:
         """Return the lesson with other values of some settings.
@@ -115,6 +130,12 @@ def _name_model(settings: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=_KEPT_PLANS)
 def _plan_settings(items: tuple[tuple[str, str], ...]) -> Plan:
+    job, hardware = _read_job(items)
+    return build_plan(job.model, job.workload, hardware, job.layout)
+
+
+@lru_cache(maxsize=_KEPT_PLANS)
+def _read_job(items: tuple[tuple[str, str], ...]) -> tuple[Job, Hardware]:
     settings = dict(items)
     model = catalogue.model(_name_model(settings))
     hardware = catalogue.hardware(f"{settings['devices']}x{settings['device']}")
@@ -126,4 +147,6 @@ def _plan_settings(items: tuple[tuple[str, str], ...]) -> Plan:
     if settings.get("load_factor", "none") != "none":
         values["load_factor"] = float(settings["load_factor"])
     layout = parse_layout(format_settings(settings), world_size=hardware.count)
-    return build_plan(model, Workload(**values), hardware, layout)
+    job = Job(model=model, workload=Workload(**values), layout=layout)
+    refuse_illegal_job(job, hardware)
+    return job, hardware

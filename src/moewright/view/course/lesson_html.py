@@ -39,6 +39,9 @@ from moewright.view.course.mathematics import write_mathematics
 from moewright.view.course.pictures import draw_picture
 
 _STUDIO = "http://127.0.0.1:8765"
+# What the commands of chapters find on the disk.
+PREPARATION = """moewright data build --out runs/quickstart_data
+moewright bench machine --nproc 2 --out runs/machine.toml"""
 
 
 class ReadingPlace(StrEnum):
@@ -190,7 +193,7 @@ class LessonWriter:
             '<figure class="picture panel"><div data-live="picture">{}{}</div>'
             '<p class="visually-hidden" role="status" data-live>{}</p>'
             "<figcaption>{}</figcaption>"
-            '<details class="numbers"><summary>The same as a table</summary>'
+            '<details class="numbers table-box"><summary>The same as a table</summary>'
             "<div data-live>{}</div></details></figure>",
             drawn.wide,
             drawn.narrow,
@@ -272,10 +275,14 @@ def _write_fields(block: QuestionBlock, number: int, unit: str) -> Html:
 
 def _write_plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> Html:
     head = Html.concat(Html.write('<th scope="col">{}</th>', name) for name in columns)
-    body = Html.concat(
-        Html.write("<tr>{}</tr>", Html.concat(Html.write("<td>{}</td>", cell) for cell in row))
+    lines = (
+        Html.concat(
+            Html.write('<td data-label="{}">{}</td>', column, cell)
+            for column, cell in zip(columns, row, strict=True)
+        )
         for row in rows
     )
+    body = Html.concat(Html.write("<tr>{}</tr>", line) for line in lines)
     return Html.write(
         '<table><caption class="visually-hidden">{}</caption>'
         "<thead><tr>{}</tr></thead><tbody>{}</tbody></table>",
@@ -284,6 +291,15 @@ def _write_plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], ca
 
 
 def _write_run(block: RunBlock) -> Html:
+    before = Html.write("")
+    if "moewright train" in block.command:
+        before = Html.write(
+            '<details class="before"><summary>Once, before the first chapter that trains</summary>'
+            "<p>A corpus of small programs and the rates of this machine, in a clone of moewright "
+            'that has its <code>engine</code> extra:</p><pre class="command" tabindex="0">'
+            "<code>{}</code></pre></details>",
+            PREPARATION,
+        )
     output = Html.write("")
     if block.output:
         output = Html.write(
@@ -292,5 +308,6 @@ def _write_run(block: RunBlock) -> Html:
             block.output,
         )
     return Html.write(
-        '<pre class="command" tabindex="0"><code>{}</code></pre>{}', block.command, output
+        '<div class="run">{}<pre class="command" tabindex="0"><code>{}</code></pre>{}</div>',
+        *(before, block.command, output),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -103,8 +103,8 @@ def build_unit_timetable(layout: Layout, micro_batches: int) -> UnitTimetable:
 
 def lesson_timetable(lesson: Lesson) -> UnitTimetable:
     """Return the timetable of a lesson's job in units."""
-    plan = lesson.plan
-    return build_unit_timetable(plan.layout, plan.estimate.micro_batches)
+    job = lesson.job
+    return build_unit_timetable(job.layout, job.micro_batches)
 
 
 def _pipe(lesson: Lesson, part: str) -> Quantity:
@@ -157,8 +157,7 @@ def draw_timetable(lesson: Lesson) -> CoursePicture:
             name = str(rank) if drawing.is_narrow else f"stage {rank}"
             drawing.text(0, y + 16, name, "quiet")
             drawing.box(names, y, (table.end * scale, _ROW), "", kind="empty")
-            for row in rows:
-                _draw_pass(drawing, row, (names, y), scale)
+            _draw_passes(drawing, rows, (names, y), scale)
         kinds = {row.kind for rows in table.ranks for row in rows}
         keys = [(ROW_COLOURS[kind.value], name) for kind, name in _NAMES.items() if kind in kinds]
         drawing.keys(len(table.ranks) * (_ROW + 3) + 6, keys)
@@ -175,17 +174,29 @@ def draw_timetable(lesson: Lesson) -> CoursePicture:
     return picture(says, draw, columns, rows)
 
 
-def _draw_pass(drawing: Drawing, row: UnitRow, corner: tuple[float, float], scale: float) -> None:
-    x = corner[0] + row.start * scale
-    width = row.length * scale
+def _draw_passes(
+    drawing: Drawing, rows: Sequence[UnitRow], corner: tuple[float, float], scale: float
+) -> None:
+    """Draw the passes of a rank: with its number where there is room, else alike ones together."""
+    thin: dict[tuple[RowKind, bool, float], list[tuple[float, float]]] = {}
+    for row in rows:
+        x = corner[0] + row.start * scale
+        width = row.length * scale
+        if width >= _LEAST_FOR_TEXT:
+            _draw_pass(drawing, row, (x, corner[1]), width)
+        else:
+            thin.setdefault((row.kind, row.chunk > 0, row.length), []).append((x, corner[1]))
+    for (kind, is_later, length), corners in thin.items():
+        size = (0.85 * length * scale, _ROW)
+        drawing.boxes(corners, size, ROW_COLOURS[kind.value], "faded" if is_later else "")
+
+
+def _draw_pass(drawing: Drawing, row: UnitRow, corner: tuple[float, float], width: float) -> None:
+    x, y = corner
     hint = f"{_NAMES[row.kind]} of micro-batch {row.micro_batch + 1}, chunk {row.chunk + 1}"
     kind = "faded" if row.chunk else ""
-    drawing.box(
-        x, corner[1], (width - 0.8, _ROW), ROW_COLOURS[row.kind.value], hint=hint, kind=kind
-    )
-    if width >= _LEAST_FOR_TEXT:
-        text = str(row.micro_batch + 1)
-        drawing.text(x + width / 2, corner[1] + 16, text, "light small", anchor="middle")
+    drawing.box(x, y, (width - 0.8, _ROW), ROW_COLOURS[row.kind.value], hint=hint, kind=kind)
+    drawing.text(x + width / 2, y + 16, str(row.micro_batch + 1), "light small", anchor="middle")
 
 
 def draw_schedules(lesson: Lesson) -> CoursePicture:

@@ -172,13 +172,11 @@ def draw_roofline(lesson: Lesson) -> CoursePicture:
         drawing.path([at(*point) for point in zip(steps, rate, strict=True)], "rate", "#2f9e83")
         x, y = at(rows, _rate_share(lesson, rows))
         drawing.box(x - 5, y - 5, (10, 10), "#e07b39", hint=f"{rows:,.0f} rows")
-        is_far = x > drawing.width / 2
         told = f"this job: {rows:,.0f} rows, {_rate_share(lesson, rows):.0%}"
-        drawing.text(
-            x + (-9 if is_far else 9), y + 44, told, "strong", anchor="end" if is_far else "start"
-        )
-        drawing.keys(top + height + 42, [("#2f9e83", "reached")])
-        drawing.text(90, top + height + 52, "dashed: what the memory's bandwidth allows", "quiet")
+        drawing.text(left + width, at(rows, 0.12)[1], told, "strong", anchor="end")
+        below = drawing.keys(top + height + 42, [("#2f9e83", "reached")])
+        x, y = (0, below + 10) if drawing.is_narrow else (90, below - 9)
+        drawing.text(x, y, "dashed: what the memory's bandwidth allows", "quiet")
 
     table = [
         (f"{step:,.0f}", f"{limit:.0%}", f"{share:.0%}")
