@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from moewright.api import (
+    from moewright.api.face import (
         budget,
         check,
         compare,
@@ -86,9 +86,9 @@ def __getattr__(name: str) -> Any:
         from moewright.spec import errors
 
         return getattr(errors, name)
-    from moewright import api
+    from moewright.api import face
 
-    return getattr(api, name)
+    return getattr(face, name)
 
 
 def __dir__() -> list[str]:

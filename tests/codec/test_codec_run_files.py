@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from moewright.codec import fingerprint, format_record, read_run, write_json
-from moewright.spec.errors import BadInput
+from moewright.codec import fingerprint, format_record, read_run, write_incidents, write_json
+from moewright.spec.errors import BadInput, Paragraph
 from moewright.spec.hardware import Device, DeviceKind, Fabric, Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec
 from moewright.spec.plan import Estimate, Plan, Verdict
-from moewright.spec.run import EvalRecord, Session, StepRecord
+from moewright.spec.run import EvalRecord, Incident, IncidentKind, Session, StepRecord
 from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Workload
 
@@ -207,3 +207,27 @@ def test_a_damaged_file_beside_the_steps_hides_none_of_them(
     is_no_journal = name == "incidents.jsonl" and not content  # nothing has happened
     assert [name in note for note in record.notes] == [True] * (not is_no_journal)
     assert (record.incidents, record.paces, record.ledgers, record.selection) == ((), (), (), None)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b"[]", b'{"kind": "\\ud800"}'])
+def test_a_damaged_line_of_the_journal_hides_no_other(content: bytes, tmp_path: Path) -> None:
+    _write(tmp_path, format_record(_session(1)) + format_record(STEP))
+    first, second = (
+        Incident(
+            kind=IncidentKind.CRASH,
+            time="2026-11-27T04:00:00+00:00",
+            unix_s=1.0,
+            message=Paragraph(f"rank {rank} died"),
+            layout="ep2",
+            world_size=2,
+        )
+        for rank in (0, 1)
+    )
+    write_incidents(tmp_path, (first, second))
+    path = tmp_path / "incidents.jsonl"
+    one, other = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([one, content, other, b"torn"]))
+    record = read_run(tmp_path)
+    assert record.incidents == (first, second)
+    (note,) = record.notes
+    assert "incidents.jsonl:2" in note

@@ -28,8 +28,8 @@ from faults.program import (
     run_command,
     start_command,
 )
-from moewright.codec import read_incidents, write_json
-from moewright.spec.errors import BadInput
+from moewright.codec import read_incidents, read_json, write_json
+from moewright.spec.plan import Plan
 from moewright.spec.run import Incident
 
 _MOST_STARTS = 4
@@ -150,6 +150,7 @@ class Laboratory:
         workload = tiny_jobs.build_workload(
             self._data,
             steps=STEPS,
+            global_batch=4,
             hang_timeout_s=_HANG_TIMEOUT_S,
             check_every=int(surroundings is Surroundings.ADDRESSES),
         )
@@ -175,11 +176,12 @@ class Laboratory:
         name = f"whole-{LAYOUTS.index((cell.world_size, cell.layout))}"
         with self._lock:
             folder = self._folder / name
-            if not folder.exists() or len(_read_curve(folder)) < STEPS:
-                whole = replace(
-                    cell, copies=Copies.NONE, launcher=Launcher.OWN, is_elastic=False, peer_every=0
-                )
-                plan = self._write_plan(whole, name, Surroundings.PLAIN)
+            whole = replace(
+                cell, copies=Copies.NONE, launcher=Launcher.OWN, is_elastic=False, peer_every=0
+            )
+            plan = self._write_plan(whole, name, Surroundings.PLAIN)
+            if not _holds_whole_run(folder, plan):
+                shutil.rmtree(folder, ignore_errors=True)
                 program = Program(cell=whole, plan=plan, folder=folder)
                 program.start()
                 assert program.wait() == 0, read_end(program.output)
@@ -271,10 +273,7 @@ def _has_bitten(program: Program, code: int) -> bool:
 
 
 def _read_later_incidents(program: Program) -> list[Incident]:
-    try:
-        incidents = read_incidents(program.folder)
-    except BadInput:  # a journal that was damaged when no rank was left to be killed
-        return []
+    incidents = read_incidents(program.folder)
     return [incident for incident in incidents if incident.unix_s > program.injected_s - 1.0]
 
 
@@ -341,6 +340,13 @@ def _mount_disk(folder: Path, stack: contextlib.ExitStack) -> bool:
         return False
     stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=False)
     return True
+
+
+def _holds_whole_run(folder: Path, plan: Path) -> bool:
+    """Tell whether a folder has all steps of this plan, of now or of an earlier start."""
+    kept = folder / "plan.json"
+    is_same = kept.exists() and read_json(Plan, kept) == read_json(Plan, plan)
+    return is_same and len(_read_curve(folder)) == STEPS
 
 
 def _read_curve(folder: Path) -> list[tuple[int, float, float]]:

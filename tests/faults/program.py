@@ -1,7 +1,7 @@
 """A run by the command line, and what can be seen of it from outside.
 
 Commands run in processes that a server forks, which has imported what they import: a start takes
-a part of a second. Torchrun, and what needs the loader of the system, is executed as users do it.
+a part of a second. What torchrun starts, and what needs the loader of the system, is executed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from torch.distributed import run as torchrun
 
 from faults.bucket import Bucket
 from faults.cells import Launcher, Try
@@ -31,6 +32,7 @@ PATIENCE_S = 240.0
 _POLL_S = 0.003
 _BIN = Path(sys.executable).parent
 _CLONE_NEWNET = 0x40000000
+_COMMANDS = {"moewright": run, "torchrun": torchrun.main}
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
@@ -39,6 +41,11 @@ _SERVER.set_forkserver_preload(
         "moewright.cli.verbs",
         "moewright.engine.run.supervise",
         "moewright.studio.app",
+        # What ranks import later.
+        "torch._dynamo",
+        "tensorboard.compat.proto.event_pb2",
+        "tensorboard.summary.writer.record_writer",
+        "torch.distributed.run",
     ]
 )
 
@@ -100,13 +107,16 @@ def read_end(path: Path) -> str:
 def list_children(pid: int) -> list[int]:
     """List the processes that a process has started and that live, the oldest first."""
     children = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[1]) == pid and fields[0] != "Z":
-                    children.append(int(entry.name))
-    return sorted(children)
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += [int(word) for word in task.read_text().split()]
+    return sorted(child for child in children if not _has_ended(child))
+
+
+def _has_ended(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
 
 
 @dataclass(kw_only=True, slots=True)
@@ -235,14 +245,14 @@ def _run_command(
     os.environ.update(environment)
     if surroundings is Surroundings.NETWORK:
         _enter_own_network()
-    if words[0] != "moewright" or "LD_PRELOAD" in environment:
+    if "LD_PRELOAD" in environment:
         os.execv(_BIN / words[0], words)
     if surroundings is Surroundings.ADDRESSES:
         _note_addresses(output)
     sys.argv = list(words)
     sys.stdout = os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    run()
+    _COMMANDS[words[0]]()
 
 
 def _enter_own_network() -> None:

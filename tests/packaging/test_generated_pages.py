@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from docs.tools import command_reference, families, job_reference
-from moewright import api
+from moewright.api import face
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -32,8 +32,8 @@ def test_every_key_of_a_job_file_is_described() -> None:
 
 def test_the_page_of_the_python_interface_has_every_public_name() -> None:
     page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"^::: moewright\.api\.(\w+)", page, flags=re.MULTILINE))
-    assert shown == set(api.__all__)
+    shown = set(re.findall(r"^::: moewright\.api\.face\.(\w+)", page, flags=re.MULTILINE))
+    assert shown == set(face.__all__)
 
 
 def test_every_path_of_the_feature_map_exists() -> None:

@@ -156,8 +156,8 @@ def test_circles_of_imports_are_noticed() -> None:
 def test_the_modules_of_the_package_import_each_other_in_no_circle() -> None:
     """Imports inside functions and for type checkers count too.
 
-    The package itself may import `moewright.api` when a name of its face is first used, because no
-    module below imports the face.
+    The package itself may import `moewright.api.face` when a name of its face is first used,
+    because no module below imports the face.
     """
     graph = grimp.build_graph("moewright", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

@@ -38,6 +38,7 @@ from moewright.codec.run_files import (
     STEPS_FILE,
     format_record,
     read_incidents,
+    read_journal,
     read_run,
     write_incidents,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "read_bytes",
     "read_complete_lines",
     "read_incidents",
+    "read_journal",
     "read_json",
     "read_json_data",
     "read_run",

@@ -11,7 +11,7 @@ from typing import TypeVar
 from moewright.codec.data import FloatPolicy, fingerprint, from_data, to_data
 from moewright.codec.files import (
     parse_json,
-    read_complete_lines,
+    read_bytes,
     read_json,
     read_json_data,
     read_text,
@@ -105,6 +105,10 @@ def read_run(directory: Path) -> RunRecord:
     steps: dict[int, StepRecord] = {}
     evals: dict[int, EvalRecord] = {}
     records, notes = _read_records(directory / STEPS_FILE)
+    incidents, damage = read_journal(directory)
+    if damage:
+        more = f", and {len(damage) - 1} more lines" if len(damage) > 1 else ""
+        notes.append(f"left out: {damage[0]}{more}")
     if plan.fingerprint != fingerprint(plan.model, plan.workload, plan.hardware, plan.layout):
         notes.append(
             "plan.json does not hold its own fingerprint: edited, or of another version of "
@@ -129,7 +133,7 @@ def read_run(directory: Path) -> RunRecord:
         ledgers=_read_beside(lambda: _read_ledgers(directory), (), notes),
         selection=_read_beside(lambda: _read_selection(directory), None, notes),
         paces=_read_beside(lambda: _read_rank_timings(directory, plan.layout), (), notes),
-        incidents=_read_beside(lambda: read_incidents(directory), (), notes),
+        incidents=incidents,
         notes=tuple(notes),
         planned_from=_find_planned_from(plan.layout, sessions, steps),
     )
@@ -192,12 +196,36 @@ def _find_planned_from(
 
 
 def read_incidents(directory: Path) -> tuple[Incident, ...]:
-    """Return the incidents of a run, the oldest first."""
+    """Return the incidents of a run that can be read, the oldest first."""
+    incidents, _ = read_journal(directory)
+    return incidents
+
+
+def read_journal(directory: Path) -> tuple[tuple[Incident, ...], tuple[BadInput, ...]]:
+    """Return the incidents of a run, the oldest first, and what is wrong with the other lines.
+
+    A last line without its end is left out: its writer was killed.
+    """
     path = directory / INCIDENTS_FILE
-    return tuple(
-        from_data(Incident, parse_json(line, where=f"{path}:{number}"), where=f"{path}:{number}")
-        for number, line in enumerate(read_complete_lines(path), 1)
-    )
+    if not path.exists():
+        return (), ()
+    try:
+        lines = read_bytes(path).split(b"\n")[:-1]
+    except BadInput as error:
+        return (), (error,)
+    incidents = []
+    damage = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}:{number}"
+        try:
+            incidents.append(
+                from_data(Incident, parse_json(line.decode(), where=where), where=where)
+            )
+        except UnicodeDecodeError:
+            damage.append(BadInput(Reason(field=where, rule="is not text in UTF-8")))
+        except BadInput as error:
+            damage.append(error)
+    return tuple(incidents), tuple(damage)
 
 
 def write_incidents(directory: Path, incidents: Sequence[Incident]) -> None:

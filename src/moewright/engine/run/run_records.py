@@ -26,7 +26,7 @@ from moewright.codec import (
     format_layout,
     parse_json,
     read_complete_lines,
-    read_incidents,
+    read_journal,
     write_incidents,
 )
 from moewright.engine.observe.record import (
@@ -237,14 +237,14 @@ def _append(run_dir: Path, layout: Layout, **values: Any) -> None:
 
 
 def _read(run_dir: Path) -> tuple[Incident, ...]:
-    """Return the incidents so far; a damaged journal is put aside, for it must not end a run."""
-    try:
-        return read_incidents(run_dir)
-    except BadInput:
+    """Return the incidents so far; a damaged journal is put aside, and goes on with its others."""
+    incidents, damage = read_journal(run_dir)
+    if damage:
         path = run_dir / INCIDENTS_FILE
         with suppress(OSError):
             path.replace(path.with_name(f".damaged-{path.name}"))
-        return ()
+        _write(run_dir, incidents)
+    return incidents
 
 
 def _write(run_dir: Path, incidents: tuple[Incident, ...]) -> None:
