@@ -29,7 +29,7 @@ from moewright.cost.evidence import (
     step_deviation,
     tail_width,
 )
-from moewright.spec.plan import RankingRule
+from moewright.spec.plan import DEFAULT_RULE
 
 # Intervals of predictions: how wide they have to be, and how many measurements they cover.
 #
@@ -372,7 +372,7 @@ def _join_runs(layout: str, runs: Sequence[SpeedPair], others: MeasuredChoices) 
         layout=layout,
         measured=fmean(run.measured for run in runs),
         predicted=predicted,
-        bound=predicted / float(step_bound(1.0, deviation, RankingRule().risk)),
+        bound=predicted / float(step_bound(1.0, deviation, DEFAULT_RULE.risk)),
     )
 
 

@@ -36,7 +36,6 @@ from moewright.cost.memory.model_states import BucketSet, stage_bucket_sets
 from moewright.cost.memory.peak import RankMemory, memory_verdict
 from moewright.cost.routed_rows import (
     count_expert_rows,
-    is_moe_layer,
     recomputed_layers,
 )
 from moewright.cost.stage_parts import count_parts, list_parts
@@ -378,7 +377,7 @@ def _recomputed_flops(sym: Symbols) -> int:
     if sym.layout.recompute_block:
         chunks = stages.pipeline_chunks(model, sym.layout)
         layers = recomputed_layers(model, sym.layout, chunks)
-        moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
+        moe_layers = sum(model.has_experts(layer) for layer in layers)
         share = replace(
             share,
             layers=tuple(layer for layer in layers if layer < model.layers),

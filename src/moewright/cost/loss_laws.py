@@ -111,7 +111,7 @@ def describe_shape(model: ModelSpec, tokens: float) -> Shape:
             active_experts=1.0,
             shared_share=0.0,
         )
-    matrices = 3 if model.gated else 2
+    matrices = model.ffn_matrices
     routed = moe.router.top_k * moe.ffn_size
     active = routed + moe.shared_ffn_size
     return Shape(

@@ -22,11 +22,6 @@ Item = TypeVar("Item")
 _Table = tuple[tuple[int, ...], ...]  # [micro_batch][layer]
 
 
-def is_moe_layer(model: ModelSpec, layer: int) -> bool:
-    """Return whether a layer has experts; MTP depths are like the last layer."""
-    return model.moe_layers[layer if layer < model.layers else -1]
-
-
 def rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[stages.Chunk, ...]:
     """Return the model chunks of a pipeline rank, by chunk index."""
     chunks = stages.pipeline_chunks(model, layout)
@@ -156,7 +151,7 @@ def count_expert_rows(
             layer
             for chunk in chunks
             for layer in stages.chunk_layers(job.model, chunk)
-            if is_moe_layer(job.model, layer)
+            if job.model.has_experts(layer)
         )
     if selection is None or not moe_layers or job.layout.has_fixed_rows:
         rows = _predicted_rows(job, moe_layers, micro_batches, load)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moewright.cost.routed_rows import is_moe_layer
 from moewright.rules.saved.saved_tensor import has_staying_layers, offloads_at
 from moewright.rules.shapes import flops
 from moewright.rules.timetable.stages import Chunk, chunk_layers
@@ -39,7 +38,7 @@ class LayerKind(NamedTuple):
 def layer_kind(model: ModelSpec, trainer: TrainerSpec, layer: int) -> LayerKind:
     """Return the kind of a layer; MTP depths are numbered above the layers."""
     return LayerKind(
-        is_moe_layer(model, layer),
+        model.has_experts(layer),
         flops.is_windowed(model, layer),
         model.mixer(layer),
         model.has_mlp(layer),

@@ -63,6 +63,12 @@ class Symbols:
         return self.job.layout
 
     @property
+    def peak_load(self) -> float:
+        """Rows that the fullest rank keeps of a micro-batch, over those of even routing."""
+        even = self.job.routed_rows(1.0)
+        return self.R_peak / even if even else 1.0
+
+    @property
     def is_frozen(self) -> bool:
         """Whether the weights are frozen, so that products make no gradients of them."""
         return is_frozen(self.workload)

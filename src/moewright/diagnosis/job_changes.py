@@ -31,9 +31,9 @@ from moewright.spec.layout import (
     Offload,
     Overlap,
     Recompute,
-    Schedule,
+    plain_schedule,
 )
-from moewright.spec.plan import Plan, RankingRule, TimePart
+from moewright.spec.plan import DEFAULT_RULE, Plan, TimePart
 from moewright.spec.stage_string import EVEN_SPLIT
 from moewright.spec.workload import CrossEntropyKernel, ExpertKernels, TrainerSpec, Workload
 
@@ -152,7 +152,7 @@ class ChangePricer:
 
     def fits(self, plan: Plan) -> bool:
         """Whether a changed job has the memory that it needs."""
-        rule = RankingRule()
+        rule = DEFAULT_RULE
         if self.must_shrink:
             limit_bytes = _SHRUNK * self.before.estimate.peak_bytes
             return is_safe(plan.estimate, rule) and plan.estimate.peak_bytes <= limit_bytes
@@ -346,7 +346,7 @@ def _near_pipelines(plan: Plan) -> Iterator[Layout]:
         even = {vpp for vpp in vpp_choices(plan.model.layers, pp) if vpp <= MAX_VPP}
         tried = {1, *even} if pp == layout.pp else {1, layout.vpp, max(even, default=1)}
         for vpp in sorted(tried):
-            schedule = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
+            schedule = plain_schedule(vpp)
             yield replace(layout, pp=pp, vpp=vpp, schedule=schedule, stages=EVEN_SPLIT, vpp_group=0)
 
 

@@ -19,7 +19,7 @@ from moewright.search.search import build_plan, find_best_plan
 from moewright.search.space import Objections, no_objections
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import LAYOUT_FIELDS, Layout, Recompute
-from moewright.spec.plan import Plan, RankingRule, Verdict
+from moewright.spec.plan import DEFAULT_RULE, Plan, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.units import format_bytes, format_seconds
 
@@ -198,7 +198,7 @@ def find_change(plan: Plan, best: Plan) -> Plan | None:
     A choice that alone would not fit stands beside the least recompute with which it does. None
     where no choice saves much.
     """
-    least = min(plan.estimate.fit_probability, RankingRule().fit_probability)
+    least = min(plan.estimate.fit_probability, DEFAULT_RULE.fit_probability)
     changed = [_make_fit(other, least) for other in _change_each(plan, best)]
     quickest = min(
         (other for other in changed if other is not None and not other.estimate.untimed),

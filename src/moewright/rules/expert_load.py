@@ -122,7 +122,7 @@ def expected_repeats(job: Job) -> float:
     if workload.routing is Routing.MEASURED:
         loads = layer_load_factors(workload, layout)
     even = tokens * top_k / layout.ep
-    sources = workload.global_batch / layout.mbs * layout.cp * (layout.tp if layout.sp else 1)
+    sources = workload.global_batch / layout.mbs * layout.cp * (layout.sp_degree)
     log_fits = 0.0
     for load in loads:
         deviation = sqrt(max(load * even * (1 - load / layout.ep), 1e-9))

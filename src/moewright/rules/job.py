@@ -126,7 +126,7 @@ def micro_batch_tokens(workload: Workload, layout: Layout) -> int:
     These are the TP group's tokens, or the rank's part of them under sequence parallelism.
     """
     tokens = tp_group_tokens(workload, layout)
-    return tokens // layout.tp if layout.sp else tokens
+    return tokens // layout.sp_degree
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, which would leave no place for cached values

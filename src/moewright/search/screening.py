@@ -41,7 +41,7 @@ from moewright.search.space import (
     with_pipeline,
 )
 from moewright.spec.layout import Layout, Offload, Overlap, Recompute
-from moewright.spec.plan import RankingRule
+from moewright.spec.plan import DEFAULT_RULE, RankingRule
 from moewright.spec.record import copy_with
 
 
@@ -109,9 +109,9 @@ class Screener:
     What does not depend on the candidate is worked out once.
     """
 
-    def __init__(self, space: SearchSpace, rule: RankingRule | None = None) -> None:
+    def __init__(self, space: SearchSpace, rule: RankingRule = DEFAULT_RULE) -> None:
         self._space = space
-        self.rule = RankingRule() if rule is None else rule
+        self.rule = rule
         self._parts = list_parts(space.model, space.base, space.workload.trainer)
         self.activation_policies = activation_policies(space)
         self.state_policies = state_policies(space)

@@ -42,7 +42,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Plan, RankingRule, Verdict
+from moewright.spec.plan import DEFAULT_RULE, Plan, RankingRule, Verdict
 from moewright.spec.units import GIB
 from moewright.spec.workload import Workload
 
@@ -103,14 +103,14 @@ def search(
     fixed: str = "",
     top: int = 10,
     allowed: Objections = no_objections,
-    rule: RankingRule | None = None,
+    rule: RankingRule = DEFAULT_RULE,
 ) -> SearchResult:
     """Return the `top` best layouts that are safe, as far as possible of other degrees.
 
     Each plan is the best of its degrees (Candidate.degrees); further layouts of the same degrees
     are shown only where fewer than `top` combinations of degrees are safe. `fixed` is layout text
     whose keys are pinned; `allowed` returns the reasons against a layout that is legal but cannot
-    be run; `rule` is the default one unless given.
+    be run.
 
     Raises:
         BadInput: `fixed` is no layout, or the devices have no matrix products in the job's
@@ -118,7 +118,6 @@ def search(
     """
     if reasons := check_precision(workload, hardware):
         raise BadInput(*reasons)
-    rule = RankingRule() if rule is None else rule
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):
         raise BadInput(*reasons)
@@ -185,7 +184,7 @@ def find_best_plan(
     *,
     fixed: str = "",
     allowed: Objections = no_objections,
-    rule: RankingRule | None = None,
+    rule: RankingRule = DEFAULT_RULE,
 ) -> Plan | None:
     """Return the best safe layout alone; None where none is safe.
 
@@ -196,7 +195,6 @@ def find_best_plan(
     """
     if reasons := check_precision(workload, hardware):
         raise BadInput(*reasons)
-    rule = RankingRule() if rule is None else rule
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):
         raise BadInput(*reasons)

@@ -37,6 +37,7 @@ from moewright.spec.layout import (
     Offload,
     Recompute,
     Schedule,
+    plain_schedule,
 )
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.record import copy_with
@@ -381,7 +382,7 @@ def cp_comm_choices(space: SearchSpace, cut: Layout) -> tuple[CpComm, ...]:
 
 def with_pipeline(layout: Layout, shape: PipelineShape, space: SearchSpace) -> Layout:
     """Return the layout on a pipeline, with the schedule that goes with it unless one is fixed."""
-    schedule = Schedule.INTERLEAVED if shape.vpp > 1 else Schedule.ONE_F_ONE_B
+    schedule = plain_schedule(shape.vpp)
     if "schedule" in space.fixed:
         schedule = space.base.schedule
     return copy_with(layout, pp=shape.pp, vpp=shape.vpp, stages=shape.stages, schedule=schedule)

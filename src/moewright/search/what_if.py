@@ -20,7 +20,7 @@ from moewright.search.space import Objections, no_objections
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Plan, RankingRule, WhatIf
+from moewright.spec.plan import DEFAULT_RULE, Plan, RankingRule, WhatIf
 from moewright.spec.units import format_bytes
 from moewright.spec.workload import Workload
 
@@ -44,14 +44,13 @@ def find_fewest(
     *,
     fixed: str = "",
     allowed: Objections = no_objections,
-    rule: RankingRule | None = None,
+    rule: RankingRule = DEFAULT_RULE,
 ) -> Hardware | None:
     """Return the hardware with the fewest devices on which a layout is safe; None where none is.
 
     Counts are tried from the smallest that can hold the weights, as what fits depends on what the
     count divides. The global batch stays as it is.
     """
-    rule = RankingRule() if rule is None else rule
     weight_bytes = _LEAST_BYTES * count_parameters(model).total
     capacity_bytes = hardware.device.memory_bytes.value
     for count in list_device_counts(hardware):

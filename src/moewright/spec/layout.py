@@ -51,6 +51,11 @@ class Schedule(DescribedName):
         return self in (Schedule.ZB_H1, Schedule.GIS) or self.is_v_shaped
 
 
+def plain_schedule(vpp: int) -> Schedule:
+    """Return 1F1B, which is interleaved where a rank has several chunks."""
+    return Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
+
+
 _V_SHAPED = (Schedule.ZBV, Schedule.V_HALF, Schedule.V_MIN, Schedule.DUALPIPEV)
 
 
@@ -593,6 +598,11 @@ class Layout(Record):
     def has_fixed_rows(self) -> bool:
         """Whether as many rows go to the experts of a rank whatever the router chooses."""
         return self.capacity_fill is CapacityFill.PADDED or self.rank_capacity > 0
+
+    @property
+    def sp_degree(self) -> int:
+        """Over how many ranks sequence parallelism splits the tokens of a TP group."""
+        return self.tp if self.sp else 1
 
     @property
     def dp(self) -> int:

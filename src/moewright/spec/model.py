@@ -192,6 +192,16 @@ class AttentionSpec:
         return self.heads * self.head_dim
 
     @property
+    def gate_width(self) -> int:
+        """Width of the gate of the output; 0 without one."""
+        return self.q_width if self.output_gate else 0
+
+    @property
+    def q_matrices(self) -> int:
+        """Matrices as wide as the queries in their projection: their own, and the gate's."""
+        return 2 if self.output_gate else 1
+
+    @property
     def kv_width(self) -> int:
         """Width of all keys; values of GQA have the same."""
         return self.kv_heads * self.head_dim
@@ -361,6 +371,21 @@ class ModelSpec(Record):
         return 0 if self.moe is None else self.moe.experts
 
     @property
+    def fc1_matrices(self) -> int:
+        """Matrices that read the input of an MLP or expert: gate and up, or up alone."""
+        return 2 if self.gated else 1
+
+    @property
+    def ffn_matrices(self) -> int:
+        """Matrices of an MLP or expert: those of `fc1_matrices`, and down."""
+        return self.fc1_matrices + 1
+
+    @property
+    def fc1_name(self) -> str:
+        """Name of the weight that holds the matrices of `fc1_matrices`."""
+        return "gate_up" if self.gated else "up"
+
+    @property
     def expert_width(self) -> int:
         """Width of a row that travels to an expert and comes back."""
         if self.moe is None or not self.moe.latent_size:
@@ -412,6 +437,10 @@ class ModelSpec(Record):
         if self.mixers:
             return self.mixers[layer]
         return MixerKind.ATTENTION
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts; MTP depths (`layer` >= layers) are like the last."""
+        return self.moe_layers[min(layer, self.layers - 1)]
 
     def has_mlp(self, layer: int) -> bool:
         """Return whether a layer has an MLP or experts; MTP depths have."""

@@ -205,6 +205,9 @@ class RankingRule:
     risk: float = SearchOptions().risk
 
 
+DEFAULT_RULE = RankingRule()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedLayout:
     """A layout that a plan was chosen over, in short."""
@@ -285,7 +288,7 @@ class Plan(Record):
     fingerprint: str
     gains: tuple[WhatIf, ...] = ()
     schema: int = 1
-    rule: RankingRule = RankingRule()
+    rule: RankingRule = DEFAULT_RULE
     runners_up: tuple[RankedLayout, ...] = ()
     gambles: tuple[RankedLayout, ...] = ()
     fast: Recommendation | None = None

@@ -141,7 +141,7 @@ def _adapted_experts_bytes(sym: Symbols) -> int:
     moe = sym.model.moe
     if moe is None or not sym.is_frozen or not sym.workload.fine_tuning.lora_experts:
         return 0
-    first_width = (2 if sym.model.gated else 1) * moe.ffn_size // sym.layout.etp
+    first_width = sym.model.fc1_matrices * moe.ffn_size // sym.layout.etp
     return sym.c * sym.R_peak * (2 * first_width + 3 * sym.model.expert_width)
 
 
@@ -271,7 +271,7 @@ def _mixer_shapes(sym: Symbols) -> set[tuple[int, int]]:
     model, layout, spec, h = sym.model, sym.layout, sym.model.attention, sym.model.hidden_size
     shapes = {(h, spec.out_width // layout.tp)}
     if spec.kind is AttentionKind.GQA:
-        gates = spec.q_width if spec.output_gate else 0
+        gates = spec.gate_width
         shapes.add(((spec.q_width + gates + 2 * spec.kv_width) // layout.tp, h))
     else:
         q_in = spec.q_lora_rank or h
@@ -294,7 +294,7 @@ def _mlp_shapes(sym: Symbols, has_experts: Collection[bool]) -> set[tuple[int, i
     """Return the shapes of a rank's weights of MLPs and experts that train."""
     model, layout, h = sym.model, sym.layout, sym.model.hidden_size
     fine_tuning = sym.workload.fine_tuning
-    wide = 2 if model.gated else 1
+    wide = model.fc1_matrices
     shapes: set[tuple[int, int]] = set()
     widths = set()
     has_dense = False in has_experts and model.dense_layer_count

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from moewright.cost.routed_rows import is_moe_layer
 from moewright.rules import routing
 from moewright.rules.adapters import adapted_linears, is_frozen, trains_module
 from moewright.rules.job import Job, micro_batch_tokens, routed_rows, tp_group_tokens
@@ -59,7 +58,7 @@ def layer_owed_bytes(
     bookings: list[Booking] = []
     if job.model.mixer(layer) is not MixerKind.NONE:
         bookings += _mixer(job, layer, inputs)
-    if is_moe_layer(job.model, layer):
+    if job.model.has_experts(layer):
         bookings += _experts(job, inputs, load)
     elif job.model.has_mlp(layer):
         bookings += _mlp(job, inputs)
@@ -92,7 +91,7 @@ def _mixer(job: Job, layer: int, inputs: dict[tuple[Module, str], int]) -> Itera
         return
     spec = job.model.attention
     names = ["input_norm_out", "attention_out"]
-    width = spec.q_width * (2 if spec.output_gate else 1) + 2 * spec.kv_width
+    width = spec.q_width * (spec.q_matrices) + 2 * spec.kv_width
     recurrent = job.model.recurrent
     if recurrent is not None and job.model.mixer(layer) is MixerKind.RECURRENT:
         names = ["input_norm_out", "mixer_out"]
@@ -112,7 +111,7 @@ def _mixer(job: Job, layer: int, inputs: dict[tuple[Module, str], int]) -> Itera
 def _mlp(job: Job, inputs: dict[tuple[Module, str], int]) -> Iterator[Booking]:
     if not trains_module(job.workload.fine_tuning, Module.DENSE_MLP):
         return
-    width = (2 if job.model.gated else 1) * job.model.dense_ffn_size
+    width = job.model.fc1_matrices * job.model.dense_ffn_size
     kept = sum(inputs.get((Module.DENSE_MLP, name), 0) for name in ("post_norm_out", "activation"))
     yield Module.DENSE_MLP, kept + _output_gradients(job, width)
 
@@ -124,7 +123,7 @@ def _experts(
 ) -> Iterator[Booking]:
     assert job.model.moe is not None  # the layer has experts
     fine_tuning = job.workload.fine_tuning
-    wide = 2 if job.model.gated else 1
+    wide = job.model.fc1_matrices
     rows = routed_rows(job.model, job.workload, job.layout, load)
     row_width = wide * job.model.moe.ffn_size // job.layout.etp + job.model.expert_width
     kept = sum(

@@ -20,7 +20,7 @@ from moewright.cost.memory.activations import (
     sum_by_module,
     token_id_bytes,
 )
-from moewright.cost.routed_rows import ExpertRows, is_moe_layer
+from moewright.cost.routed_rows import ExpertRows
 from moewright.cost.stage_parts import Array
 from moewright.rules.saved import recompute
 from moewright.rules.saved.saved_tensor import KeptTensor, Place, SavedTensor, offloads_at
@@ -187,7 +187,7 @@ class _StepPrices:
                 if tensor is not None and tensor.place is Place.DEVICE
             ]
             recomputed = recompute.layer_recompute(layout, place)
-            is_moe = is_moe_layer(context.job.model, layer)
+            is_moe = context.job.model.has_experts(layer)
             self._by_layer[layer_key] = tuple(place_tensors(kept, recomputed, is_moe=is_moe))
         return self._by_layer[layer_key]
 

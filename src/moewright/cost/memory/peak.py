@@ -39,13 +39,11 @@ from moewright.cost.memory.peak_terms import (
 )
 from moewright.cost.memory.rank_batch import EVERY_MODULE, Booked, StageRank
 from moewright.cost.memory.snapshots import RankTable, take_snapshots
-from moewright.cost.routed_rows import is_moe_layer
 from moewright.cost.stage_parts import Array, LayerPart, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.cost.time.mixers import mixer_width
 from moewright.rules import routing
 from moewright.rules.adapters import trains_module
-from moewright.rules.job import routed_rows
 from moewright.rules.saved import recompute
 from moewright.rules.timetable import schedule
 from moewright.spec.layout import Layout, Overlap, Recompute
@@ -94,18 +92,11 @@ class LayerMemory:
     offloaded: Array
 
 
-def rank_load(sym: Symbols) -> float:
-    """Return the expert rows of a rank over the mean, as the symbols expect them."""
-    even = routed_rows(sym.model, sym.workload, sym.layout, 1.0)
-    return sym.R_peak / even if even else 1.0
-
-
 def layer_memory(
     context: ActivationContext, sym: Symbols, policies: ActivationPolicies, part: LayerPart
 ) -> LayerMemory:
     """Count what a layer takes under the load that the symbols expect."""
-    even = routed_rows(sym.model, sym.workload, sym.layout, 1.0)
-    load = sym.R_peak / even if even else 1.0
+    load = sym.peak_load
     kept = layer_activations(context, policies, part, load=load)
     mlp = mlp_gradient_bytes(sym, part.layer)
     attention = attention_gradient_bytes(sym)
@@ -143,7 +134,7 @@ class ModelMemory:
             layer_owed_bytes(
                 job,
                 part.layer,
-                load=rank_load(self.sym),
+                load=self.sym.peak_load,
             )
             for part in self.parts.layers
         ]
@@ -471,8 +462,8 @@ def mlp_gradient_bytes(sym: Symbols, layer: int) -> int:
     """
     model, layout = sym.model, sym.layout
     # The outputs of gate and up (or of up alone) and of the activation, in widths of the MLP.
-    ffn_widths = 3 if model.gated else 2
-    if is_moe_layer(model, layer) and model.moe is not None:
+    ffn_widths = model.ffn_matrices
+    if model.has_experts(layer) and model.moe is not None:
         row_width = ffn_widths * model.moe.ffn_size // layout.etp + model.expert_width
         gradients = sym.c * sym.R_peak * row_width
         if layout.etp > 1:
@@ -517,7 +508,7 @@ def delayed_gradient_bytes(sym: Symbols) -> int:
     shared_ffn = 0
     if model.moe:
         shared_ffn = model.moe.shared_ffn_size
-    sharded_width += (2 if model.gated else 1) * shared_ffn
+    sharded_width += model.fc1_matrices * shared_ffn
     # The outputs of attention and of shared experts, each as wide as the hidden state.
     outputs = (2 if shared_ffn else 1) * sym.T * model.hidden_size
     sharded = sym.T * sharded_width // layout.tp

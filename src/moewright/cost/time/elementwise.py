@@ -269,7 +269,7 @@ def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
     choices = (Recompute.MOE_ACT, Recompute.MOE)
     yield _activation_rows("experts.activation", sym, between, *choices)
     if sym.is_frozen and sym.workload.fine_tuning.lora_experts:
-        firsts = 2 if sym.model.gated else 1
+        firsts = sym.model.fc1_matrices
         inputs = firsts * h + width
         outputs = firsts * width + h
         yield _adapter_rows("experts.adapters", sym, sym.R, inputs, outputs, Recompute.MOE)

@@ -69,7 +69,7 @@ def _captures_layer(graphs: Sequence[CudaGraphScope], sym: Symbols, kind: LayerK
 
 def _expert_products(sym: Symbols) -> int:
     """Return the products of an expert's forward, those of its adapters among them."""
-    products = 3 if sym.model.gated else 2
+    products = sym.model.ffn_matrices
     return products * (3 if sym.is_frozen and sym.workload.fine_tuning.lora_experts else 1)
 
 

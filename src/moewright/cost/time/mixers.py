@@ -250,5 +250,5 @@ def mixer_width(model: ModelSpec, layer: int) -> tuple[int, int]:
 def _attention_width(spec: AttentionSpec) -> int:
     if spec.kind is AttentionKind.MLA:
         return spec.heads * (2 * spec.head_dim + spec.v_head_dim)
-    gates = spec.q_width if spec.output_gate else 0
+    gates = spec.gate_width
     return spec.q_width + gates + 2 * spec.kv_width

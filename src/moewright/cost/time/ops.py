@@ -103,7 +103,7 @@ def _projections(sym: Symbols, layer: int) -> Iterator[OpRow]:
     dense = TimePart.DENSE
     up = Recompute.MLA_UP_PROJ
     if spec.kind is AttentionKind.GQA:
-        q_width = spec.q_width * (2 if spec.output_gate else 1)
+        q_width = spec.q_width * (spec.q_matrices)
         yield gemm_row("attention.q", sym, T, q_width / tp, h, dense)
         yield gemm_row("attention.k", sym, T, spec.kv_width / tp, h, dense)
         yield gemm_row("attention.v", sym, T, spec.kv_width / tp, h, dense)
@@ -127,7 +127,7 @@ def _mlp_gemms(sym: Symbols, name: str, ffn_size: int) -> Iterator[OpRow]:
     recomputed_by: tuple[Recompute, ...] = (Recompute.SHARED_EXPERTS, Recompute.MOE)
     if name == "mlp":
         recomputed_by = (Recompute.MLP,)
-    first_width = _first_linears(sym.model) * ffn_size / tp
+    first_width = sym.model.fc1_matrices * ffn_size / tp
     yield gemm_row(f"{name}.gate_up", sym, sym.T, first_width, h, TimePart.DENSE, *recomputed_by)
     yield gemm_row(f"{name}.down", sym, sym.T, h, ffn_size / tp, TimePart.DENSE, *recomputed_by)
 
@@ -157,17 +157,12 @@ def _moe_gemms(sym: Symbols) -> Iterator[OpRow]:
         yield from _mlp_gemms(sym, "shared", spec.shared_ffn_size)
 
 
-def _first_linears(model: ModelSpec) -> int:
-    """Return how many linears read the input of an MLP: gate and up, or one without a gate."""
-    return 2 if model.gated else 1
-
-
 def _expert_gemms(sym: Symbols) -> Iterator[OpRow]:
     spec = sym.model.moe
     if spec is None:
         return
     rows_per_expert = sym.R * sym.layout.ep / spec.experts
-    for name, linears in (("gate_up", _first_linears(sym.model)), ("down", 1)):
+    for name, linears in (("gate_up", sym.model.fc1_matrices), ("down", 1)):
         width = linears * spec.ffn_size / sym.layout.etp
         yield OpRow(
             name=f"experts.{name}",
@@ -184,7 +179,7 @@ def expert_numel(model: ModelSpec, layout: Layout) -> int:
     """Return the elements of one layer's routed experts on one rank."""
     if model.moe is None:
         return 0
-    matrices = _first_linears(model) + 1
+    matrices = model.ffn_matrices
     matrix_numel = model.expert_width * model.moe.ffn_size
     return matrices * matrix_numel * model.moe.experts // (layout.ep * layout.etp)
 
@@ -241,7 +236,7 @@ def _layer_numel(sym: Symbols, layer: int, moe: bool) -> int:
     h = model.hidden_size
     sharded, replicated = mixer_macs(model, layer)
     by_module = {Module.ATTENTION: sharded // tp + replicated}
-    matrices = _first_linears(model) + 1
+    matrices = model.ffn_matrices
     if not moe and model.has_mlp(layer):
         by_module[Module.DENSE_MLP] = matrices * h * model.dense_ffn_size // tp
     elif moe and model.moe is not None:

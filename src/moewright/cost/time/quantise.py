@@ -90,7 +90,7 @@ def mlp_operands(sym: Symbols, *, outside: float, between: float) -> Operands:
 
     `outside` elements come in and go out, `between` lie between the two.
     """
-    first_linears = 2 if sym.model.gated else 1
+    first_linears = sym.model.fc1_matrices
     return Operands(inputs=outside + between, gradients=first_linears * between + outside)
 
 

@@ -56,7 +56,6 @@ from moewright.cost.time.ops import expert_ops, layer_ops
 from moewright.cost.time.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
 from moewright.cost.time.step_tail import StepTail
 from moewright.rules.expert_load import expected_repeats
-from moewright.rules.job import routed_rows
 from moewright.rules.timetable.simulate import StageSeconds
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.plan import TimePart
@@ -422,12 +421,11 @@ class Pricer:
 
 def _offloaded(constants: Constants, sym: Symbols, kind: LayerKind) -> OffloadedActivations:
     """Return what a layer of a kind sends to the host under the layout's own policy."""
-    even = routed_rows(sym.model, sym.workload, sym.layout, 1.0)
     sent = offloaded_activations(
         activation_context(constants, sym),
         policy_of(sym.layout),
         kind,
-        load=sym.R_peak / even if even else 1.0,
+        load=sym.peak_load,
     )
     return OffloadedActivations(bytes=float(sent.bytes[0]), modules=int(sent.modules[0]))
 

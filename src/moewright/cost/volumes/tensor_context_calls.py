@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moewright.cost.routed_rows import is_moe_layer
 from moewright.cost.volumes.collective_calls import (
     FP32_BYTES,
     INT32_BYTES,
@@ -202,7 +201,7 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
     trains_head = trains_module(fine_tuning, Module.HEAD) or Recompute.LOSS in layout.recompute
     for chunk in chunks:
         layers = chunk_layers(model, chunk)
-        moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
+        moe_layers = sum(model.has_experts(layer) for layer in layers)
         dense_mlps = sum(model.has_mlp(layer) for layer in layers) - moe_layers
         shared_mlps = has_shared_experts * moe_layers
         mlps = dense_mlps + shared_mlps

@@ -342,7 +342,7 @@ class Attention(nn.Module):
         # MTP depths are like the last layer.
         self._rotates = not rope_layers or rope_layers[min(layer_number, len(rope_layers) - 1)]
         # A head's queries, and the gate of its output after them.
-        q_rows = spec.q_width * (2 if spec.output_gate else 1)
+        q_rows = spec.q_width * (spec.q_matrices)
         self.q = Weight(runtime, q_rows, hidden, sharding=TP_ROWS)
         self.k = Weight(runtime, spec.kv_width, hidden, sharding=TP_ROWS)
         self.v = Weight(runtime, spec.kv_width, hidden, sharding=TP_ROWS)

@@ -65,7 +65,7 @@ class TransformerLayer(nn.Module):
             runtime, is_there=placement.is_before, recompute=self._recomputes_norms
         )
         # MTP depths are like the last layer.
-        self._is_moe = model.moe_layers[min(layer_number, model.layers - 1)]
+        self._is_moe = model.has_experts(layer_number)
         if self._is_moe:
             self.moe = MoeLayer(runtime, layer_number)
             self._router_part = runtime.part_graphs.add_part(

@@ -128,7 +128,7 @@ def _count_tokens(runtime: Runtime, is_counted_BS: torch.Tensor) -> CountedToken
     local_BS = is_counted_BS[:, runtime.positions].float()
     weights_BS = local_BS / totals_B[:, None]
     layout = runtime.mesh.layout
-    tokens = local_BS.numel() // (layout.tp if layout.sp else 1)
+    tokens = local_BS.numel() // (layout.sp_degree)
     first = 0
     if layout.sp:
         first = runtime.mesh.coordinate("tp") * tokens

@@ -272,7 +272,7 @@ class Router(Weight):
         layout = runtime.mesh.layout
         positions = runtime.positions
         # With sequence parallelism the ranks of a TP group split one list of tokens.
-        group_tokens = tokens * (layout.tp if layout.sp else 1)
+        group_tokens = tokens * (layout.sp_degree)
         start = 0
         if layout.sp:
             start = runtime.mesh.coordinate("tp") * tokens
@@ -390,7 +390,7 @@ class Router(Weight):
             first = runtime.mesh.coordinate("tp") * tokens
         token_numbers = torch.arange(tokens, device=selection.scores.device) + first
         sequence_of_token = token_numbers // rank_length
-        sequences = tokens * (layout.tp if layout.sp else 1) // rank_length
+        sequences = tokens * (layout.sp_degree) // rank_length
         ids = sequence_of_token[:, None] * experts + selection.experts
         if counted is None:
             counts = count_ids(ids, sequences * experts)

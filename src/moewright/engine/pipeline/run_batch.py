@@ -165,7 +165,7 @@ def _open_channel(
     layout = mesh.layout
 
     def new_buffer(micro_batch: int) -> torch.Tensor:
-        tokens = batches[micro_batch].inputs.numel() // (layout.tp if layout.sp else 1)
+        tokens = batches[micro_batch].inputs.numel() // (layout.sp_degree)
         width = runtime.model.residual_streams * runtime.model.hidden_size
         return torch.empty(tokens, width, dtype=runtime.dtype, device=runtime.device)
 

@@ -121,7 +121,7 @@ def candidate_suffixes(model: ModelSpec, layer: int, suffix: str) -> tuple[str, 
         return (_QKV[suffix],)
     if suffix == "input_norm.weight" and model.attention.kind is AttentionKind.MLA:
         return _MLA_NORM
-    if suffix == "post_norm.weight" and not model.moe_layers[min(layer, model.layers - 1)]:
+    if suffix == "post_norm.weight" and not model.has_experts(layer):
         return _DENSE_NORM
     if suffix not in _IN_LAYER:
         raise _unnamed(f"layers.{layer}.{suffix}")

@@ -8,7 +8,7 @@ from moewright.codec.megatron_options import LAYOUT_OPTIONS
 from moewright.intake.megatron.options import Arguments
 from moewright.rules.timetable.stages import check_stages, pipeline_chunks
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Layout, Schedule
+from moewright.spec.layout import Layout, plain_schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.stage_string import StageString, parse_stages
 
@@ -129,5 +129,5 @@ def _format_stages(stage_layers: list[int], mtp_layers: int) -> StageString:
 
 
 def _with_vpp(layout: Layout, vpp: int) -> Layout:
-    schedule = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
+    schedule = plain_schedule(vpp)
     return replace(layout, vpp=vpp, schedule=schedule)

@@ -17,7 +17,7 @@ from moewright.spec.layout import (
     Offload,
     Overlap,
     Recompute,
-    Schedule,
+    plain_schedule,
 )
 from moewright.spec.model import (
     Activation,
@@ -196,7 +196,7 @@ def _part_choices(job: Job) -> Iterator[_Choice]:
     precision = job.workload.precision
     task = job.workload.fine_tuning.task
     # Until weight gradients are computed, a slot would be held that is free without graphs.
-    whole = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
+    whole = plain_schedule(layout.vpp)
     yield "layout.schedule", layout.schedule, layout.schedule.splits_backward, whole
     # Gathered weights lie elsewhere each time, and gradients in shards.
     yield "layout.zero", layout.zero, layout.zero >= 2, "1"

@@ -27,7 +27,7 @@ from moewright.spec.layout import (
     ExpertPlacement,
     Layout,
     Overlap,
-    Schedule,
+    plain_schedule,
 )
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -113,7 +113,7 @@ def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
             "the engine reduces gradients as a backward ends, and leaves weight gradients of "
             f"{layout.schedule} to later: not with zero={layout.zero}"
         )
-        nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
+        nearest = plain_schedule(layout.vpp)
         yield Reason(field="layout.schedule", value=layout.schedule, rule=rule, nearest=nearest)
 
 
@@ -141,7 +141,7 @@ def _check_norms(layout: Layout, model: ModelSpec, workload: Workload) -> Iterat
         value = "+".join(layout.offload)
         yield Reason(field="layout.offload", value=value, rule=rule, nearest="none")
     if layout.pp > 1 and layout.schedule.splits_backward:
-        nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
+        nearest = plain_schedule(layout.vpp)
         yield Reason(field="layout.schedule", value=layout.schedule, rule=rule, nearest=nearest)
     if workload.precision.is_narrow:
         precision = workload.precision

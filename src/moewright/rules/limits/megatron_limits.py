@@ -26,6 +26,7 @@ from moewright.spec.layout import (
     Overlap,
     Recompute,
     Schedule,
+    plain_schedule,
 )
 from moewright.spec.model import (
     Activation,
@@ -285,7 +286,7 @@ def _check_router(router: RouterSpec) -> Iterator[Reason]:
 
 def _check_layout(layout: Layout) -> Iterator[Reason]:
     if layout.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
-        nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
+        nearest = plain_schedule(layout.vpp)
         yield _refusal("layout.schedule", layout.schedule, "has 1f1b and interleaved", nearest)
     if 0 < layout.offload_chunks < layout.vpp:
         rule = "offloads the same modules of every chunk"

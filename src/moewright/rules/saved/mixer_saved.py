@@ -188,7 +188,7 @@ def _slopes_saved(chosen_bytes: int, symbols: MixerSymbols) -> Iterator[SavedTen
 
 def gate_saved(spec: AttentionSpec, symbols: MixerSymbols) -> Iterator[SavedTensor]:
     """Yield the gate of attention's output, and the gated output, which its projection takes."""
-    width = spec.q_width if spec.output_gate else 0
+    width = spec.gate_width
     for name in ("output_gate", "gated_out"):
         yield _row(name, symbols.c * symbols.T * width // symbols.tp)
 

@@ -187,7 +187,7 @@ def _base_flops(
             yield replace(part, flops=count * part.flops)
     projection = 2 * share.tokens * 2 * h * h // tp
     if not model.joins_mtp_inputs:  # of the embedding and of every stream, on the rank's own tokens
-        local_tokens = share.tokens // tp if layout.sp else share.tokens
+        local_tokens = share.tokens // layout.sp_degree
         projection = 2 * local_tokens * (1 + model.residual_streams) * h * h
     for depth in range(share.mtp):
         yield ForwardFlops(op=FlopOp.GEMM, module=Module.MTP, flops=projection)
@@ -198,7 +198,7 @@ def _base_flops(
             yield replace(part, in_mtp=True)
     yield head_flops(model, layout, share)
     if model.moe and share.routed_rows:
-        row_flops = 2 * _matrices(model) * model.expert_width * model.moe.ffn_size // layout.etp
+        row_flops = 2 * model.ffn_matrices * model.expert_width * model.moe.ffn_size // layout.etp
         for rows, in_mtp in ((share.routed_rows - share.mtp_rows, False), (share.mtp_rows, True)):
             yield ForwardFlops(
                 op=FlopOp.GROUPED_GEMM,
@@ -234,7 +234,7 @@ def adapter_macs(linear: AdaptedLinear, layout: Layout, share: RankShare) -> int
 
     A matrix that TP does not shard multiplies the rank's part of the tokens.
     """
-    own_tokens = share.tokens // layout.tp if layout.sp else share.tokens
+    own_tokens = share.tokens // layout.sp_degree
     inputs, outputs = own_tokens * linear.inputs, own_tokens * linear.outputs
     if linear.cut == "columns":
         inputs = share.tokens * linear.inputs // layout.tp
@@ -252,7 +252,7 @@ def head_flops(model: ModelSpec, layout: Layout, share: RankShare) -> ForwardFlo
     if model.residual_streams == 1:
         return logits
     passes = share.mtp + share.head
-    local_tokens = share.tokens // layout.tp if layout.sp else share.tokens
+    local_tokens = share.tokens // layout.sp_degree
     streams_flops = passes * 2 * local_tokens * model.residual_streams**2 * model.hidden_size
     return replace(logits, flops=logits.flops + streams_flops)
 
@@ -264,16 +264,11 @@ def logit_flops(model: ModelSpec, layout: Layout, share: RankShare) -> ForwardFl
     return ForwardFlops(op=FlopOp.GEMM, module=Module.HEAD, flops=flops)
 
 
-def _matrices(model: ModelSpec) -> int:
-    """Return the matrices of an MLP: gate and up, or up alone, and down."""
-    return 3 if model.gated else 2
-
-
 def _count_alike(model: ModelSpec, layers: Sequence[int]) -> Iterable[tuple[int, int]]:
     """Return a layer of each kind whose FLOPs differ, and how many there are of it."""
     alike: dict[tuple[MixerKind, int, bool, bool], list[int]] = {}
     for layer in layers:
-        is_moe = model.moe_layers[layer if layer < model.layers else -1]
+        is_moe = model.has_experts(layer)
         kind = (model.mixer(layer), model.layer_window(layer), model.has_mlp(layer), is_moe)
         alike.setdefault(kind, []).append(layer)
     return [(numbers[0], len(numbers)) for numbers in alike.values()]
@@ -285,7 +280,7 @@ def _layer_flops(
     """Yield the FLOPs of one layer without its routed experts."""
     h, tp, tokens = model.hidden_size, layout.tp, share.tokens
     # Work that TP does not shard runs on the rank's part of the sequence.
-    local_tokens = tokens // tp if layout.sp else tokens
+    local_tokens = tokens // layout.sp_degree
     sharded, replicated = mixer_macs(model, layer)
     replicated -= indexer_macs(model, layer)
     projections = 2 * tokens * sharded // tp + 2 * local_tokens * replicated
@@ -299,8 +294,8 @@ def _layer_flops(
         yield FlopOp.GEMM, Module.NORM, 2 * local_tokens * _stream_macs(model, layer)
     if not model.has_mlp(layer):
         return
-    mlp_macs = tokens * _matrices(model) * h
-    is_moe = model.moe_layers[layer if layer < model.layers else -1]
+    mlp_macs = tokens * model.ffn_matrices * h
+    is_moe = model.has_experts(layer)
     if not is_moe or model.moe is None:
         yield FlopOp.GEMM, Module.DENSE_MLP, 2 * mlp_macs * model.dense_ffn_size // tp
         return
@@ -319,7 +314,7 @@ def _indexer_flops(
 
     Its scores are a product like others: no recomputation of core attention repeats it.
     """
-    local_tokens = share.tokens // layout.tp if layout.sp else share.tokens
+    local_tokens = share.tokens // layout.sp_degree
     flops = 2 * local_tokens * indexer_macs(model, layer)
     flops += scoring_flops(model, layer, local_tokens, seq_len)
     has_backward = share.trains_indexer

@@ -184,7 +184,7 @@ def mixer_macs(model: ModelSpec, layer: int) -> tuple[int, int]:
 
 
 def _grouped_query_macs(spec: AttentionSpec, h: int) -> int:
-    gates = spec.q_width if spec.output_gate else 0
+    gates = spec.gate_width
     return h * (spec.q_width + gates + 2 * spec.kv_width) + spec.out_width * h
 
 

@@ -204,7 +204,7 @@ def _stream_mix(
 
 def _gqa(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
     spec, h, module = model.attention, model.hidden_size, Module.ATTENTION
-    q_rows = spec.q_width * (2 if spec.output_gate else 1)
+    q_rows = spec.q_width * (spec.q_matrices)
     for part, width in (("q", q_rows), ("k", spec.kv_width), ("v", spec.kv_width)):
         yield tensor(f"{prefix}{part}.weight", (width, h), module, layer, TP_ROWS)
         if spec.qkv_bias:
@@ -262,7 +262,7 @@ def _mlp(
     model: ModelSpec, prefix: str, layer: int, module: Module, ffn: int, *, has_bias: bool
 ) -> Iterator[Param]:
     h = model.hidden_size
-    name = "gate_up" if model.gated else "up"
+    name = model.fc1_name
     stacked = (2,) if model.gated else ()
     ffn_sharded = (("tp", len(stacked)),)
     yield tensor(f"{prefix}{name}.weight", (*stacked, ffn, h), module, layer, ffn_sharded)
@@ -304,7 +304,7 @@ def _moe(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
 def _routed_experts(model: ModelSpec, spec: MoeSpec, prefix: str, layer: int) -> Iterator[Param]:
     """Yield the weights of all routed experts, each stacked along its first dim."""
     module, width, ffn = Module.EXPERTS, model.expert_width, spec.ffn_size
-    name = "gate_up" if model.gated else "up"
+    name = model.fc1_name
     stacked = (spec.experts, 2) if model.gated else (spec.experts,)
     up_sharded = (("ep", 0), ("etp", len(stacked)))
     up_shape = (*stacked, ffn, width)

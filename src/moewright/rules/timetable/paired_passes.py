@@ -123,15 +123,10 @@ def _cut(kind: RowKind, steps: Iterator[WorkStep | None]) -> tuple[PassSegment, 
     return tuple(PassSegment(kind=kind, steps=tuple(steps_)) for steps_ in segments)
 
 
-def _is_moe(model: ModelSpec, layer: int) -> bool:
-    # MTP depths are like the last layer.
-    return model.moe_layers[min(layer, model.layers - 1)]
-
-
 def _forward_layer(
     model: ModelSpec, layer: int, *, is_replay: bool = False
 ) -> Iterator[WorkStep | None]:
-    if not _is_moe(model, layer):
+    if not model.has_experts(layer):
         yield WorkStep(work=PassWork.WHOLE, layer=layer, is_replay=is_replay)
         return
     yield WorkStep(work=PassWork.BEFORE, layer=layer, is_replay=is_replay)
@@ -184,6 +179,6 @@ def _backward_span(
         for layer in layers:
             yield from _forward_layer(model, layer, is_replay=True)
     for layer in reversed(layers):
-        if Recompute.MOE in layout.recompute and _is_moe(model, layer):
+        if Recompute.MOE in layout.recompute and model.has_experts(layer):
             yield from _forward_layer(model, layer, is_replay=True)
         yield from _backward_layer(model, layer)
