@@ -8,7 +8,9 @@ from moewright.cli.main import main
 from moewright.codec import parse_layout
 from moewright.diagnosis.judgement import judge_plan
 from moewright.report import console
-from moewright.report.console import format_flops, make_console, print_estimate
+from moewright.report.console import make_console
+from moewright.report.document_text import print_sections
+from moewright.report.estimate_document import build_estimate_parts, build_verdict, format_flops
 from moewright.report.plan_text import describe_evidence, print_plans
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.plan import Evidence, EvidenceGrade, Verdict
@@ -22,7 +24,8 @@ def out():
 
 
 def _print(out, shown):
-    print_estimate(make_console(out), shown, judge_plan(shown), verbose=True)
+    sections = (build_verdict(shown, judge_plan(shown)), *build_estimate_parts(shown))
+    print_sections(make_console(out), sections, verbose=True)
 
 
 def too_large(base):

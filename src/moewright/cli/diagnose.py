@@ -164,8 +164,8 @@ def _replay(run: Path, outputs: DiagnosisOutputs) -> int:
 
 def print_short_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """Print a diagnosis in ten lines: the wall, where the step goes, and what to write."""
-    from moewright.report.console import job_title
     from moewright.report.document_text import print_sections
+    from moewright.report.estimate_document import job_title
     from moewright.report.finding_sections import build_advice_section, describe_step
 
     assert diagnosis.job is not None

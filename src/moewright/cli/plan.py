@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from moewright.api.launch_scripts import BetterLayouts
     from moewright.api.planning import Plans
     from moewright.search.misfit import Misfit
+    from moewright.spec.plan import Estimate, Plan
 
 
 _NO_PLANNING = PlanningOptions()
@@ -114,7 +115,7 @@ def _print_answer(
 ) -> None:
     """Print the ranking, what its first rests on, and who starts each plan."""
     from moewright.api.running import describe_trainers
-    from moewright.report.console import print_defaults, print_measured_load
+    from moewright.report.console import print_defaults
     from moewright.report.plan_text import print_plans
 
     print_defaults(console, plans.request.defaults)
@@ -130,9 +131,17 @@ def _print_answer(
     for line in describe_trainers(plans.plans):
         console.print(line, soft_wrap=True)
     if plans.best:
-        print_measured_load(console, plans.best, plans.even_routing)
+        _print_measured_load(console, plans.best, plans.even_routing)
     for line in objections:
         console.print(line, soft_wrap=True)
+
+
+def _print_measured_load(console: Console, plan: Plan, even: Estimate | None) -> None:
+    """Print what a measured load costs, where one was measured: then there is an even estimate."""
+    from moewright.report.estimate_document import describe_measured_load
+
+    if even is not None:
+        console.print(describe_measured_load(plan, even), soft_wrap=True)
 
 
 _NO_SCRIPT = LaunchScriptOptions()
@@ -175,7 +184,9 @@ def estimate(
     from moewright.api.planning import estimate_even_routing, estimate_request
     from moewright.api.views import view_estimate
     from moewright.diagnosis.judgement import judge_quickly
-    from moewright.report.console import print_defaults, print_estimate, print_measured_load
+    from moewright.report.console import print_defaults
+    from moewright.report.document_text import print_sections
+    from moewright.report.estimate_document import build_estimate_parts, build_verdict
     from moewright.report.trace import write_trace
     from moewright.search.misfit import explain_imbalance
     from moewright.spec.plan import Verdict
@@ -211,8 +222,9 @@ def estimate(
             print_script_plan(console, better, notes, is_verbose=script.verbose)
         else:
             print_defaults(console, notes)
-            print_estimate(console, plan, judgement, verbose=script.verbose)
-        print_measured_load(console, plan, estimate_even_routing(plan))
+            sections = (build_verdict(plan, judgement), *build_estimate_parts(plan))
+            print_sections(console, sections, verbose=script.verbose)
+        _print_measured_load(console, plan, estimate_even_routing(plan))
         if script.verbose:
             for line in explain_imbalance(plan):
                 console.print(line, soft_wrap=True, markup=False)
@@ -223,10 +235,11 @@ def print_script_plan(
     console: Console, better: BetterLayouts, notes: tuple[str, ...], *, is_verbose: bool
 ) -> None:
     """Print the verdict on a launch script's job, what would be better, and on demand the rest."""
-    from moewright.report.console import print_estimate_parts, print_verdict
+    from moewright.report.document_text import print_sections
+    from moewright.report.estimate_document import build_estimate_parts, build_verdict
     from moewright.report.plan_text import print_ranking
 
-    print_verdict(console, better.own, better.judgement)
+    print_sections(console, (build_verdict(better.own, better.judgement),))
     console.print("What would be better", style="bold")
     if better.plans:
         print_ranking(console, better.plans, picked=(better.own,))
@@ -235,7 +248,7 @@ def print_script_plan(
     for line in notes:
         console.print(line, soft_wrap=True, markup=False)
     if is_verbose:
-        print_estimate_parts(console, better.own, verbose=True)
+        print_sections(console, build_estimate_parts(better.own), verbose=True)
     else:
         console.print("Memory, time and assumptions: -v")
 

@@ -74,7 +74,8 @@ def _verify_training(path: Path, out: Path, run: VerifiedRun, overrides: tuple[s
         TrainingCheckRequest,
         verify_training,
     )
-    from moewright.report.training_check_text import print_training_checks
+    from moewright.report.document_text import print_sections
+    from moewright.report.training_check_document import build_training_check
 
     steps = CHECKED_STEPS if run.steps is None else run.steps
     _check_at_least_one("--steps", steps)
@@ -84,7 +85,7 @@ def _verify_training(path: Path, out: Path, run: VerifiedRun, overrides: tuple[s
         path=path, out=out, layout=run.layout, nproc=run.nproc, steps=steps, overrides=overrides
     )
     answer = verify_training(request, print_now)
-    print_training_checks(open_console(None), answer.checks)
+    print_sections(open_console(None), map(build_training_check, answer.checks), verbose=True)
     if answer.code:
         return answer.code
     print(f"wrote {out / CHECK_FILE}")

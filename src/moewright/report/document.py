@@ -72,10 +72,14 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Columns, and rows with a cell for each of them."""
+    """Columns, and rows with a cell for each of them.
+
+    A short answer that leaves rows out shows `rest` in their place, where there is one.
+    """
 
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
+    rest: TableRow | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,16 +155,22 @@ def build_table(
     rows: Iterable[Iterable[Line]],
     *,
     short: int | None = None,
+    rest: Iterable[Line] = (),
     total: Iterable[Line] = (),
 ) -> Table:
-    """Build a table, of which short answers show the first `short` rows; None: all of them."""
+    """Build a table, of which short answers show the first `short` rows; None: all of them.
+
+    `rest` sums up the rows that they leave out, and `total` all rows.
+    """
     kept = [TableRow(cells=tuple(cells)) for cells in rows]
-    if short is not None:
+    left_out = None
+    if short is not None and len(kept) > short:
         kept[short:] = [replace(row, extent=Extent.LONG) for row in kept[short:]]
-    last = tuple(total)
-    if last:
-        kept.append(TableRow(cells=last, is_total=True))
-    return Table(columns=tuple(columns), rows=tuple(kept))
+        if cells := tuple(rest):
+            left_out = TableRow(cells=cells)
+    if cells := tuple(total):
+        kept.append(TableRow(cells=cells, is_total=True))
+    return Table(columns=tuple(columns), rows=tuple(kept), rest=left_out)
 
 
 def tabulate(rows: Sequence[Row]) -> Table:
@@ -174,6 +184,12 @@ def tabulate(rows: Sequence[Row]) -> Table:
 
 def _has_words(rows: Iterable[Row], name: str) -> bool:
     return any(isinstance(row.get(name), str) for row in rows)
+
+
+def draw_bar(share: float, width: int) -> str:
+    """Return a bar of `width` letters, a share of them full."""
+    full = min(width, max(0, round(share * width)))
+    return "█" * full + "░" * (width - full)
 
 
 def list_runs(line: Line) -> tuple[Phrase, ...]:

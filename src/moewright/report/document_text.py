@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
 
-from moewright.report.console import make_table, print_fact
+from moewright.report.console import NAME_WIDTH, make_table, print_fact, spell
 from moewright.report.document import (
     Document,
     DocumentSection,
@@ -15,6 +16,7 @@ from moewright.report.document import (
     Face,
     ItemList,
     Line,
+    Phrase,
     Table,
     Tone,
     join_runs,
@@ -55,13 +57,13 @@ def _print_section(console: Console, section: DocumentSection, shown: Collection
     if section.brief and is_short:
         console.print(Text(section.brief), soft_wrap=True)
     elif section.title:
-        title = _draw_line(section.title)
+        title = _draw_line(console, section.title)
         title.style = f"bold {_COLOURS[section.tone]}".strip()
         console.print(title, soft_wrap=True)
     for line in section.lines:
-        console.print(_draw_line(line), soft_wrap=True)
+        console.print(_draw_line(console, line), soft_wrap=True)
     for name, value in section.facts:
-        print_fact(console, name, _draw_line(value))
+        _print_fact(console, name, value)
     if section.table is not None:
         _print_table(console, section.table, shown)
     if section.items is not None:
@@ -74,18 +76,31 @@ def _print_section(console: Console, section: DocumentSection, shown: Collection
     print_sections(console, section.sections, verbose=not is_short)
 
 
+def _print_fact(console: Console, name: str, value: Line) -> None:
+    """Print a value behind its name, wrapped beside it; what is code is whole, to be copied."""
+    text = _draw_line(console, value)
+    if isinstance(value, Phrase) and value.face is Face.CODE:
+        text = Text(f"{name:{NAME_WIDTH}}").append_text(text)
+        console.print(text, soft_wrap=True)
+    else:
+        print_fact(console, name, text)
+
+
 def _print_items(console: Console, items: ItemList, *, is_short: bool) -> None:
     shown = items.items[: items.short] if items.short and is_short else items.items
     for number, item in enumerate(shown, 1):
         mark = f"  {number}. " if items.is_numbered else "- "
-        console.print(Text(mark).append_text(_draw_line(item)), soft_wrap=True)
+        console.print(Text(mark).append_text(_draw_line(console, item)), soft_wrap=True)
 
 
 def _print_table(console: Console, table: Table, shown: Collection[Extent]) -> None:
     """Print the rows that this answer has, if any."""
-    rows = [row for row in table.rows if row.extent in shown]
+    rows = [row for row in table.rows if row.extent in shown and not row.is_total]
+    totals = [row for row in table.rows if row.is_total]
     if not rows:
         return
+    if table.rest is not None and Extent.LONG not in shown:
+        rows.append(table.rest)
     drawn = make_table()
     for column in table.columns:
         if column.has_words:
@@ -93,14 +108,20 @@ def _print_table(console: Console, table: Table, shown: Collection[Extent]) -> N
         else:
             drawn.add_column(column.name, justify="right", no_wrap=True)
     for row in rows:
-        if row.is_total:
-            drawn.add_section()
-        drawn.add_row(*map(_draw_line, row.cells), style="bold" if row.is_total else "")
+        drawn.add_row(*(_draw_line(console, cell) for cell in row.cells))
+    for row in totals:
+        drawn.add_section()
+        drawn.add_row(*(_draw_line(console, cell) for cell in row.cells), style="bold")
     console.print(drawn)
 
 
-def _draw_line(line: Line) -> Text:
+def _draw_line(console: Console, line: Line) -> Text:
     text = Text()
     for phrase in list_runs(line):
-        text.append(phrase.text, style=f"{_FACES[phrase.face]} {_COLOURS[phrase.tone]}".strip())
+        text.append_text(draw_phrase(replace(phrase, text=spell(console, phrase.text))))
     return text
+
+
+def draw_phrase(phrase: Phrase) -> Text:
+    """Return a phrase in the colour of its tone."""
+    return Text(phrase.text, style=f"{_FACES[phrase.face]} {_COLOURS[phrase.tone]}".strip())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from moewright.codec import format_layout
-from moewright.report.console import (
+from moewright.report.document import DocumentSection, Extent, build_table, numbers, words
+from moewright.report.estimate_document import (
     describe_imbalance,
     describe_load_limit,
     format_flops,
 )
-from moewright.report.document import DocumentSection, Extent, build_table, numbers, words
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from rich.console import Console
@@ -14,14 +14,18 @@ from moewright.codec import format_layout, format_layout_changes
 from moewright.cost.evidence import JOIN, OWN_RATES
 from moewright.diagnosis.judgement import describe_nearest_run
 from moewright.diagnosis.published import find_nearest_runs
-from moewright.report.console import (
-    STYLES,
-    assumption_table,
+from moewright.report.console import make_table, spell
+from moewright.report.document import (
+    DocumentSection,
+    Extent,
+    Phrase,
+    build_table,
     draw_bar,
-    job_title,
-    make_table,
-    summarise_sources,
+    numbers,
+    words,
 )
+from moewright.report.document_text import draw_phrase, print_sections
+from moewright.report.estimate_document import VERDICT_TONES, build_assumptions, job_title
 from moewright.search.explain import DEPARTURE, EXPECTED_ERROR, SECOND, UNUSED
 from moewright.search.misfit import REMEDY
 from moewright.spec.plan import (
@@ -53,6 +57,7 @@ _DETAILS = (
     EXPECTED_ERROR,
     "Evidence",
 )  # sentences begin with them
+_BAR_WIDTH = 10
 _NAMES_SHOWN = 2  # of choices without evidence
 _INDENT = "    "  # of a layout under its figures
 _WIDEST_LAYOUT = 40  # characters of a layout that a column of the table holds
@@ -83,8 +88,7 @@ def print_plans(
     """
     if not plans:
         console.print(Text("No legal layout fits.", style="red"))
-        if rejected:
-            console.print(_rejection_table(rejected))
+        print_sections(console, _rejections(rejected), verbose=True)
         return
     console.print(Text(job_title(plans[0]), style="bold"), soft_wrap=True)
     if verbose:
@@ -102,10 +106,8 @@ def print_plans(
             console.print(Text(line))
     if verbose:
         console.print()
-        console.print(assumption_table(plans[0].estimate.assumptions))
-        console.print(_rejection_table(rejected))
-    else:
-        console.print(Text(summarise_sources(plans[0].estimate.assumptions)))
+    sections = (build_assumptions(plans[0].estimate.assumptions), *_rejections(rejected))
+    print_sections(console, sections, verbose=verbose)
 
 
 def _describe_order(rule: RankingRule) -> str:
@@ -269,7 +271,7 @@ def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Pla
             format_figures(estimate.tokens_per_s_per_device),
             f"{format_figures(estimate.tflops_per_device)}",
             f"{estimate.mfu:.1%}",
-            f"{format_bytes(estimate.peak_bytes)} {draw_bar(console, used)}",
+            f"{format_bytes(estimate.peak_bytes)} {spell(console, draw_bar(used, _BAR_WIDTH))}",
             format_bytes(estimate.margin_bytes),
             _verdict_cell(estimate),
         )
@@ -306,11 +308,14 @@ def _break_at_commas(text: str, width: int) -> Iterable[str]:
 
 def _verdict_cell(estimate: Estimate) -> Text:
     verdict = f"{estimate.verdict.value} {estimate.fit_probability:.0%}"
-    return Text(verdict, style=STYLES[estimate.verdict])
+    return draw_phrase(Phrase(text=verdict, tone=VERDICT_TONES[estimate.verdict]))
 
 
-def _rejection_table(rejected: Iterable[tuple[str, int]]) -> Table:
-    table = make_table("layouts", "rule", text_columns=("rule",), title="Rejected")
-    for rule, count in sorted(rejected, key=lambda pair: (-pair[1], pair[0])):
-        table.add_row(f"{count:,}", Text(rule))
-    return table
+def _rejections(rejected: Sequence[tuple[str, int]]) -> Iterator[DocumentSection]:
+    """Yield how many layouts each rule rejected, the most first, where a long answer is wanted."""
+    rows = sorted(rejected, key=lambda pair: (-pair[1], pair[0]))
+    if rows:
+        table = build_table(
+            (*numbers("layouts"), *words("rule")), [(f"{count:,}", rule) for rule, count in rows]
+        )
+        yield DocumentSection(title="Rejected", table=table, extent=Extent.LONG)

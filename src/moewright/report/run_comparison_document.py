@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from moewright.diagnosis.published import Nearness
 from moewright.diagnosis.run_comparison import ComparedRun, GapCloser, RunComparison
-from moewright.report.console import job_title
 from moewright.report.document import (
     Document,
     DocumentSection,
@@ -19,6 +18,7 @@ from moewright.report.document import (
     numbers,
     words,
 )
+from moewright.report.estimate_document import job_title
 from moewright.report.finding_sections import build_advice_section, list_fix_runs
 from moewright.spec.units import format_figures, format_seconds
 

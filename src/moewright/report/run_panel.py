@@ -24,7 +24,8 @@ from rich.text import Text
 
 from moewright.codec import STEPS_FILE, FloatPolicy, from_data
 from moewright.codec.run_files import RecordTail
-from moewright.report.console import draw_bar
+from moewright.report.console import spell
+from moewright.report.document import draw_bar
 from moewright.report.run_sections import is_number
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, LayerLoad, StepRecord
@@ -258,7 +259,7 @@ def _draw_head(progress: RunProgress, record: StepRecord, console: Console) -> T
     share = record.step / max(1, progress.last_step)
     head = Text(f"{progress.name} ", style="bold")
     head.append(f"step {record.step:,}/{progress.last_step:,} ")
-    head.append(draw_bar(console, share, _BAR_WIDTH), style="cyan")
+    head.append(spell(console, draw_bar(share, _BAR_WIDTH)), style="cyan")
     left_s = (progress.last_step - record.step) * median(progress.paces)
     if left_s:
         head.append(f" {share:.0%}, {format_duration(left_s)} left")
