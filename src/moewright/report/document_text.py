@@ -95,10 +95,11 @@ def _print_items(console: Console, items: ItemList, *, is_short: bool) -> None:
 
 def _print_table(console: Console, table: Table, shown: Collection[Extent]) -> None:
     """Print the rows that this answer has, if any."""
-    rows = [row for row in table.rows if row.extent in shown and not row.is_total]
-    totals = [row for row in table.rows if row.is_total]
-    if not rows:
+    present = [row for row in table.rows if row.extent in shown]
+    if not present:
         return
+    rows = [row for row in present if not row.is_total]
+    totals = [row for row in present if row.is_total]
     if table.rest is not None and Extent.LONG not in shown:
         rows.append(table.rest)
     drawn = make_table()
