@@ -87,6 +87,7 @@ def call_all() -> None:
         for operand in (recipe.inputs, recipe.weights, recipe.gradients):
             for tensor in (x, x.mT):
                 kernels.convert(tensor, operand, Groups(), generator)
+        kernels.convert_weight(x, recipe.weights)
 
 
 def compile_all(capability: int) -> None:
@@ -138,7 +139,9 @@ def test_every_kernel_compiles(capability: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
         "_cast_rows",
+        "_cast_weight",
         "_convert_blocks",
+        "_convert_weight",
         "_cross_entropy",
         "_cross_entropy_backward",
         "_largest_of_rows",

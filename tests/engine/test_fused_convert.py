@@ -6,12 +6,19 @@ It runs on a GPU where there is one, else in Triton's interpreter on the CPU (co
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 import pytest
 import torch
 
 from moewright.engine.kernels.fused.table import triton_kernels
-from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, NarrowTensor, convert
+from moewright.engine.kernels.low_precision import (
+    ONE_GROUP,
+    Groups,
+    NarrowTensor,
+    convert,
+    convert_weight,
+)
 from moewright.engine.kernels.products import NarrowProducts
 from moewright.engine.run.env import is_triton_interpreted
 from moewright.rules.low_precision import OperandKind, Recipe, find_recipe
@@ -82,6 +89,25 @@ def test_every_operand_has_the_bits_of_the_reference(name: str) -> None:
             if groups.ends is not None:
                 there = Groups(ends=groups.ends.to(DEVICE), of_columns=groups.of_columns)
             assert_same_bits(fused(x.to(DEVICE), operand, there, None), convert(x, operand, groups))
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_weight_is_written_both_ways_in_the_bits_of_two_conversions(name: str) -> None:
+    """Broken tiles, odd rows and columns, experts whose tiles are filled up, a view of a buffer."""
+    operand = recipe_of(name).weights
+    for shape in ((70, 200), (3, 31), (130, 33), (3, 20, 70), (2, 130, 5)):
+        flat = draw(prod(shape[:-1]), shape[-1])
+        w = torch.cat((flat.new_ones(7), flat.flatten()))[7:].view(shape)
+        fused = triton_kernels().convert_weight(w.to(DEVICE), operand)
+        expected = convert_weight(w, operand)
+        for ours, reference in (
+            (fused.forward, expected.forward),
+            (fused.transposed, expected.transposed),
+        ):
+            assert_same_bits(ours, reference)
+            ends = ours.groups.ends, reference.groups.ends
+            assert (ends[0] is None) == (ends[1] is None)
+            assert ends[0] is None or ends[0].tolist() == ends[1].tolist()
 
 
 def test_numbers_are_rounded_at_random_by_the_same_draws() -> None:

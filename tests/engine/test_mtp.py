@@ -56,7 +56,7 @@ def gradients(text: str, documents: DocumentMasking) -> dict[str, torch.Tensor]:
     state.optimizer.update = record_gradients  # type: ignore[method-assign]
     result = train_step(state, step=1, lr=0.0, stop_requested=False, count_ledger=True)
     ledger = state.runtime.counters.build_ledger(
-        rank=0, pp_rank=0, state=state.optimizer.memory_rows(), time=(), notes=()
+        rank=0, pp_rank=0, state=state.memory_rows(), time=(), notes=()
     )
     counts = tuple(
         tuple((tuple(layer),) for layer in of_batch)

@@ -11,7 +11,7 @@ from moewright.cost.memory.model_states import frozen_rows
 from moewright.cost.memory.paired_memory import paired_saved_rows
 from moewright.cost.memory.peak import sum_memory
 from moewright.cost.memory.replicas import replica_rows
-from moewright.cost.memory.storages import bound_allowance, list_storages
+from moewright.cost.memory.storages import BytesOfStep, bound_allowance, list_storages
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
 from moewright.cost.volumes.collective_bytes import comm_rows
 from moewright.rules import grid
@@ -25,6 +25,7 @@ from moewright.rules.shapes import flops, fsdp
 from moewright.rules.timetable import schedule
 from moewright.rules.timetable.paired_passes import can_pair
 from moewright.rules.timetable.stages import chunk_layers
+from moewright.rules.weight_copies import weight_copy_rows
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Component, FlopOp, FlopRow, Ledger, Module, Selection
@@ -88,8 +89,10 @@ def predict_rank_ledger(
     has_pairs = can_pair(job.layout, micro_batches) and not job.layout.schedule.splits_backward
     saved = paired_saved_rows if has_pairs else ledger_saved_rows
     hosted = hosted_rows(context, rows, chunks=chunks, table=table)
+    copies = weight_copy_rows(job, pp_rank)
     memory = (
         *frozen_rows(job, rank),
+        *copies,
         *unit_state_rows(job, rank),
         *replica_rows(job, pp_rank),
         *delayed_scaling_rows(job, pp_rank),
@@ -104,19 +107,20 @@ def predict_rank_ledger(
     if not is_host:
         host_bytes = sum(row.bytes for row in memory if row.component is Component.HOST)
     gradient_bytes = unit_gradient_bytes(job.layout, units, with_host=is_host)
+    made = BytesOfStep(
+        unit_gradients=gradient_bytes, weight_copies=sum(row.bytes for row in copies)
+    )
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
         memory=sum_memory(memory),
-        storages=list_storages(
-            job, memory, host_bytes=host_bytes, unit_gradient_bytes=gradient_bytes
-        ),
+        storages=list_storages(job, memory, host_bytes=host_bytes, made=made),
         allowance=bound_allowance(
             job,
             memory,
             flat_sets,
             units,
-            unit_gradient_bytes=gradient_bytes,
+            made=made,
             recorded_micro_batches=rows.micro_batches,
             is_repeated=selection is not None and selection.is_repeated,
         ),

@@ -16,6 +16,7 @@ from moewright.engine.dispatch.rows import RowBudget
 from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.products import WIDE_PRODUCTS, Products
+from moewright.engine.kernels.weight_copies import WeightCopies
 from moewright.engine.memory.part_graphs import PartGraphs
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
@@ -32,7 +33,8 @@ class Runtime:
     """A frozen record of the job, this rank and the objects that the engine's parts share.
 
     `products` are those of linear layers, but of router and head; with delayed scales, in
-    `delayed_scaling`, every linear has its own (Weight.products). `dispatch_library` dispatches
+    `delayed_scaling`, every linear has its own (Weight.products). Both read `weight_copies`, which
+    are there where products have 8 or 4 bits. `dispatch_library` dispatches
     tokens where the layout names a library; None elsewhere. `row_budget` is there with a
     rank_capacity. `offloading_layers` are the layers of this rank that offload activations.
     """
@@ -46,6 +48,7 @@ class Runtime:
     device: torch.device
     turns: PassTurns
     part_graphs: PartGraphs
+    weight_copies: WeightCopies
     products: Products = WIDE_PRODUCTS
     delayed_scaling: DelayedScaling | None = None
     dispatch_library: DispatchLibrary | None = None

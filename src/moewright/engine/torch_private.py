@@ -61,6 +61,7 @@ __all__ = (
     "has_fake_mode",
     "mark_dynamic",
     "record_memory",
+    "storage_id",
     "tree_iter",
     "tree_leaves",
     "tree_map_only",
@@ -76,6 +77,14 @@ def __getattr__(name: str) -> Any:
 
         return getattr(_fsdp_api, name)
     raise AttributeError(name)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number that identifies the tensor's storage for as long as the storage lives.
+
+    Tensors without data have one too, unlike an address.
+    """
+    return int(tensor.untyped_storage()._cdata)
 
 
 # The operation by which the host reads a value of a device (`item`): dry runs answer it, and graphs

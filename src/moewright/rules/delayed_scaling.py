@@ -25,7 +25,8 @@ from moewright.spec.workload import Dtype, TensorScaling, Workload
 
 SCALES_OF_LINEAR = 3  # of rules.low_precision.OperandKind, in its order
 _FP32_BYTES = 4
-_LINEARS = frozenset(
+# The weights of all linear layers with products of 8 or 4 bits, by the first of each.
+FIRST_WEIGHTS = frozenset(
     {
         "attention.q",
         "attention.q_down",
@@ -90,7 +91,7 @@ def scaled_linears(job: Job, pp_rank: int, ep_rank: int) -> tuple[ScaledLinear, 
 def _scaled_params(job: Job, pp_rank: int) -> Iterator[Param]:
     """Yield the first weight of each linear with scales of a pipeline stage."""
     for param in stage_parameters(job.model, job.layout, pp_rank):
-        if name_in_layer(param.name) in _LINEARS and not param.name.endswith(".bias"):
+        if name_in_layer(param.name) in FIRST_WEIGHTS and not param.name.endswith(".bias"):
             yield param
 
 

@@ -35,6 +35,7 @@ from moewright.rules import grid
 from moewright.rules.adapters import is_trained
 from moewright.rules.delayed_scaling import delayed_scaling_rows, is_delayed
 from moewright.rules.job import COPIES, Job
+from moewright.rules.weight_copies import weight_copy_rows
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import SaveMode
@@ -107,9 +108,11 @@ def delayed_scales(ranks: RankBatch, _: Booked) -> Booked:
 def weight_copies(ranks: RankBatch, booked: Booked) -> Booked:
     """Return the narrow copies of linear weights, which stay for all micro-batches.
 
-    They are a share of the weights that the terms before this one booked.
+    In a fused stack they are a share of the weights that the terms before this one booked.
     """
     sym = ranks.sym
+    if sym.is_low_precision and not sym.is_fused:
+        return ranks.sum_rows(weight_copy_rows)
     # Units of fully_shard on the host have no weights beside their fp32 shards under ZeRO-3.
     if not sym.is_low_precision or Component.WEIGHTS not in booked:
         return {}
@@ -181,7 +184,7 @@ RESIDENT_TERMS: tuple[PeakTerm, ...] = (
     PeakTerm(book=frozen_weights, fields=_DEGREES),
     PeakTerm(book=expert_replicas, fields=_DEGREES),
     PeakTerm(book=delayed_scales, fields=("ep",)),
-    PeakTerm(book=weight_copies, fields=_SHARDED),  # after all weights that have copies
+    PeakTerm(book=weight_copies, fields=(*_SHARDED, "mbs")),  # after all weights that have copies
     PeakTerm(book=fixed_buffers, fields=(*_DEGREES, "mbs", "dispatcher")),
     PeakTerm(book=gathered_layers, fields=(*_DEGREES, "zero")),
     PeakTerm(book=fsdp_buffers, fields=(*_DEGREES, "zero", "mbs")),

@@ -9,6 +9,7 @@ their way. What follows says how much that may be; more is memory that no row li
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from moewright.cost.memory.model_states import BucketSet
 from moewright.rules.context_parallel import cp_factors
@@ -32,21 +33,33 @@ _HASH_KEYS_BYTES = 8 << 16  # of checks that no bit has changed
 _KEY_TABLE_RATES = 3  # the rates at which keys of a few tokens are made, at most
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BytesOfStep:
+    """The bytes of states that a step makes, and that may not be there yet when it begins.
+
+    fully_shard makes its gradients as backwards end; converted weights are made by the first
+    forward of a step, and stay until the next step's takes their place.
+    """
+
+    unit_gradients: int
+    weight_copies: int
+
+
 def list_storages(
-    job: Job, rows: Sequence[MemoryRow], *, host_bytes: int, unit_gradient_bytes: int
+    job: Job, rows: Sequence[MemoryRow], *, host_bytes: int, made: BytesOfStep
 ) -> StorageBytes:
     """Return the least bytes at each moment: what `rows` list, but `host_bytes` on the host.
 
-    fully_shard makes its `unit_gradient_bytes` of gradients as backwards end: before, and when the
-    most activations are kept, there may be none yet. Where two passes run beside each other, the
+    Of what the step makes there may be nothing as it begins, and no gradients when the most
+    activations are kept. Where two passes run beside each other, the
     fullest moment lies between their segments, and no row of the timetable ends there.
     """
     states = sum(row.bytes for row in rows if row.component not in _SAVED) - host_bytes
     saved = sum(row.bytes for row in rows if row.component in _SAVED)
-    without_gradients = states - unit_gradient_bytes
+    without_gradients = states - made.unit_gradients
     fullest = without_gradients + saved
     return StorageBytes(
-        resident=without_gradients,
+        resident=without_gradients - made.weight_copies,
         kept=without_gradients if can_pair(job.layout, job.micro_batches) else fullest,
         peak=fullest,
         reduced=states,
@@ -61,7 +74,7 @@ def bound_allowance(
     flat_sets: Sequence[BucketSet],
     units: Sequence[FsdpUnit],
     *,
-    unit_gradient_bytes: int,
+    made: BytesOfStep,
     recorded_micro_batches: int,
     is_repeated: bool = False,
 ) -> StorageBytes:
@@ -79,9 +92,11 @@ def bound_allowance(
     steady += hash_keys
     if is_repeated:
         steady += inputs + _reduced_bytes(job, flat_sets, units)
-    on_their_way = _weights_on_their_way(job, rows, units)
+    weight_bytes = sum(row.bytes for row in rows if row.component is Component.WEIGHTS)
+    weight_bytes -= made.weight_copies
+    on_their_way = _weights_on_their_way(job, weight_bytes, units)
     rest = steady + on_their_way
-    in_passes = rest + inputs + _message_bytes(job) + unit_gradient_bytes
+    in_passes = rest + inputs + _message_bytes(job) + made.unit_gradients
     kept = in_passes
     if can_pair(job.layout, job.micro_batches):
         kept += sum(row.bytes for row in rows if row.component in _SAVED)
@@ -90,9 +105,9 @@ def bound_allowance(
     if is_delayed(job.workload):  # histories move on in a copy
         update += 2 * sum(row.bytes for row in rows if row.component is Component.BUFFERS)
     return StorageBytes(
-        resident=rest + unit_gradient_bytes,
+        resident=rest + made.unit_gradients + made.weight_copies,
         kept=kept,
-        peak=max(in_passes + on_their_way + _working_set_bytes(job, rows), update),
+        peak=max(in_passes + on_their_way + _working_set_bytes(job, weight_bytes), update),
         reduced=rest + inputs + products + _reduced_bytes(job, flat_sets, units),
         update=update,
         left=rest,
@@ -159,13 +174,13 @@ def _message_bytes(job: Job) -> int:
     return 4 * layout.pp * layout.vpp * message
 
 
-def _weights_on_their_way(job: Job, rows: Sequence[MemoryRow], units: Sequence[FsdpUnit]) -> int:
+def _weights_on_their_way(job: Job, weight_bytes: int, units: Sequence[FsdpUnit]) -> int:
     """Return the bytes of weights that are gathered, or cast to be sent."""
     layout = job.layout
     if layout.zero == 3 and units:
         return activation_nbytes(job.workload) * count_parameters(job.model).total
     if Overlap.PARAM in layout.overlap:
-        return sum(row.bytes for row in rows if row.component is Component.WEIGHTS)
+        return weight_bytes
     return 0
 
 
@@ -217,11 +232,10 @@ def _update_bytes(job: Job, flat_sets: Sequence[BucketSet], units: Sequence[Fsdp
     return nbytes
 
 
-def _working_set_bytes(job: Job, rows: Sequence[MemoryRow]) -> int:
+def _working_set_bytes(job: Job, weight_bytes: int) -> int:
     """Return the most bytes of what one operation of forward or backward works with."""
     model, workload = job.model, job.workload
-    weights = sum(row.bytes for row in rows if row.component is Component.WEIGHTS)
-    nbytes = 12 * _tokens(job) * max(model.vocab_size, 8 * model.hidden_size) + weights
+    nbytes = 12 * _tokens(job) * max(model.vocab_size, 8 * model.hidden_size) + weight_bytes
     recipe = find_recipe(workload)
     if recipe is not None:
         # A CPU converts the largest matrix in fp32, and in int32 where numbers have 4 bits.

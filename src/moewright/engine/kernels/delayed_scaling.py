@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.kernels.low_precision import Groups, NarrowTensor, cast_groups
+from moewright.engine.kernels.low_precision import Groups, NarrowTensor, NarrowWeight, cast_groups
 from moewright.engine.kernels.matmul import grouped_matmul
-from moewright.engine.kernels.scaled_groups import multiply_groups
+from moewright.engine.kernels.products import multiply_by_weights
 from moewright.engine.kernels.scaled_products import multiply
+from moewright.engine.kernels.weight_copies import WeightCopies
 from moewright.rules.delayed_scaling import SCALES_OF_LINEAR, ScaledLinear
 from moewright.rules.low_precision import OperandKind, Recipe
 from moewright.spec.ledger import Component, MemoryRow
@@ -58,15 +59,21 @@ class DelayedProducts:
     """Products of operands that are converted by the scales of a linear.
 
     A forward notes the amaxes of input and weight, the product for the input's gradient that of the
-    output's gradient; all other conversions are of tensors that have been noted. A recomputed
-    forward may start from an input that was rounded already, and notes nothing.
+    output's gradient; all other conversions are of tensors that have been noted. A weight whose
+    copies a step keeps is noted once a step. A recomputed forward may start from an input that was
+    rounded already, and notes nothing.
     """
 
     def __init__(
-        self, recipe: Recipe, scales: LinearScales, is_first_forward: Callable[[], bool]
+        self,
+        recipe: Recipe,
+        scales: LinearScales,
+        is_first_forward: Callable[[], bool],
+        copies: WeightCopies,
     ) -> None:
         self._recipe = recipe
         self._scales = scales
+        self._copies = copies
         self._is_first_forward = is_first_forward
 
     def forward(
@@ -74,20 +81,17 @@ class DelayedProducts:
     ) -> torch.Tensor:
         is_new = self._is_first_forward()
         x = self._cast(OperandKind.INPUT, x_RK, Groups(ends=ends), is_new=is_new)
-        weights = self._cast_weights(w, is_new=is_new)
-        if ends is None:
-            return multiply(x, weights, x_RK.dtype)
-        return multiply_groups(x, weights, w.shape, ends, x_RK.dtype)
+        kept = self._find_copies(w)
+        weights = self._cast_weights(w, is_new=is_new) if kept is None else kept.forward
+        return multiply_by_weights(x, weights, w.shape, ends, x_RK.dtype)
 
     def input_grad(
         self, g_RN: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         g = self._cast(OperandKind.GRADIENT, g_RN, Groups(ends=ends), is_new=True)
-        weights = self._cast_weights(w, is_new=False)
-        if ends is None:
-            return multiply(g, weights.transpose(), g_RN.dtype)
-        wide = weights.widen(g_RN.dtype).view_as(w)
-        return grouped_matmul(g.widen(g_RN.dtype), wide, ends)
+        kept = self._find_copies(w)
+        weights = self._cast_weights(w.mT, is_new=False) if kept is None else kept.transposed
+        return multiply_by_weights(g, weights, w.mT.shape, ends, g_RN.dtype)
 
     def weight_grad(
         self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
@@ -116,6 +120,17 @@ class DelayedProducts:
         if is_new:
             scales.note_largest(kind, groups.largest(wide))
         return cast_groups(wide, self._recipe.operand(kind), groups, scales.scales_of(kind))
+
+    def _find_copies(self, w: torch.Tensor) -> NarrowWeight | None:
+        """Return the copies of a weight that a step keeps; the step's first forward makes them."""
+
+        def convert() -> NarrowWeight:
+            return NarrowWeight(
+                forward=self._cast_weights(w, is_new=True),
+                transposed=self._cast_weights(w.mT, is_new=False),
+            )
+
+        return self._copies.find(w, convert)
 
     def _cast_weights(self, w: torch.Tensor, *, is_new: bool) -> NarrowTensor:
         """Convert weights [N,K] or [E,N,K] as rows, each expert's by its own scale."""
@@ -154,7 +169,9 @@ class DelayedScaling:
         linears: Sequence[ScaledLinear],
         device: torch.device,
         is_first_forward: Callable[[], bool],
+        copies: WeightCopies | None = None,
     ) -> None:
+        self._copies = copies or WeightCopies()
         self._is_first_forward = is_first_forward
         self._spec = spec
         self._recipe = recipe
@@ -206,7 +223,7 @@ class DelayedScaling:
         if numbers != tuple(range(len(amaxes))):
             experts = torch.tensor(numbers, dtype=torch.int64, device=amaxes.device)
         scales = LinearScales(name=name, scales=self._scales[place], amaxes=amaxes, experts=experts)
-        return DelayedProducts(self._recipe, scales, self._is_first_forward)
+        return DelayedProducts(self._recipe, scales, self._is_first_forward, self._copies)
 
     def begin_step(self) -> None:
         """Forget the amaxes of what ran since the last update."""

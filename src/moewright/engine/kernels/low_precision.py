@@ -8,7 +8,7 @@ Shapes: R rows, K columns, G groups of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -169,8 +169,56 @@ def convert(
     )
 
 
-# A conversion as `convert` is one.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NarrowWeight:
+    """A weight [N,K] or [E,N,K] converted along K, as rows [E*N,K], and along N, as [E*K,N]."""
+
+    forward: NarrowTensor
+    transposed: NarrowTensor
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what both copies hold; where the rows of experts end is a tensor too."""
+        for narrow in (self.forward, self.transposed):
+            yield from narrow.tensors
+            if narrow.groups.ends is not None:
+                yield narrow.groups.ends
+
+
+def convert_weight(w: torch.Tensor, operand: OperandFormat) -> NarrowWeight:
+    """Convert a weight [N,K] or [E,N,K] both ways."""
+    return NarrowWeight(
+        forward=convert_matrices(w, operand, convert),
+        transposed=convert_matrices(w.mT, operand, convert),
+    )
+
+
+def convert_matrices(w: torch.Tensor, operand: OperandFormat, by: Convert) -> NarrowTensor:
+    """Convert a weight [N,K] or [E,N,K] along K, as rows."""
+    rows, groups = place_experts(w, operand)
+    if w.dim() == 2:
+        return by(w, operand, groups, None)
+    missing = rows // len(w) - w.shape[1]
+    flat = torch.nn.functional.pad(w, (0, 0, 0, missing)).flatten(0, 1)
+    return by(flat, operand, groups, None)
+
+
+def place_experts(w: torch.Tensor, operand: OperandFormat) -> tuple[int, Groups]:
+    """Return how many rows a weight [N,K] or [E,N,K] is converted as, and those of experts.
+
+    Tiles must not hold rows of two experts: each has as many more as fill its last.
+    """
+    if w.dim() == 2:
+        return len(w), ONE_GROUP
+    experts, rows, _ = w.shape
+    if operand.is_tiled:
+        rows += -rows % operand.block
+    ends = torch.arange(1, experts + 1, device=w.device) * rows
+    return experts * rows, Groups(ends=ends)
+
+
+# Conversions as `convert` and `convert_weight` are.
 Convert = Callable[[torch.Tensor, OperandFormat, Groups, torch.Generator | None], NarrowTensor]
+ConvertWeight = Callable[[torch.Tensor, OperandFormat], NarrowWeight]
 
 
 def _convert_groups(wide: torch.Tensor, operand: OperandFormat, groups: Groups) -> NarrowTensor:

@@ -17,9 +17,13 @@ import torch
 from moewright.engine.kernels.low_precision import (
     ONE_GROUP,
     Convert,
+    ConvertWeight,
     Groups,
     NarrowTensor,
+    NarrowWeight,
     convert,
+    convert_matrices,
+    convert_weight,
     pad_groups,
     rotate_rows,
 )
@@ -36,6 +40,7 @@ from moewright.engine.kernels.scaled_products import (
     multiply,
     multiply_scaled,
 )
+from moewright.engine.kernels.weight_copies import WeightCopies
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, Recipe
 
 
@@ -111,10 +116,18 @@ class NarrowProducts:
     """Products of operands that a recipe converts; `seed` is for numbers rounded at random."""
 
     def __init__(
-        self, recipe: Recipe, device: torch.device, seed: int, convert: Convert = convert
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        seed: int,
+        convert: Convert = convert,
+        convert_weight: ConvertWeight = convert_weight,
+        copies: WeightCopies | None = None,
     ) -> None:
         self._recipe = recipe
         self._convert_by = convert
+        self._convert_weight_by = convert_weight
+        self._copies = copies or WeightCopies()
         self._seed = seed
         self._generator = torch.Generator(device).manual_seed(seed)
 
@@ -125,13 +138,17 @@ class NarrowProducts:
         self, x_RK: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         x = self._convert(x_RK, self._recipe.inputs, Groups(ends=ends))
-        return self._multiply_by_weights(x, w, ends, x_RK.dtype)
+        kept = self._find_copies(w)
+        weights = self._convert_weights(w) if kept is None else kept.forward
+        return multiply_by_weights(x, weights, w.shape, ends, x_RK.dtype)
 
     def input_grad(
         self, g_RN: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         g = self._convert_gradient(g_RN, Groups(ends=ends))
-        return self._multiply_by_weights(g, w.mT, ends, g_RN.dtype)
+        kept = self._find_copies(w)
+        weights = self._convert_weights(w.mT) if kept is None else kept.transposed
+        return multiply_by_weights(g, weights, w.mT.shape, ends, g_RN.dtype)
 
     def weight_grad(
         self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
@@ -195,19 +212,22 @@ class NarrowProducts:
     def _convert_gradient(self, g: torch.Tensor, groups: Groups) -> NarrowTensor:
         return self._convert_by(g, self._recipe.gradients, groups, self._generator)
 
-    def _multiply_by_weights(
-        self, a: NarrowTensor, w: torch.Tensor, ends: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return a w^T, for weights [N,K] or [E,N,K], which are converted along K."""
-        operand = self._recipe.weights
-        if ends is None:
-            return multiply(a, self._convert(w, operand), dtype)
-        experts, rows, _ = w.shape
-        # Tiles must not hold rows of two experts.
-        missing = 0
-        if operand.is_tiled:
-            missing = -rows % operand.block
-        flat = torch.nn.functional.pad(w, (0, 0, 0, missing)).flatten(0, 1)
-        weight_ends = torch.arange(1, experts + 1, device=w.device) * (rows + missing)
-        weights = self._convert(flat, operand, Groups(ends=weight_ends))
-        return multiply_groups(a, weights, w.shape, ends, dtype)
+    def _find_copies(self, w: torch.Tensor) -> NarrowWeight | None:
+        """Return the copies of a weight [N,K] or [E,N,K] that a step keeps; None for none."""
+        return self._copies.find(w, lambda: self._convert_weight_by(w, self._recipe.weights))
+
+    def _convert_weights(self, w: torch.Tensor) -> NarrowTensor:
+        return convert_matrices(w, self._recipe.weights, self._convert_by)
+
+
+def multiply_by_weights(
+    a: NarrowTensor,
+    weights: NarrowTensor,
+    shape: torch.Size,
+    ends: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return a w^T of weights of a `shape` [N,K] or [E,N,K] that are converted along K, as rows."""
+    if ends is None:
+        return multiply(a, weights, dtype)
+    return multiply_groups(a, weights, shape, ends, dtype)

@@ -15,8 +15,13 @@ from typing import Any, Protocol
 
 import torch
 
-from moewright.engine.observe.storage_census import storage_id
-from moewright.engine.torch_private import HOST_READ, TorchDispatchMode, tree_leaves, tree_map_only
+from moewright.engine.torch_private import (
+    HOST_READ,
+    TorchDispatchMode,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
 
 # Steps that run as they are before one is captured, as Megatron-LM has it: libraries choose their
 # kernels and take their workspaces.

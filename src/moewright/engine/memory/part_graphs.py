@@ -29,7 +29,7 @@ from moewright.engine.memory.graph_capture import (
     build_stream,
 )
 from moewright.engine.memory.weight_gradients import WeightGradStore
-from moewright.engine.observe.storage_census import storage_id
+from moewright.engine.torch_private import storage_id
 from moewright.spec.layout import CudaGraphScope
 from moewright.spec.ledger import Component, MemoryRow, Module
 

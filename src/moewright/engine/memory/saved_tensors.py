@@ -27,7 +27,7 @@ import torch
 from moewright.engine.kernels.low_precision import NarrowTensor
 from moewright.engine.memory.host_copies import HostCopies, build_host_copies
 from moewright.engine.observe.counters import Counters
-from moewright.engine.observe.storage_census import storage_id
+from moewright.engine.torch_private import storage_id
 
 IsResident = Callable[[torch.Tensor], bool]
 CountTensor = Callable[[torch.Tensor], None]

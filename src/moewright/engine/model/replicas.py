@@ -16,8 +16,8 @@ from torch import nn
 from moewright.engine.comm.autograd_collectives import all_to_all
 from moewright.engine.kernels.products import Products
 from moewright.engine.model.layers import Weight
-from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.runtime import Runtime, torch_dtype
+from moewright.engine.torch_private import storage_id
 from moewright.rules.expert_placement import ReplicaExchange
 from moewright.spec.ledger import Component, MemoryRow, Module
 

@@ -25,8 +25,8 @@ from moewright.engine.observe.module_scopes import (
     OperationKwargs,
 )
 from moewright.engine.observe.step_timing import WaitClock
-from moewright.engine.observe.storage_census import StorageCensus, storage_id
-from moewright.engine.torch_private import tree_iter
+from moewright.engine.observe.storage_census import StorageCensus
+from moewright.engine.torch_private import storage_id, tree_iter
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import (
     CommRow,

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from moewright.engine.observe.module_scopes import ModuleScopes, OperationKwargs
-from moewright.engine.torch_private import has_fake_mode, tree_iter
+from moewright.engine.torch_private import has_fake_mode, storage_id, tree_iter
 from moewright.spec.ledger import Module, StorageBytes, StorageMoment, StorageRow
 
 # The most places of a moment that are named; the others are one row.
@@ -47,14 +47,6 @@ def freeze_older_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the tensor's storage for as long as the storage lives.
-
-    Tensors without data have one too, unlike an address.
-    """
-    return int(tensor.untyped_storage()._cdata)
 
 
 class _Storage(NamedTuple):

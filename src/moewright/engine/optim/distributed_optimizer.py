@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from moewright.engine.checkpoint import LocalShard, whole_shard
 from moewright.engine.comm.collectives import AsyncCollective, all_reduce
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import NamedParameter, list_parameters
-from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.optim.flat_buffers import FlatBucket, GradReadyTracker, build_buckets
 from moewright.engine.optim.frozen_weights import FrozenWeights
 from moewright.engine.optim.fsdp import ShardedParameter, apply_fsdp
@@ -30,13 +28,13 @@ from moewright.engine.optim.optimizer_states import (
 )
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update, split_ranges
 from moewright.engine.runtime import Runtime
-from moewright.engine.torch_private import foreach_norm
+from moewright.engine.torch_private import foreach_norm, storage_id
 from moewright.rules.shapes.fsdp import (
     is_fsdp_sharded,
 )
 from moewright.rules.shapes.shards import gradient_group
 from moewright.spec.layout import Overlap
-from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.ledger import MemoryRow
 from moewright.spec.workload import Dtype, MatrixUpdate, Workload
 
 # The scale of the loss in fp16, where small gradients would vanish and large ones overflow.
@@ -482,17 +480,8 @@ class DistributedOptimizer:
         if index in self._param_gathers:
             self._param_gathers.pop(index).wait()
 
-    def memory_rows(self) -> tuple[MemoryRow, ...]:
-        """Return the bytes held, in one row for each component and module."""
-        nbytes: dict[tuple[Component, Module], int] = defaultdict(int)
-        for row in self._list_memory_rows():
-            nbytes[(row.component, row.module)] += row.bytes
-        return tuple(
-            MemoryRow(component=component, module=module, bytes=size)
-            for (component, module), size in nbytes.items()
-        )
-
-    def _list_memory_rows(self) -> Iterator[MemoryRow]:
+    def memory_rows(self) -> Iterator[MemoryRow]:
+        """Yield the bytes held; several rows may be of one component and module."""
         yield from self.frozen.memory_rows()
         for bucket in self.buckets:
             yield from bucket.memory_rows()

@@ -11,9 +11,9 @@ from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import all_gather_rows
 from moewright.engine.kernels.packed_base import Fp8Weight, Nf4Weight, pack_fp8, pack_nf4
 from moewright.engine.model.layers import NamedParameter
-from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.optim.optimizer_states import OwnedRange, build_local_shards
 from moewright.engine.runtime import Runtime
+from moewright.engine.torch_private import storage_id
 from moewright.rules.packed_base import is_packed
 from moewright.spec.ledger import Component, MemoryRow
 from moewright.spec.workload import BaseQuantization, FineTuningSpec

@@ -37,7 +37,6 @@ from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.transformer import Transformer
-from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.optim.moments import Moment
 from moewright.engine.optim.optimizer_states import (
     OwnedRange,
@@ -50,7 +49,7 @@ from moewright.engine.optim.optimizer_states import (
     uses_muon,
 )
 from moewright.engine.runtime import Runtime, torch_dtype
-from moewright.engine.torch_private import AllGather, ReduceScatter, disable_modes
+from moewright.engine.torch_private import AllGather, ReduceScatter, disable_modes, storage_id
 from moewright.rules.shapes.fsdp import FsdpGroups, fsdp_groups, fsdp_units, offloaded_names
 from moewright.rules.shapes.shards import gradient_group, holding_pp_ranks
 from moewright.spec.layout import Layout

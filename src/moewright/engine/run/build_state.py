@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,13 @@ from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.table import build_kernels
 from moewright.engine.kernels.products import WIDE_PRODUCTS, NarrowProducts, Products
+from moewright.engine.kernels.weight_copies import CopiedWeight, WeightCopies
 from moewright.engine.memory.allocator import keep_freed_memory
 from moewright.engine.memory.part_graphs import PartGraphs
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
-from moewright.engine.model.experts import assign_scales
-from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.experts import RoutedExperts, assign_scales
+from moewright.engine.model.layers import NamedParameter, list_parameters
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.observe.counters import Counters
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
@@ -46,8 +47,10 @@ from moewright.rules.low_precision import find_recipe
 from moewright.rules.saved.saved_tensor import offloading_layers
 from moewright.rules.shapes.shards import shared_table_ranks
 from moewright.rules.timetable.stages import Chunk, chunk_layers
+from moewright.rules.weight_copies import copied_weights
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import CudaGraphScope
+from moewright.spec.ledger import Module
 
 InitialValue = Callable[[NamedParameter, Runtime], torch.Tensor]
 
@@ -148,12 +151,33 @@ def build_train_state(
     optimizer = DistributedOptimizer(
         runtime, model, lambda parameter: initial_value(parameter, runtime), update_rule
     )
+    runtime.weight_copies.register(_list_copied_weights(runtime, model))
     graph = StepGraph(device) if CudaGraphScope.FULL in job.layout.graphs else None
     state = TrainState(
         runtime=runtime, model=model, optimizer=optimizer, train_data=train_data, graph=graph
     )
     runtime.counters.census.list_states = state.state_tensors
     return state
+
+
+def _list_copied_weights(runtime: Runtime, model: Transformer) -> Iterator[CopiedWeight]:
+    """Yield the weights whose copies a step keeps, and the replicas of those of experts."""
+    pp_rank = runtime.mesh.coordinate("pp")
+    names = {param.name for param in copied_weights(runtime.job, pp_rank)}
+    parameters = [named for named in list_parameters(model) if named.name in names]
+    for named in parameters:
+        yield CopiedWeight(
+            tensor=named.parameter, module=named.module, is_trained=named.owner.is_trained
+        )
+    copied = {named.owner for named in parameters}
+    for experts in model.modules():
+        if isinstance(experts, RoutedExperts) and experts.replicas is not None:
+            for part in copied.intersection(experts.replicas.parts):
+                yield CopiedWeight(
+                    tensor=experts.replicas.weight_of(part),
+                    module=Module.EXPERTS,
+                    is_trained=part.is_trained,
+                )
 
 
 def build_model(runtime: Runtime) -> Transformer:
@@ -187,17 +211,20 @@ def build_runtime(
     saved_tensors = SavedTensorManager(
         counters, replaces_tensors=bool(layout.recompute or layout.offload or recipe)
     )
+    copies = WeightCopies()
     delayed_scaling: DelayedScaling | None = None
     products: Products = WIDE_PRODUCTS
     if recipe is not None and is_delayed(workload):
         linears = scaled_linears(job, mesh.coordinate("pp"), mesh.coordinate("ep"))
         delayed_scaling = DelayedScaling(
-            workload.delayed, recipe, linears, device, saved_tensors.is_in_forward
+            workload.delayed, recipe, linears, device, saved_tensors.is_in_forward, copies
         )
         products = delayed_scaling.products_of("a weight without a name")
     elif recipe is not None:
         seed = workload.seed * layout.world_size + rank
-        products = NarrowProducts(recipe, device, seed, kernels.convert)
+        products = NarrowProducts(
+            recipe, device, seed, kernels.convert, kernels.convert_weight, copies
+        )
     chunks = job.rank_chunks(mesh.coordinate("pp"))
     weight_grads = WeightGradStore()
     return Runtime(
@@ -209,6 +236,7 @@ def build_runtime(
         turns=PassTurns(device, (counters.scopes, saved_tensors)),
         part_graphs=_build_part_graphs(job, chunks, device, weight_grads),
         kernels=kernels,
+        weight_copies=copies,
         products=products,
         delayed_scaling=delayed_scaling,
         device=device,

@@ -25,7 +25,6 @@ from moewright.engine.model.layers import list_parameters
 from moewright.engine.model.router import list_routers, router_states
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.observe.phase_clock import build_phase_clock
-from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.optim.distributed_optimizer import ignore_gradient
 from moewright.engine.pipeline.executor import (
     ChunkResult,
@@ -40,6 +39,7 @@ from moewright.engine.run.micro_batch_passes import MicroBatchPasses, PassSteps,
 from moewright.engine.run.step import BackwardResult, forward_backward
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
+from moewright.engine.torch_private import storage_id
 from moewright.rules.adapters import trains_all
 from moewright.rules.low_precision import find_recipe
 from moewright.rules.timetable.timetable_row import RowKind

@@ -222,6 +222,7 @@ def _run_passes(
     batches = passes.batches
     valid_targets = passes.valid_targets
     runtime.products.begin_step(passes.step)
+    runtime.weight_copies.begin_step(len(batches))
     if runtime.delayed_scaling is not None:
         runtime.delayed_scaling.begin_step()
     runtime.part_graphs.begin_step(is_counting=runtime.counters.is_counting)
@@ -229,6 +230,7 @@ def _run_passes(
     for router in list_routers(state.model):
         router.begin_step()
     _run_micro_batches(state, passes)
+    runtime.weight_copies.end_passes()
     sums = passes.sums
     runtime.counters.note_gradients_ready()
     with clock.phase(StepPhase.GRAD_REDUCE):

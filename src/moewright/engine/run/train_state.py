@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,18 +36,27 @@ class TrainState:
     host_copies: tuple[torch.Tensor, ...] = ()
 
     def memory_rows(self) -> tuple[MemoryRow, ...]:
-        """Return the bytes held all the time, in rows of component and module."""
-        nbytes = sum(copy.nbytes for copy in self.host_copies)
-        return (
-            *self.optimizer.memory_rows(),
-            *self.runtime.part_graphs.memory_rows(),
-            MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=nbytes),
+        """Return the bytes held all the time, in one row for each component and module."""
+        nbytes: dict[tuple[Component, Module], int] = defaultdict(int)
+        for row in self._list_memory_rows():
+            nbytes[row.component, row.module] += row.bytes
+        return tuple(
+            MemoryRow(component=component, module=module, bytes=size)
+            for (component, module), size in nbytes.items()
         )
+
+    def _list_memory_rows(self) -> Iterator[MemoryRow]:
+        yield from self.optimizer.memory_rows()
+        yield from self.runtime.weight_copies.memory_rows()
+        yield from self.runtime.part_graphs.memory_rows()
+        nbytes = sum(copy.nbytes for copy in self.host_copies)
+        yield MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=nbytes)
 
     def state_tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors of which `memory_rows` has the bytes."""
         return (
             *self.optimizer.state_tensors(),
+            *self.runtime.weight_copies.state_tensors(),
             *self.runtime.part_graphs.state_tensors(),
             *self.host_copies,
         )
@@ -67,6 +77,7 @@ class TrainState:
         """
         scaling = self.runtime.delayed_scaling
         scales = () if scaling is None else scaling.held_states()
+        self.runtime.weight_copies.clear()
         self.optimizer.load([*self._other_shards(), *scale_shards(scales)], load)
 
     def _other_shards(self) -> list[LocalShard]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moewright.engine.kernels.fused.router_losses import RouterLossTerms
 from moewright.engine.kernels.fused.scans import ScanKernels
-from moewright.engine.kernels.low_precision import Convert
+from moewright.engine.kernels.low_precision import Convert, ConvertWeight
 from moewright.spec.model import RouterSpec
 from moewright.spec.workload import FusedKernels
 
@@ -93,3 +93,7 @@ class KernelSet:
     # (x_RK, operand, groups, generator): convert a tensor to 8 or 4 bits with its scales, to the
     # same bits with each implementation (kernels.low_precision).
     convert: Convert
+
+    # (w, operand): convert a weight [N,K] or [E,N,K] along its columns and along its rows, to the
+    # bits of `convert` of both.
+    convert_weight: ConvertWeight

@@ -112,6 +112,7 @@ KERNELS = (
         triton="triton_router_losses",
     ),
     Kernel(name="convert", reference=low_precision.convert, triton="triton_convert"),
+    Kernel(name="convert_weight", reference=low_precision.convert_weight, triton="triton_convert"),
 )
 
 

@@ -3,7 +3,7 @@
 Operation by operation the conversion goes over fp32 copies about ten times. Here a program finds
 the scales of the blocks in its tile and rounds the numbers by them; where a scale is for a whole
 group, a second kernel finds the largest magnitudes of rows before. A transposed tensor is read
-where it lies.
+where it lies; a weight is read once and written along its columns and along its rows.
 
 The bits are those of kernels.low_precision: quotients are rounded to the nearest, and numbers to
 their format by whole numbers, so that no device's own conversion has a say. A NaN stays one where
@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 
 from moewright.engine.kernels import low_precision
-from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, NarrowTensor
+from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, NarrowTensor, NarrowWeight
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
 
 _TILE_NUMEL = 8192  # numbers that a program holds at a time
 _TILE_COLUMNS = 128  # a multiple of every block
+_SIDE = 64  # of the square tile that is written both ways; blocks of 128 take one of theirs
 _FP32_LARGEST = tl.constexpr(low_precision.FP32_LARGEST)
 _E4M3_LARGEST = tl.constexpr(NarrowFormat.E4M3.largest)
 # The scales of blocks, as constants of the kernel.
@@ -120,24 +121,28 @@ def _encode_scales(largest, spread, TOP: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _convert_blocks(
-    x, codes, scales, spread, draws,
-    rows, columns, row_stride, column_stride, row_spread, block_spread,
+def _encode_tile(
+    value, codes, scales, spread, draws,
+    first_row, first_column, rows, columns, row_spread, block_spread,
     TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, RANDOM: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Convert a tile; `spread` has the scale of each row's group, or of each block's."""
+    """Convert a tile of numbers [ROWS, COLUMNS] in fp32, which lies in `rows` and `columns`.
+
+    `spread` has the scale of each row's group, or of each block's.
+    """
     blocks: tl.constexpr = COLUMNS // BLOCK
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None] * row_stride + column[None, :] * column_stride
-    value = tl.load(x + place, inside, 0.0).to(tl.float32).reshape(ROWS, blocks, BLOCK)
+    value = value.reshape(ROWS, blocks, BLOCK)
     largest = tl.max(tl.abs(value), 2)
-    if TILED:  # a tile of as many rows
-        largest = tl.broadcast_to(tl.max(largest, 0)[None, :], (ROWS, blocks))
-    block = tl.program_id(1).to(tl.int64) * blocks + tl.arange(0, blocks)
+    if TILED:  # of as many rows, too
+        largest = tl.max(largest.reshape(ROWS // BLOCK, BLOCK, blocks), 1)
+        largest = tl.broadcast_to(largest[:, None, :], (ROWS // BLOCK, BLOCK, blocks))
+        largest = largest.reshape(ROWS, blocks)
+    block = first_column // BLOCK + tl.arange(0, blocks)
     row_blocks = tl.cdiv(columns, BLOCK)
     is_block = (row < rows)[:, None] & (block < row_blocks)[None, :]
     spread_place = row[:, None] * row_spread + block[None, :] * block_spread
@@ -156,7 +161,7 @@ def _convert_blocks(
         code |= (scaled.to(tl.int32, bitcast=True) >> 28) & 8
         code = tl.where(inside, code, 0)
         low, high = tl.split(code.reshape(ROWS, COLUMNS // 2, 2))
-        pair = tl.program_id(1).to(tl.int64) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        pair = first_column // 2 + tl.arange(0, COLUMNS // 2)
         width = tl.cdiv(columns, 2)
         has_pair = (row < rows)[:, None] & (pair < width)[None, :]
         packed = (low | (high << 4)).to(tl.uint8)
@@ -164,6 +169,103 @@ def _convert_blocks(
     else:
         code = _round_to_byte(scaled, MANTISSA, BIAS)
         tl.store(codes + row[:, None] * columns + column[None, :], code, inside)
+
+
+@triton.jit
+def _load_tile(
+    x, first_row, first_column, rows, columns, row_stride, column_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * row_stride + column[None, :] * column_stride
+    return tl.load(x + place, inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _convert_blocks(
+    x, codes, scales, spread, draws,
+    rows, columns, row_stride, column_stride, row_spread, block_spread,
+    TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, RANDOM: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Convert a tile; `spread` as in _encode_tile."""
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    first_column = tl.program_id(1).to(tl.int64) * COLUMNS
+    value = _load_tile(
+        x, first_row, first_column, rows, columns, row_stride, column_stride, ROWS, COLUMNS
+    )
+    _encode_tile(
+        value, codes, scales, spread, draws,
+        first_row, first_column, rows, columns, row_spread, block_spread,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, RANDOM, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _convert_weight(
+    x, codes, scales, turned_codes, turned_scales, spread,
+    rows, columns, padded_rows, padded_columns, expert_stride, row_stride, column_stride,
+    expert_spread,
+    TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Convert a square tile of an expert's weight along its columns, and along its rows.
+
+    An expert has `padded_rows` of codes along columns, and `padded_columns` along rows, so that no
+    block of its tiles holds rows of another.
+    """
+    expert = tl.program_id(2).to(tl.int64)
+    first_row = tl.program_id(0).to(tl.int64) * SIDE
+    first_column = tl.program_id(1).to(tl.int64) * SIDE
+    value = _load_tile(
+        x + expert * expert_stride,
+        first_row, first_column, rows, columns, row_stride, column_stride, SIDE, SIDE,
+    )  # fmt: skip
+    width = tl.cdiv(columns, 2) if PACKED else columns
+    turned_width = tl.cdiv(rows, 2) if PACKED else rows
+    scale = spread + expert * expert_spread
+    place = expert * padded_rows
+    _encode_tile(
+        value, codes + place * width, scales + place * tl.cdiv(columns, BLOCK), scale, scale,
+        first_row, first_column, padded_rows, columns, 0, 0,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, False, SIDE, SIDE,
+    )  # fmt: skip
+    place = expert * padded_columns
+    _encode_tile(
+        tl.trans(value),
+        turned_codes + place * turned_width,
+        turned_scales + place * tl.cdiv(rows, BLOCK),
+        scale, scale, first_column, first_row, padded_columns, rows, 0, 0,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, False, SIDE, SIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _cast_weight(
+    x, codes, turned_codes, factors, rows, columns, expert_stride, row_stride, column_stride,
+    TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Convert a square tile of an expert's weight by its factor, and write it both ways."""
+    expert = tl.program_id(2).to(tl.int64)
+    first_row = tl.program_id(0).to(tl.int64) * SIDE
+    first_column = tl.program_id(1).to(tl.int64) * SIDE
+    value = _load_tile(
+        x + expert * expert_stride,
+        first_row, first_column, rows, columns, row_stride, column_stride, SIDE, SIDE,
+    )  # fmt: skip
+    scaled = _clamp(value * tl.load(factors + expert), TOP)
+    code = _round_to_byte(scaled, MANTISSA, BIAS)
+    row = first_row + tl.arange(0, SIDE)
+    column = first_column + tl.arange(0, SIDE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    start = expert * rows * columns
+    tl.store(codes + start + row[:, None] * columns + column[None, :], code, inside)
+    turned_inside = (column < columns)[:, None] & (row < rows)[None, :]
+    place = start + column[:, None] * rows + row[None, :]
+    tl.store(turned_codes + place, tl.trans(code), turned_inside)
 
 
 @triton.jit
@@ -246,9 +348,118 @@ def cast_groups(
     )
 
 
+def convert_weight(w: torch.Tensor, operand: OperandFormat) -> NarrowWeight:
+    """Compute KernelSet.convert_weight: a weight is read once for both copies."""
+    if not w.numel():
+        return low_precision.convert_weight(w, operand)
+    w_ENK = w[None] if w.dim() == 2 else w
+    if not operand.block:
+        return _cast_both_ways(w, w_ENK, operand)
+    return _convert_both_ways(w, w_ENK, operand)
+
+
+def _cast_both_ways(w: torch.Tensor, w_ENK: torch.Tensor, operand: OperandFormat) -> NarrowWeight:
+    """Convert with one scale for each expert."""
+    scales = low_precision.find_group_scales(_largest_of_experts(w_ENK), operand)
+    forward, turned = (_allocate_copy(part, operand, 1.0 / scales) for part in (w, w.mT))
+    mantissa, bias = _SHAPES[operand.number]
+    _cast_weight[_count_squares(w_ENK, _SIDE)](
+        w_ENK,
+        forward.codes.view(torch.uint8),
+        turned.codes.view(torch.uint8),
+        scales,
+        *w_ENK.shape[1:],
+        *w_ENK.stride(),
+        TOP=operand.number.largest,
+        MANTISSA=mantissa,
+        BIAS=bias,
+        SIDE=_SIDE,
+    )
+    return NarrowWeight(forward=forward, transposed=turned)
+
+
+def _convert_both_ways(
+    w: torch.Tensor, w_ENK: torch.Tensor, operand: OperandFormat
+) -> NarrowWeight:
+    """Convert with a scale for each block."""
+    spread = torch.ones(1, device=w.device)
+    group_scales: list[torch.Tensor | None] = [None, None]
+    if operand.scale is ScaleFormat.E4M3:
+        spread = low_precision.find_nvfp4_scales(_largest_of_experts(w_ENK))
+        group_scales = [spread, spread.clone()]
+    forward, turned = (
+        _allocate_copy(part, operand, scales)
+        for part, scales in zip((w, w.mT), group_scales, strict=True)
+    )
+    assert forward.scales is not None
+    assert turned.scales is not None
+    number, scale_dtype, _ = _SCALES[operand.scale]
+    mantissa, bias = _SHAPES[operand.number]
+    side = max(_SIDE, operand.block)
+    _convert_weight[_count_squares(w_ENK, side)](
+        w_ENK,
+        forward.codes.view(torch.uint8),
+        forward.scales.view(scale_dtype),
+        turned.codes.view(torch.uint8),
+        turned.scales.view(scale_dtype),
+        spread,
+        *w_ENK.shape[1:],
+        len(forward.codes) // len(w_ENK),
+        len(turned.codes) // len(w_ENK),
+        *w_ENK.stride(),
+        int(group_scales[0] is not None),
+        TOP=operand.number.largest,
+        MANTISSA=mantissa,
+        BIAS=bias,
+        SCALE=number,
+        BLOCK=operand.block,
+        TILED=operand.is_tiled,
+        PACKED=operand.number is NarrowFormat.E2M1,
+        SIDE=side,
+    )
+    return NarrowWeight(forward=forward, transposed=turned)
+
+
+def _count_squares(w_ENK: torch.Tensor, side: int) -> tuple[int, int, int]:
+    experts, rows, columns = w_ENK.shape
+    return triton.cdiv(rows, side), triton.cdiv(columns, side), experts
+
+
+def _allocate_copy(
+    w: torch.Tensor, operand: OperandFormat, group_scales: torch.Tensor | None
+) -> NarrowTensor:
+    """Make room for a weight [N,K] or [E,N,K] along its columns, as rows."""
+    rows, groups = low_precision.place_experts(w, operand)
+    columns = w.shape[-1]
+    is_packed = operand.number is NarrowFormat.E2M1
+    width = triton.cdiv(columns, 2) if is_packed else columns
+    dtype = torch.uint8 if is_packed else _CODES[operand.number]
+    scales = None
+    if operand.block:
+        _, _, scale_type = _SCALES[operand.scale]
+        scales = w.new_empty(rows, triton.cdiv(columns, operand.block), dtype=scale_type)
+    return NarrowTensor(
+        codes=w.new_empty(rows, width, dtype=dtype),
+        scales=scales,
+        group_scales=group_scales,
+        groups=groups,
+        operand=operand,
+        columns=columns,
+    )
+
+
+def _largest_of_experts(w_ENK: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each expert [E]."""
+    return _largest_of_lines(w_ENK.flatten(0, 1)).view(len(w_ENK), -1).amax(1)
+
+
 def _largest_of_groups(x_RK: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return the largest magnitude of each group [G], by those of its rows or columns."""
-    lines_RK = x_RK.mT if groups.of_columns else x_RK
+    return groups.largest_of_lines(_largest_of_lines(x_RK.mT if groups.of_columns else x_RK))
+
+
+def _largest_of_lines(lines_RK: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each row [R]."""
     rows, columns = lines_RK.shape
     largest = lines_RK.new_empty(rows, dtype=torch.float32)
     tile_rows = _TILE_NUMEL // _TILE_COLUMNS
@@ -261,7 +472,7 @@ def _largest_of_groups(x_RK: torch.Tensor, groups: Groups) -> torch.Tensor:
         ROWS=tile_rows,
         COLUMNS=_TILE_COLUMNS,
     )
-    return groups.largest_of_lines(largest)
+    return largest
 
 
 def _convert_by_blocks(
