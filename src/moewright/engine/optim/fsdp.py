@@ -290,7 +290,7 @@ def apply_fsdp(
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     remaining = {parameter.parameter: parameter for parameter in parameters}
-    units = []
+    units: list[list[tuple[NamedParameter, nn.Parameter, Group]]] = []
     unit_modules = []
     meshes: dict[str, DeviceMesh] = {}
     for module in (*experts, *layers, model):
@@ -318,28 +318,31 @@ def apply_fsdp(
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_FsdpAllGather(group))
         module.set_custom_reduce_scatter(_FsdpReduceScatter(group))
-        units.append(
-            tuple(
-                _build_sharded_parameter(
-                    runtime, parameter, group, on_host=parameter.name in offloaded
-                )
-                for parameter in members
-            )
-        )
+        units.append([(parameter, parameter.parameter, group) for parameter in members])
         unit_modules.append(module)
     assert isinstance(model, FSDPModule)
     if layout.vpp > 1 and not stays_gathered:
         assert isinstance(model, Transformer)
         _prefetch_within_chunks(model)
-    fsdp = FsdpParams(
+    if stays_gathered:
+        # The first gather may pad a shard in memory of its own: what it leaves is the master.
+        for module in unit_modules:
+            module.unshard()
+    return FsdpParams(
         root=model,
         modules=tuple(unit_modules),
         stays_gathered=stays_gathered,
-        units=tuple(units),
+        units=tuple(
+            tuple(
+                _build_sharded_parameter(
+                    runtime, named, tensor, group, on_host=named.name in offloaded
+                )
+                for named, tensor, group in unit
+            )
+            for unit in units
+        ),
         device=device,
     )
-    fsdp.all_gather_params()
-    return fsdp
 
 
 def _prefetch_within_chunks(model: Transformer) -> None:
@@ -374,10 +377,16 @@ def _find_groups(layout: Layout, parameter: NamedParameter) -> FsdpGroups:
 
 
 def _build_sharded_parameter(
-    runtime: Runtime, parameter: NamedParameter, group: Group, *, on_host: bool
+    runtime: Runtime,
+    parameter: NamedParameter,
+    tensor: nn.Parameter,
+    group: Group,
+    *,
+    on_host: bool,
 ) -> ShardedParameter:
-    local = _local_tensor(parameter.parameter)
-    rows, *row_shape = parameter.parameter.shape
+    """Build the state of a parameter whose sharded weight is `tensor`, a DTensor."""
+    local = _local_tensor(tensor)
+    rows, *row_shape = tensor.shape
     first_row = min(rows, group.index * -(-rows // group.size))
     first = first_row * prod(row_shape)
     has_momentum = uses_muon(runtime, parameter)
@@ -397,7 +406,7 @@ def _build_sharded_parameter(
     exp_avg, exp_avg_sq = build_moments(runtime, moments_numel, local.device)
     return ShardedParameter(
         named=parameter,
-        parameter=parameter.parameter,
+        parameter=tensor,
         on_host=on_host,
         replica_group=runtime.mesh.group(replica_group),
         holder_group=runtime.mesh.shared_table_groups.get(holders),
