@@ -17,6 +17,7 @@ from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.deepep import open_library, verify_library
 from moewright.engine.dispatch.interface import DispatchLibrary, LibrarySizes
 from moewright.engine.dispatch.rows import RowBudget
+from moewright.engine.kernels.attention_backends import activate_attention
 from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.table import build_kernels
@@ -72,6 +73,9 @@ def init_distributed(context: RankContext) -> torch.device:
         backend = "nccl"
         torch.cuda.set_device(device)
         bind_to_gpu(device)
+        attention = activate_attention(device)
+        if context.local_rank == 0:
+            _tell_machine(attention)
         _bind_adapters(context)
     else:
         device = torch.device("cpu")
