@@ -19,13 +19,14 @@ from moewright.engine.run.step import train_step
 from moewright.rules.job import Job
 from moewright.rules.low_precision import OperandFormat, find_recipe
 from moewright.rules.weight_copies import copied_weights, weight_copy_rows
-from moewright.spec.layout import CudaGraphScope, Layout, Recompute
+from moewright.spec.layout import CapacityFill, CudaGraphScope, Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.workload import (
     BaseQuantization,
     Dtype,
     FineTuningSpec,
     FrozenPart,
+    RouterForce,
     Task,
     TensorScaling,
     Workload,
@@ -77,6 +78,16 @@ def test_no_bit_differs_and_the_bytes_are_as_the_rules_say(
     assert (curve, plain_bytes) == (plain_curve, 0)
     for weight_name, weight in weights.items():
         assert torch.equal(weight, plain_weights[weight_name]), weight_name
+
+
+def test_replayed_steps_convert_the_weights_of_each() -> None:
+    job = Job(
+        model=SHAPES["qwen"],
+        workload=workload_in("mxfp8", router=replace(WORKLOAD.router, force=RouterForce.BALANCED)),
+        layout=Layout(world_size=1, mbs=4, capacity=1.0, capacity_fill=CapacityFill.PADDED),
+    )
+    graphs = replace(job.layout, graphs=(CudaGraphScope.FULL,))
+    assert train(replace(job, layout=graphs), steps=5)[0] == train(job, steps=5)[0]
 
 
 def test_a_weight_is_converted_both_ways_once_a_step_and_a_frozen_one_once() -> None:

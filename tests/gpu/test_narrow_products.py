@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moewright.engine.kernels.fused.table import triton_kernels
-from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, convert
+from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, convert, convert_weight
 from moewright.engine.kernels.products import NarrowProducts
 from moewright.engine.kernels.scaled_groups import find_gradient_product, find_group_product
 from moewright.engine.kernels.scaled_products import find_product, multiply
@@ -139,3 +139,7 @@ def test_the_kernel_of_conversions_writes_the_bits_of_a_cpu(name: str) -> None:
                 assert torch.equal(
                     ours.cpu().view(torch.uint8), reference.contiguous().view(torch.uint8)
                 )
+    both = triton_kernels().convert_weight(x, recipe.weights)
+    expected_weight = convert_weight(x.cpu(), recipe.weights)
+    for ours, reference in zip(both.tensors(), expected_weight.tensors(), strict=True):
+        assert torch.equal(ours.cpu().view(torch.uint8), reference.contiguous().view(torch.uint8))
