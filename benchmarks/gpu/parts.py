@@ -343,7 +343,7 @@ def compare_memory(sizes: GpuSizes) -> str:
         step(count_ledger=True)
         peak = torch.cuda.max_memory_allocated() if sizes.device.type == "cuda" else 0
         counted = state.runtime.counters.build_ledger(
-            rank=0, pp_rank=0, state=state.optimizer.memory_rows(), time=(), notes=()
+            rank=0, pp_rank=0, state=state.memory_rows(), time=(), notes=()
         )
         assert counted.storages is not None
         predicted = predict_rank_ledger(job, rank=0, selection=None)

@@ -5,7 +5,7 @@ No state is global.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -33,10 +33,10 @@ class Runtime:
     """A frozen record of the job, this rank and the objects that the engine's parts share.
 
     `products` are those of linear layers, but of router and head; with delayed scales, in
-    `delayed_scaling`, every linear has its own (Weight.products). Both read `weight_copies`, which
-    are there where products have 8 or 4 bits. `dispatch_library` dispatches
-    tokens where the layout names a library; None elsewhere. `row_budget` is there with a
-    rank_capacity. `offloading_layers` are the layers of this rank that offload activations.
+    `delayed_scaling`, every linear has its own (Weight.products). Both read `weight_copies`.
+    `dispatch_library` dispatches tokens where the layout names a library; None elsewhere.
+    `row_budget` is there with a rank_capacity. `offloading_layers` are the layers of this rank that
+    offload activations.
     """
 
     job: Job
@@ -48,12 +48,12 @@ class Runtime:
     device: torch.device
     turns: PassTurns
     part_graphs: PartGraphs
-    weight_copies: WeightCopies
     products: Products = WIDE_PRODUCTS
     delayed_scaling: DelayedScaling | None = None
     dispatch_library: DispatchLibrary | None = None
     row_budget: RowBudget | None = None
     offloading_layers: frozenset[int] = frozenset()
+    weight_copies: WeightCopies = field(default_factory=WeightCopies)
 
     @property
     def model(self) -> ModelSpec:

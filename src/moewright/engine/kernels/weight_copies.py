@@ -96,4 +96,4 @@ class WeightCopies:
 
 
 def _find_key(weight: torch.Tensor) -> _Key:
-    return storage_id(weight), weight.storage_offset()
+    return storage_id(weight), int(weight.storage_offset())
