@@ -88,3 +88,9 @@ def test_sequences_shorter_than_a_block_train(tmp_path: Path) -> None:
 def test_gradients_on_the_host_are_not_there_before_backward(tmp_path: Path) -> None:
     layout = Layout(world_size=2, mbs=2, zero=2, offload=(Offload.OPTIMIZER,))
     count_layout(build("qwen", WORKLOAD, layout), tmp_path)
+
+
+def test_reduced_shards_may_outweigh_what_is_kept(tmp_path: Path) -> None:
+    """Under overlap=grad they lie beside the buckets when the last backward has ended."""
+    layout = Layout(world_size=2, recompute=(Recompute.FULL,), overlap=(Overlap.GRAD,))
+    count_layout(build("qwen", WORKLOAD, layout), tmp_path)

@@ -92,6 +92,7 @@ def bound_allowance(
     steady += hash_keys
     if is_repeated:
         steady += inputs + _reduced_bytes(job, flat_sets, units)
+    saved_bytes = sum(row.bytes for row in rows if row.component in _SAVED)
     weight_bytes = sum(row.bytes for row in rows if row.component is Component.WEIGHTS)
     weight_bytes -= made.weight_copies
     on_their_way = _weights_on_their_way(job, weight_bytes, units)
@@ -99,7 +100,12 @@ def bound_allowance(
     in_passes = rest + inputs + _message_bytes(job) + made.unit_gradients
     kept = in_passes
     if can_pair(job.layout, job.micro_batches):
-        kept += sum(row.bytes for row in rows if row.component in _SAVED)
+        kept += saved_bytes
+    if Overlap.GRAD in job.layout.overlap:
+        # At rest after a last backward, buckets are reduced and what it read is gone; other chunks
+        # of the rank may keep theirs.
+        shards = _reduced_bytes(job, flat_sets, units)
+        kept += shards if job.layout.vpp > 1 else max(0, shards - saved_bytes)
     products = hash_keys  # of a block of words with the keys, as large at most
     update = rest + inputs + products + _update_bytes(job, flat_sets, units)
     if is_delayed(job.workload):  # histories move on in a copy
