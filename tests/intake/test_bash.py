@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moewright.intake.megatron.bash import UNKNOWN_VALUE, read_commands
+from moewright.intake.megatron.bash import read_commands
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE, find_unknown
 from moewright.spec.errors import BadInput
 
 ENV_FILE = "TP=4\n"
@@ -160,14 +161,10 @@ def test_a_script_is_read_as_bash_runs_it(text, arguments, folder):
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("if grep -q H100 /proc/x; then torchrun p.py; fi", "whether `grep` succeeds"),
-        ("if grep -q H100 /proc/x; then A+=(--bf16); fi", "whether `grep` succeeds"),
-        ("source other.sh", "reads other.sh, which is not beside the script"),
-        ("for x in $(nvidia-smi -L); do torchrun $x; done", "loops over output-of-nvidia-smi"),
-        ('[ "$(nvidia-smi -L)" = 8 ] || TP=4', "depends on the output-of-nvidia-smi"),
-        ('[ "$(nvidia-smi -L)" = 8 ] || { torchrun p.py; exit; }', "depends on the output-of"),
-        ("while read x; do torchrun $x; done < list", "loops while `read` succeeds"),
-        ('if [ "$(nvidia-smi -L)" = 8 ]; then f; fi', "depends on the output-of-nvidia-smi"),
+        ("for x in $(nvidia-smi -L); do torchrun $x; done", "depends on what nvidia-smi prints"),
+        ("while read x; do torchrun $x; done < list", "depends on what read reads"),
+        ("f() { if grep -q x y; then f; f; else f; f; fi; }\nf", "deep"),
+        ("for i in {1..999}; do if a | b; then B=1; elif c | d; then B=2; fi; done", "branches"),
         ("while true; do TP=4; done", "loops more than 10000 times"),
         ("f() { f; }\nf", "deep"),
         ("cat <<EOF\nTP=4\n", "the here-document EOF is not closed"),
@@ -243,7 +240,9 @@ def test_a_loop_that_trains_nothing_leaves_what_it_sets_unknown(head, folder):
 
 def test_a_refusal_inside_another_file_names_it(folder):
     (folder / "env.sh").write_text("X=1\nfor x in $(hostnames); do torchrun $x; done\n")
-    with pytest.raises(BadInput, match=r"line 2: of \./env\.sh: loops over output-of-hostnames"):
+    with pytest.raises(
+        BadInput, match=r"line 2: of \./env\.sh: what follows depends on what hostnames prints"
+    ):
         read_commands("source ./env.sh\n", {}, script=Path(folder / "run.sh"))
 
 
@@ -256,7 +255,11 @@ def test_what_an_undecided_branch_sets_is_unknown_until_the_command_needs_it(fol
     )
     first, second = read_commands(text, {}, script=folder / "run.sh").commands[-2:]
     assert first.words == ("torchrun", "p.py", "--pp", "4")
-    assert second.words[-1] == "\0output-of-grep\0"
+    unknown = find_unknown(second.words[-1])
+    assert unknown is not None
+    assert unknown.name == "TP"
+    assert unknown.origin == "whether `grep` succeeds"
+    assert set(unknown.words) >= {"4", "8"}
 
 
 def test_the_folder_of_a_script_is_told_by_its_own_name(folder):
@@ -304,3 +307,60 @@ def test_a_script_that_submits_itself_goes_on_in_its_job(folder):
 def test_a_variable_that_a_comparison_lacks_is_named():
     with pytest.raises(BadInput, match="PP is not set, and -gt compares numbers"):
         read_commands("if [ $PP -gt 1 ]; then A=1; fi\n", {})
+
+
+def test_what_a_file_of_a_cluster_may_set_is_unknown(folder):
+    text = (
+        "PP=2\nsource /cluster/start-prod\n"
+        'if [ "$KIND" = large ]; then TP=8; else TP=4; fi\n'
+        "torchrun p.py --tp $TP --cp ${CP:-1} --pp $PP --ep $EP $MORE\n"
+    )
+    reading = read_commands(text, {}, script=folder / "run.sh")
+    words = reading.commands[-1].words
+    assert words[4:7] == ("--cp", "1", "--pp")
+    found = {name: find_unknown(words[place]) for name, place in (("tp", 3), ("ep", 9))}
+    assert {name: value.name for name, value in found.items()} == {"tp": "KIND", "ep": "EP"}
+    assert found["tp"].words == ("8", "4")
+    assert {value.origin for value in found.values()} == {"what start-prod sets"}
+    assert reading.notes == (
+        "line 2: /cluster/start-prod is not beside the script, so that what it sets is not known; "
+        "what stood before it is kept",
+        "CP: taken as unset, for what start-prod sets is not known (--set CP=...)",
+    )
+
+
+def test_a_value_that_is_given_decides_what_a_file_left_open(folder):
+    text = 'source ~/job\ncase $KIND in large) TP=8;; *) TP=4;; esac\ntorchrun p.py --tp "$TP"\n'
+    reading = read_commands(text, {}, script=folder / "run.sh", constants={"KIND": "large"})
+    assert reading.commands[-1].words[-1] == "8"
+
+
+def test_branches_of_which_only_running_tells_agree_on_what_is_common(folder):
+    text = (
+        "A=(--bf16)\nB='--x 1'\n"
+        'if grep -q H100 /proc/x; then A+=(--fp8 hybrid); B="$B --y"; C=1; else C=1; fi\n'
+        "grep -q x /proc/y || { echo none; exit 1; }\n"
+        '[ "$(nvidia-smi -L)" = 8 ] && D=8\n'
+        '[ "$(nvidia-smi -L)" = 8 ] || exit 1\n'
+        'torchrun p.py "${A[@]}" $B $C $D\n'
+    )
+    words = read_commands(text, {}, script=folder / "run.sh").commands[-1].words
+    assert words[2:3] + words[4:6] == ("--bf16", "--x", "1")
+    assert find_unknown(words[3]).words == ("--fp8", "hybrid")
+    assert find_unknown(words[6]).words == ("--y",)
+    assert words[7] == "1"
+    assert find_unknown(words[8]).name == "D"
+
+
+def test_the_length_of_what_a_program_prints_is_unknown(folder):
+    text = "N=($(hosts))\ntorchrun p.py --n ${#N[@]} --m ${N[1]}\n"
+    words = read_commands(text, {}, script=folder / "run.sh").commands[-1].words
+    assert {find_unknown(words[place]).origin for place in (3, 5)} == {"what hosts prints"}
+
+
+def test_a_path_of_another_machine_is_looked_for_by_its_last_parts(folder):
+    (folder / "models").mkdir()
+    (folder / "models/large.sh").write_text("TP=4\n")
+    text = 'source "/root/slime/scripts/models/large.sh"\ntorchrun p.py --tp "$TP"\n'
+    reading = read_commands(text, {}, script=folder / "run" / "run.sh")
+    assert reading.commands[-1].words[-1] == "4"

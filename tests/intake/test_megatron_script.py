@@ -20,6 +20,7 @@ from megatron_cases import (
 from moewright.codec import fingerprint, parse_layout
 from moewright.exporters.megatron.script import render_megatron_script
 from moewright.intake import catalogue
+from moewright.intake.megatron.overrides import parse_script_overrides
 from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
@@ -106,7 +107,7 @@ def test_a_config_of_deepspeed_that_the_script_writes_tells_its_stage(tmp_path):
 
 def test_what_only_running_tells_is_no_variable_to_set(tmp_path):
     text = QWEN.replace("--num-layers 48", "--num-layers $(( $(nvidia-smi -L) * 4 ))")
-    with pytest.raises(BadInput, match="--num-layers: follows from what nvidia-smi prints"):
+    with pytest.raises(BadInput, match="--num-layers: depends on what nvidia-smi prints"):
         back(text, tmp_path, EP="8")
 
 
@@ -538,9 +539,13 @@ SCRIPTS = [
         "torchrun tools/run_text_generation_server.py --num-layers 4 --hidden-size 8\n",
         "tools/run_text_generation_server.py trains no decoder",
     ),
-    ("for x in $(ls); do torchrun p.py --num-layers 4; done\n", "loops over output-of-ls"),
+    ("for x in $(ls); do torchrun p.py --num-layers 4; done\n", "depends on what ls prints"),
     ('torchrun pretrain_gpt.py --num-layers "4\n', "is not closed"),
-    ("if [ $(hostname) = a ]; then X+=(1); fi\n", "which only running tells"),
+    (
+        "case $(hostname) in a) torchrun p.py --num-layers 4;; "
+        "*) torchrun p.py --num-layers 8;; esac\n",
+        "what follows depends on what hostname prints, which only running tells",
+    ),
     ("if true; then\n", "`fi` is missing"),
     (
         "torchrun --nnodes 1:4 --nproc-per-node 8 pretrain_gpt.py --num-layers 4\n",
@@ -574,3 +579,73 @@ def test_a_size_of_zero_is_refused(option, tmp_path):
     )
     with pytest.raises(BadInput, match="must be at least 1"):
         interpret_launch(read_launch(script, {}), world_size=8, folder=tmp_path)
+
+
+CLUSTER = """source /cluster/env.sh
+torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py {words} --seq-length 1024 --bf16 \\
+  --max-position-embeddings 1024 --vocab-size 1024 --num-attention-heads 8 --hidden-size 512
+"""
+SIZES = "--num-layers 8 --tensor-model-parallel-size 2 --micro-batch-size 1"
+
+
+def read_cluster(words, tmp_path, *answers):
+    script = tmp_path / "job.sh"
+    script.write_text(CLUSTER.replace("{words}", words))
+    return interpret_launch(
+        read_launch(script, {}, overrides=parse_script_overrides(answers)),
+        world_size=16,
+        folder=tmp_path,
+    )
+
+
+def test_what_a_cluster_sets_is_left_out_where_no_plan_needs_it(tmp_path):
+    job = read_cluster(f"{SIZES} $LOGGING_ARGS --tensorboard-dir $LOGS", tmp_path)
+    assert job.layout.tp == 2
+    assert any("what $LOGGING_ARGS holds depends on what env.sh sets" in n for n in job.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--num-layers 8 --micro-batch-size 1 $ARGS", '--set ARGS="--tensor-model-parallel-size'),
+        ("--tensor-model-parallel-size 2 --micro-batch-size 1 $ARGS", '--set ARGS="--num-layers'),
+        ("--num-layers $LAYERS --micro-batch-size 1", "--set LAYERS=..."),
+    ],
+)
+def test_what_a_plan_needs_of_a_cluster_is_asked_for_by_name(words, answer, tmp_path):
+    with pytest.raises(BadInput) as caught:
+        read_cluster(words, tmp_path)
+    assert answer in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_answers_are_read(tmp_path):
+    words = "--num-layers $LAYERS --micro-batch-size 1 $ARGS"
+    answers = ("LAYERS=8", "ARGS=--tensor-model-parallel-size 4")
+    job = read_cluster(words, tmp_path, *answers)
+    assert (job.model.layers, job.layout.tp) == (8, 4)
+
+
+def test_an_option_that_bears_on_a_plan_and_is_undecided_is_asked_for(tmp_path):
+    text = CLUSTER.replace("{words}", f"{SIZES} $A")
+    script = tmp_path / "job.sh"
+    script.write_text(
+        f"if grep -q x /proc/y; then A='--moe-grouped-gemm --wandb-project x'; fi\n{text}"
+    )
+    with pytest.raises(BadInput, match="--moe-grouped-gemm: depends on whether `grep` succeeds"):
+        read_launch(script, {})
+    launch = read_launch(script, {}, overrides=parse_script_overrides(("--moe-grouped-gemm=null",)))
+    assert "--moe-grouped-gemm" not in launch.options
+    assert any("--wandb-project" in note for note in launch.notes)
+
+
+def test_one_training_behind_a_condition_is_read_and_two_are_asked_for(tmp_path):
+    script = tmp_path / "job.sh"
+    body = CLUSTER.replace("{words}", SIZES).partition("\n")[2]
+    script.write_text(f"if grep -q x /proc/y; then\n{body}fi\n")
+    notes = read_launch(script, {}).notes
+    assert any("depends on whether `grep` succeeds" in note for note in notes)
+    other = body.replace("--num-layers 8", "--num-layers 4")
+    script.write_text(f"if grep -q x /proc/y; then\n{body}else\n{other}fi\n")
+    with pytest.raises(BadInput, match="line 2: what follows depends on whether `grep` succeeds"):
+        read_launch(script, {})

@@ -16,7 +16,7 @@ from moewright.api.planning import estimate_request, is_plan_file
 from moewright.codec import from_data, read_toml, to_data
 from moewright.diagnosis.checks import ChangeBudgets, Check, JobCheck, OptionChange, find_breaches
 from moewright.diagnosis.plan_changes import compare_plans
-from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE
+from moewright.intake.megatron.unknown import show_unknown
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.options import WorkloadOptions
@@ -354,7 +354,7 @@ def _to_number(word: str) -> float | str:
 def _spell(words: tuple[str, ...] | None) -> str:
     if words is None:
         return ""
-    return UNKNOWN_VALUE.sub(r"$\1", " ".join(words)) or "on"
+    return show_unknown(" ".join(words)) or "on"
 
 
 def _find_line(path: Path, options: tuple[OptionChange, ...]) -> int:

@@ -3,8 +3,9 @@
 It reads assignments, arrays, functions, conditions, loops over words, arithmetic, here-documents,
 subshells, `eval`, `bash -c`, and scripts that are sourced or called and lie beside the script. A
 value that is only known when the script runs (the output of programs, variables set elsewhere)
-stands in the words as its name between zero bytes, so that the reader of the value can say which
-one is missing. What cannot be followed is refused with its line.
+stands in the words as an unknown one (unknown.py), so that the reader of the value can say which
+one is missing. Where an unknown value decides what runs, all branches run, and what they leave
+differently is unknown. What cannot be followed is refused with its line.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS, print_text
-from moewright.intake.megatron.bash_expansion import OUTPUT_PREFIX
-from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE as UNKNOWN_VALUE
 from moewright.intake.megatron.bash_grammar import ShellGrammar
 from moewright.intake.megatron.bash_session import (
     MAX_DEPTH,
@@ -34,6 +33,7 @@ from moewright.intake.megatron.called_scripts import (
     is_environment_script,
     read_script_file,
 )
+from moewright.intake.megatron.unknown import UnknownValue, show_unknown
 from moewright.spec.errors import BadInput, Reason
 
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
@@ -68,7 +68,7 @@ def read_commands(
     except RecursionError:
         rule = "holds commands inside of commands, too deep to be read"
         raise BadInput(Reason(field="script", rule=rule)) from None
-    notes = tuple(dict.fromkeys(interpreter.notes))
+    notes = (*dict.fromkeys(interpreter.notes), *_note_assumed(interpreter.variables.assumed_unset))
     return ShellReading(
         commands=tuple(commands), notes=notes, exit_line=exit_line, files=dict(interpreter.files)
     )
@@ -141,8 +141,8 @@ class _Interpreter(ShellGrammar):
             yield from self._call(expanded, line)
         elif expanded[:2] == ["printf", "-v"] and len(expanded) > 3:
             printed = print_text([["printf", *expanded[3:]]], self.folder)
-            unknown = f"\0{OUTPUT_PREFIX}printf\0"
-            self.variables.arrays[expanded[2]] = (unknown if printed is None else printed,)
+            unknown = UnknownValue(name=expanded[2], origin="what printf prints")
+            self.variables.arrays[expanded[2]] = (unknown.mark() if printed is None else printed,)
         elif handler is not None:
             handler(expanded, line, heredoc)
         elif expanded[0] in ("source", ".", "eval"):
@@ -165,7 +165,8 @@ class _Interpreter(ShellGrammar):
             self.keep_file(command.words, heredoc, redirections)
         if command.words[0] not in PLAIN_PROGRAMS:
             self.status = None
-            self.status_source = command.words[0].rpartition("/")[2][:40]
+            program = show_unknown(command.words[0]).rpartition("/")[2][:40]
+            self.decision = UnknownValue(origin=f"whether `{program}` succeeds")
         yield command
 
     def _call(self, words: list[str], line: int) -> Iterator[Command]:
@@ -198,11 +199,16 @@ class _Interpreter(ShellGrammar):
             raise syntax_refusal(line, "`source` names no file")
         text = read_script_file(words[1], self.folders(), self.files)
         if text is None:
+            name = show_unknown(words[1])[:80]
             if is_environment_script(words[1]):
-                self.notes.append(f"line {line}: {words[1][:80]} is not read")
+                self.notes.append(f"line {line}: {name} is not read")
                 return
-            name = UNKNOWN_VALUE.sub(lambda match: f"${match[1]}", words[1])[:80]
-            raise syntax_refusal(line, f"reads {name}, which is not beside the script")
+            self.notes.append(
+                f"line {line}: {name} is not beside the script, so that what it sets is not known; "
+                "what stood before it is kept"
+            )
+            self.variables.unread_origin = f"what {name.rpartition('/')[2]} sets"
+            return
         outer = self.variables.arrays["@"]
         if len(words) > 2:
             self.variables.set_arguments(words[2:])
@@ -237,6 +243,8 @@ class _Interpreter(ShellGrammar):
         inner.folder = self.folder
         inner.files = self.files
         inner.exported = dict.fromkeys(name for name, _ in command.exported)
+        inner.variables.unread_origin = self.variables.unread_origin
+        inner.variables.assumed_unset = self.variables.assumed_unset
         try:
             yield from inner.run(text, first_line=command.line if called.text else 1)
         except ScriptExit:
@@ -261,11 +269,24 @@ class _Interpreter(ShellGrammar):
             if any(token.is_operator and token.text == "|" for token in reader.tokens):
                 return None
             commands = list(self.block(reader, (), True))
+            if any(command.decision is not None for command in commands):
+                return None
             return print_text([command.words for command in commands], self.folder)
         except (BadInput, ScriptExit, FunctionReturn, LoopJump):
             return None
         finally:
             self.variables, self.status, self.folder = outer, status, folder
+
+
+def _note_assumed(names: Mapping[str, str]) -> list[str]:
+    """Return notes on variables that were taken as unset, though a file may set them."""
+    by_origin: dict[str, list[str]] = {}
+    for name, origin in names.items():
+        by_origin.setdefault(origin, []).append(name)
+    return [
+        f"{', '.join(found)}: taken as unset, for {origin} is not known (--set {found[0]}=...)"
+        for origin, found in by_origin.items()
+    ]
 
 
 def _inside_file(name: str, error: BadInput) -> BadInput:

@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moewright.intake.megatron.bash_expansion import OUTPUT_PREFIX, UNKNOWN_VALUE, ShellVariables
+from moewright.intake.megatron.bash_expansion import ShellVariables
 from moewright.intake.megatron.bash_patterns import matches_pattern
 from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
-from moewright.spec.errors import BadInput, Reason
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, find_unknown
+from moewright.spec.errors import BadInput
 
 # Programs that succeed in a run that trains, and that set nothing.
 PLAIN_PROGRAMS = (
@@ -98,7 +99,8 @@ def read_words(words: Sequence[str], text: str | None, variables: ShellVariables
     names = [word for word in words[1:] if not word.startswith("-")] or ["REPLY"]
     if text is None:
         for name in names:
-            variables.arrays[name] = (f"\0{OUTPUT_PREFIX}{words[0]}\0",)
+            unknown = UnknownValue(name=name, origin=f"what {words[0]} reads")
+            variables.arrays[name] = (unknown.mark(),)
         return
     if words[0] != "read":
         variables.arrays[names[-1]] = tuple(text.splitlines())
@@ -146,28 +148,26 @@ _RANKS = (
 )
 
 
-class OutputNeeded(BadInput):
-    """A text that decides what runs next depends on what `program` prints."""
+class DecisionNeeded(BadInput):
+    """What runs next depends on an unknown value."""
 
-    def __init__(self, program: str, reason: Reason) -> None:
-        super().__init__(reason)
-        self.program = program
+    def __init__(self, unknown: UnknownValue, line: int) -> None:
+        rule = f"what follows depends on {unknown.origin}, which only running tells"
+        nearest = f"--set {unknown.name}=..." if unknown.name else ""
+        super().__init__(*syntax_refusal(line, rule, nearest).reasons)
+        self.unknown = unknown
 
 
 def require_known(text: str, line: int) -> str:
     """Return a text that decides which commands run next; unset variables are empty in it.
 
     Raises:
-        OutputNeeded: the text depends on what a program prints.
+        DecisionNeeded: the text depends on what only running tells.
     """
-    text = UNKNOWN_VALUE.sub(
-        lambda match: match[0] if match[1].startswith(OUTPUT_PREFIX) else "", text
-    )
-    if output := UNKNOWN_VALUE.search(text):
-        rule = f"what follows depends on the {output[1]}, which only running tells"
-        program = output[1].removeprefix(OUTPUT_PREFIX)
-        raise OutputNeeded(program, syntax_refusal(line, rule).reasons[0])
-    return text
+    unknown = find_unknown(text)
+    if unknown is not None and unknown.origin:
+        raise DecisionNeeded(unknown, line)
+    return UNKNOWN_VALUE.sub("", text)
 
 
 class Condition:
@@ -196,7 +196,7 @@ class Condition:
         """Return whether the test holds.
 
         Raises:
-            BadInput: it cannot be read, or depends on what a program prints.
+            BadInput: it cannot be read, or depends on what only running tells.
         """
         if not self.words:
             return False
@@ -258,6 +258,9 @@ class Condition:
     def _unary(self, test: str, word: ShellToken) -> bool:
         if test == "-v":
             return self._value(word) in self.variables.arrays
+        if test in ("-z", "-n") and (name := self._unread_name(word)):
+            self.variables.assume_unset(name)
+            return test == "-z"
         value = self._value(word)
         if test in ("-z", "-n"):
             return (value == "") == (test == "-z")
@@ -307,6 +310,13 @@ class Condition:
                     rule = f"{variable} is not set, and {sign} compares numbers"
                 raise syntax_refusal(self.line, rule, nearest) from None
         return bool(getattr(operator, sign[1:])(*numbers))
+
+    def _unread_name(self, word: ShellToken) -> str:
+        """Return the variable that a word is, where only a file that is not here may set it."""
+        match = UNKNOWN_VALUE.fullmatch(" ".join(self.variables.expand(word)))
+        name = match[1] if match is not None else ""
+        is_absent = name not in self.variables.arrays and name not in self.variables.tables
+        return name if is_absent and self.variables.absent(name).origin else ""
 
     def _unset_name(self, text: str) -> str:
         """Return the first variable of a word that has no value; "" where all have one."""

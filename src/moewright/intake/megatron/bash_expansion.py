@@ -17,10 +17,20 @@ from moewright.intake.megatron.bash_tokens import (
     syntax_refusal,
     tokenize,
 )
+from moewright.intake.megatron.unknown import (
+    UNKNOWN_VALUE,
+    UnknownValue,
+    find_unknown,
+    name_unknown,
+)
 
-UNKNOWN_VALUE = re.compile("\0([^\0]*)\0")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-OUTPUT_PREFIX = "output-of-"
+# Variables that a launcher or a login sets, and no file of a job.
+_GIVEN = re.compile(
+    r"(SLURM|PBS|OMPI|PMI|PALS|LSB|FLUX|JOB_COMPLETION)_\w+|HOME|USER|PWD|PATH|HOSTNAME|SHELL|TMPDIR"
+    r"|PYTHONPATH|LD_LIBRARY_PATH|RANDOM|SECONDS|UID|LOGNAME|IFS|OPTARG|OPTIND|BASH_\w+|FUNCNAME|LINENO"
+    r"|(LOCAL_|NODE_|GROUP_)?RANK"
+)
 _ASSIGNMENT = re.compile(
     r"([A-Za-z_][A-Za-z0-9_]*)(?:\[((?:[^][]|\[[^]]*\])*)\])?(\+?)=(.*)", re.DOTALL
 )
@@ -69,7 +79,9 @@ class ShellVariables:
     """A script's variables; each is an array, and `tables` are the associative ones.
 
     `run_command` returns what the commands of a $(...) print, or None where only running tells.
-    Those in `constants` keep their values, whatever the script assigns to them.
+    Those in `constants` keep their values, whatever the script assigns to them. `unread_origin` is
+    what may have set those that have no value: a file that is not here. `assumed_unset` are those
+    that were taken to have none all the same, as by ${name:-default}, with that origin.
     """
 
     def __init__(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
@@ -78,6 +90,8 @@ class ShellVariables:
         }
         self.tables: dict[str, dict[str, str]] = {}
         self.constants: Mapping[str, str] = {}
+        self.unread_origin = ""
+        self.assumed_unset: dict[str, str] = {}
         self.run_command: Callable[[str, int], str | None] = lambda text, line: None
         self.set_arguments(arguments)
 
@@ -88,6 +102,8 @@ class ShellVariables:
         other.tables = {name: dict(table) for name, table in self.tables.items()}
         other.run_command = self.run_command
         other.constants = self.constants
+        other.unread_origin = self.unread_origin
+        other.assumed_unset = self.assumed_unset
         return other
 
     def set_constants(self, values: Mapping[str, str]) -> None:
@@ -122,7 +138,7 @@ class ShellVariables:
         if text.startswith("(") and text.endswith(")"):
             self._assign_array(name, text[1:-1], word.line, appends=bool(appends), table=is_table)
             return name
-        value = self.substitute(text, word.line)
+        value = name_unknown(self.substitute(text, word.line), name)
         if key is not None:
             self._assign_element(name, key, value, word.line, appends=bool(appends))
             return name
@@ -139,7 +155,7 @@ class ShellVariables:
                 entries[self.substitute(key.lstrip("["), line)] = self.substitute(value, line)
             self.tables[name] = dict(entries)
             return
-        items = tuple(item for token in tokens for item in self.expand(token))
+        items = tuple(name_unknown(item, name) for token in tokens for item in self.expand(token))
         old = self.arrays.get(name, ()) if appends else ()
         self.arrays[name] = (*old, *items)
 
@@ -232,7 +248,17 @@ class ShellVariables:
         if output is not None:
             return output
         program = next(iter(text.split()), "")[:40]
-        return f"\0{OUTPUT_PREFIX}{program}\0"
+        return UnknownValue(origin=f"what {program} prints").mark()
+
+    def absent(self, name: str) -> UnknownValue:
+        """Return what is known of a variable that has no value here."""
+        is_given = _GIVEN.fullmatch(name) or not NAME.fullmatch(name)
+        return UnknownValue(name=name, origin="" if is_given else self.unread_origin)
+
+    def assume_unset(self, name: str) -> None:
+        """Take a variable to have no value, though a file that is not here may set it."""
+        if self.absent(name).origin:
+            self.assumed_unset[name] = self.unread_origin
 
     def _whole_array(self, text: str, line: int) -> list[str] | None:
         """Return the elements that "${name[@]}", "$@" or a range of them stands for."""
@@ -243,6 +269,10 @@ class ShellVariables:
         values = list(self.arrays.get(name, ()))
         if name in self.tables:
             values = list(self.tables[name].values())
+        elif name in self.constants:
+            values = self.constants[name].split()
+        elif name not in self.arrays and self.absent(name).origin:
+            values = [self.absent(name).mark()]
         bounds = match[2] or match[5]
         return self._slice_array(name, values, bounds[1:], line) if bounds else values
 
@@ -257,7 +287,7 @@ class ShellVariables:
         """Return the value of ${body}."""
         match = _PARAMETER.fullmatch(body)
         if not match:
-            return f"\0{''.join(body[:40].split())}\0"
+            return UnknownValue(name="".join(body[:40].split())).mark()
         mark, name, index, operation, word = match.groups()
         if mark == "#":
             return self._length(name, index, line)
@@ -267,26 +297,30 @@ class ShellVariables:
                 keys = table if table is not None else range(len(self.arrays.get(name, ())))
                 return " ".join(map(str, keys))
             name, index = self.first(name), None
+            if unknown := find_unknown(name):
+                return unknown.mark()
         value = self._element(name, index, line)
         if not operation:
-            return f"\0{name}\0" if value is None else value
+            return self.absent(name).mark() if value is None else value
         if operation[-1] in "-=+?":
             return self._default(name, value, operation, word, line)
         if value is None:
-            return f"\0{name}\0"
+            return self.absent(name).mark()
         if UNKNOWN_VALUE.search(value):
             return value
         return self._transform(value, operation, word, line)
 
     def _default(self, name: str, value: str | None, operation: str, word: str, line: int) -> str:
         is_empty = value is None or (value == "" and operation.startswith(":"))
+        if value is None and not operation.endswith("?"):
+            self.assume_unset(name)
         if operation.endswith("+"):
             return "" if is_empty else self._text(word, line)
         if operation[-1] in "-=" and is_empty:
             value = self._text(word, line)
             if operation.endswith("="):
                 self.arrays[name] = (value,)
-        return f"\0{name}\0" if value is None else value
+        return self.absent(name).mark() if value is None else value
 
     def _transform(self, value: str, operation: str, word: str, line: int) -> str:
         """Return a part of a value, or the value with something replaced."""
@@ -317,10 +351,14 @@ class ShellVariables:
     def _length(self, name: str, index: str | None, line: int) -> str:
         if index is not None and index in "@*":
             elements = self.tables.get(name, self.arrays.get(name, ()))
+            if unknown := find_unknown("".join(elements)):  # it may stand for several
+                return unknown.mark()
+            if name not in self.arrays and name not in self.tables and self.absent(name).origin:
+                return self.absent(name).mark()
             return str(len(elements))
         value = self._element(name, index, line)
         if value is None or UNKNOWN_VALUE.search(value):
-            return f"\0{name}\0"
+            return (find_unknown(value or "") or self.absent(name)).mark()
         return str(len(value))
 
     def _element(self, name: str, index: str | None, line: int) -> str | None:
@@ -337,7 +375,10 @@ class ShellVariables:
             is_star = "*" in (name, index)
             return (self.first("IFS")[:1] if is_star and "IFS" in self.arrays else " ").join(values)
         place = self.integer(index, line) if index is not None else 0
-        return values[place] if -len(values) <= place < len(values) else ""
+        if -len(values) <= place < len(values):
+            return values[place]
+        unknown = find_unknown("".join(values))  # it may stand for several
+        return "" if unknown is None else unknown.mark()
 
     def _text(self, text: str, line: int) -> str:
         return " ".join(
@@ -396,10 +437,12 @@ class ShellVariables:
         """Return the value of a name inside arithmetic, where a value may be an expression."""
         value = self.first(name).strip()
         if not value:
-            return f"\0{name}\0"
+            return self.absent(name).mark()
         if re.fullmatch(r"-?\d+", value) or UNKNOWN_VALUE.search(value):
             return f"({value})" if value.startswith("-") else value
-        return f"({self._arithmetic_part(value, line)})" if value != name else f"\0{name}\0"
+        return (
+            f"({self._arithmetic_part(value, line)})" if value != name else self.absent(name).mark()
+        )
 
 
 def _expand_braces(text: str) -> Iterator[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS, OutputNeeded, require_known
-from moewright.intake.megatron.bash_expansion import NAME, OUTPUT_PREFIX, UNKNOWN_VALUE
+from moewright.intake.megatron.bash_branches import BranchOutcome, ShellBranches
+from moewright.intake.megatron.bash_builtins import DecisionNeeded, require_known
 from moewright.intake.megatron.bash_patterns import matches_pattern
 from moewright.intake.megatron.bash_session import (
     MAX_DEPTH,
@@ -16,9 +17,9 @@ from moewright.intake.megatron.bash_session import (
     LoopJump,
     Redirections,
     ScriptExit,
-    ShellSession,
 )
 from moewright.intake.megatron.bash_tokens import ShellToken, TokenReader, syntax_refusal, tokenize
+from moewright.intake.megatron.unknown import UnknownValue, find_unknown
 from moewright.spec.errors import BadInput
 
 _LOOPS = ("while", "until", "for", "select")
@@ -26,9 +27,10 @@ _LOOPS = ("while", "until", "for", "select")
 _TRAINS = re.compile(r"python|torchrun|deepspeed|srun|mpirun|pretrain|\.sh\b|--[a-z]|eval|source")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=")
 _MAX_ROUNDS = 10_000  # of a loop
+_CASE_ENDS = (";;", ";&", ";;&", "esac")
 
 
-class ShellGrammar(ShellSession):
+class ShellGrammar(ShellBranches):
     """A reader of statements, which runs or skips them; what a simple command does is a subclass's.
 
     Statements are run where they are `live`, else skipped.
@@ -64,39 +66,49 @@ class ShellGrammar(ShellSession):
 
     def _list(self, reader: TokenReader, live: bool) -> Iterator[Command]:
         """Run pipelines joined by && and ||."""
-        is_run = live
-        while True:
-            begin = reader.position
-            try:
-                yield from self._pipeline(reader, is_run)
-            except OutputNeeded:
-                reader.position = begin
-                list(self._pipeline(reader, False))
-                if not self._guards(reader):
-                    raise
-                self.status = None
-            joint = reader.peek()
-            if joint is None or joint.text not in ("&&", "||") or not joint.is_operator:
-                return
-            reader.take()
-            reader.skip_separators()
-            # A program that a run calls succeeds in a run that trains.
-            succeeded = self.status is not False
-            is_run = live and succeeded == (joint.text == "&&")
+        yield from self._pipelines(reader, live, live)
 
-    def _guards(self, reader: TokenReader) -> bool:
-        """Whether `|| ... exit` stands in front: what is before it held in a run that trains."""
+    def _pipelines(self, reader: TokenReader, live: bool, is_run: bool) -> Iterator[Command]:
         begin = reader.position
-        joint = reader.peek()
-        if joint is None or not joint.is_operator or joint.text != "||":
-            return False
-        reader.take()
+        line = reader.line
+        try:
+            yield from self._pipeline(reader, is_run)
+        except DecisionNeeded as error:
+            reader.position = begin
+            for _ in self._pipeline(reader, False):
+                pass
+            if not _is_joint(reader):
+                raise
+            yield from self._undecided_list(reader, error.unknown, line)
+            return
+        yield from self._behind_joint(reader, live)
+
+    def _behind_joint(self, reader: TokenReader, live: bool) -> Iterator[Command]:
+        """Run what stands behind && or ||, by the status of what is before it."""
+        if not _is_joint(reader):
+            return
+        joint = reader.take()
         reader.skip_separators()
-        start = reader.position
-        list(self._pipeline(reader, False))
-        part = reader.tokens[start : reader.position]
-        reader.position = begin
-        return _leaves(part)
+        # A program that a run calls succeeds in a run that trains.
+        succeeded = self.status is not False
+        yield from self._pipelines(reader, live, live and succeeded == (joint.text == "&&"))
+
+    def _undecided_list(
+        self, reader: TokenReader, decision: UnknownValue, line: int
+    ) -> Iterator[Command]:
+        """Run what stands behind a pipeline that only running tells the status of."""
+        begin = reader.position
+        start = self.save()
+
+        def follow(status: bool, live: bool) -> Iterator[Command]:
+            reader.position = begin
+            self.status = status
+            yield from self._behind_joint(reader, live)
+
+        outcomes = [
+            self.try_branch(reader, start, partial(follow, status)) for status in (True, False)
+        ]
+        yield from self.join(outcomes, decision, line)
 
     def _pipeline(self, reader: TokenReader, live: bool) -> Iterator[Command]:
         """Run the first command of a pipe; the others run in subshells and train nothing."""
@@ -128,7 +140,7 @@ class ShellGrammar(ShellSession):
                 raise syntax_refusal(token.line, "a command that trains behind a pipe is not read")
             if live and part:
                 self.status = None
-                self.status_source = part[0].text[:40]
+                self.decision = UnknownValue(origin=f"whether `{part[0].text[:40]}` succeeds")
         yield from commands
         if is_negated and live and self.status is not None:
             self.status = not self.status
@@ -211,27 +223,34 @@ class ShellGrammar(ShellSession):
             self.status = self.condition(words, line, has_patterns=True)
 
     def _if(self, reader: TokenReader, live: bool) -> Iterator[Command]:
-        reader.take()
-        is_open = live  # no branch has been taken yet
-        while True:
-            status, rule = self._read_condition(reader, is_open)
-            reader.expect("then")
-            if is_open and status is None:
-                self._skip_undecided(reader, rule)
-                is_open = False
-            is_taken = is_open and bool(status)
-            yield from self.block(reader, ("elif", "else", "fi"), is_taken)
-            is_open = is_open and not is_taken
-            keyword = reader.take().unquoted
-            if keyword == "fi":
-                return
-            if keyword == "else":
-                yield from self.block(reader, ("fi",), is_open)
-                reader.expect("fi")
-                return
+        line = reader.take().line
+        status = self._read_condition(reader, live)
+        reader.expect("then")
+        ends = ("elif", "else", "fi")
+        if live and status is None:
+            decision = self.decision
+            start = self.save()
+            outcomes = [
+                self.try_branch(reader, start, partial(self.block, reader, ends)),
+                self.try_branch(reader, start, partial(self._otherwise, reader)),
+            ]
+            yield from self.join(outcomes, decision, line)
+            return
+        is_taken = live and bool(status)
+        yield from self.block(reader, ends, is_taken)
+        yield from self._otherwise(reader, live and not is_taken)
 
-    def _read_condition(self, reader: TokenReader, live: bool) -> tuple[bool | None, str]:
-        """Run a condition up to `then`; return whether it holds, and what else only running tells.
+    def _otherwise(self, reader: TokenReader, live: bool) -> Iterator[Command]:
+        """Run what stands behind a branch that is not taken, and take `fi`."""
+        token = reader.peek()
+        if token is not None and token.unquoted == "elif":
+            yield from self._if(reader, live)
+        elif reader.take().unquoted == "else":
+            yield from self.block(reader, ("fi",), live)
+            reader.expect("fi")
+
+    def _read_condition(self, reader: TokenReader, live: bool) -> bool | None:
+        """Run a condition up to `then`; return whether it holds, None where only running tells.
 
         It counts by its status, not by what it would start.
         """
@@ -239,33 +258,12 @@ class ShellGrammar(ShellSession):
         try:
             for _ in self.block(reader, ("then",), live):
                 pass
-        except OutputNeeded as error:
+        except DecisionNeeded as error:
             reader.position = begin
             for _ in self.block(reader, ("then",), False):
                 pass
-            self.status_source = error.program
-            return None, error.reasons[0].rule
-        source = self.status_source
-        rule = f"what follows depends on whether `{source}` succeeds, which only running tells"
-        return self.status, rule
-
-    def _skip_undecided(self, reader: TokenReader, rule: str) -> None:
-        """Leave what the branches set unknown, where only running tells which one is taken.
-
-        Raises:
-            BadInput: `rule`, where a branch does more than set plain variables.
-        """
-        begin = reader.position
-        for _ in self.block(reader, ("fi",), False):
-            pass
-        branches = reader.tokens[begin : reader.position]
-        line = reader.tokens[begin].line if begin < len(reader.tokens) else reader.line
-        reader.position = begin
-        names = _assigned_names(branches)
-        if names is None and not _leaves(branches):
-            raise syntax_refusal(line, rule)
-        for name in names or ():
-            self.variables.arrays[name] = (f"\0{OUTPUT_PREFIX}{self.status_source}\0",)
+            self.status, self.decision = None, error.unknown
+        return self.status
 
     def _loop(self, reader: TokenReader, live: bool) -> Iterator[Command]:
         """Run a loop over words or under a condition."""
@@ -282,10 +280,9 @@ class ShellGrammar(ShellSession):
             raise syntax_refusal(keyword.line, "`select` asks somebody; write the commands out")
 
         def rounds() -> Iterator[bool]:
-            if any(UNKNOWN_VALUE.fullmatch(item) for item in items):
-                missing = next(iter(UNKNOWN_VALUE.findall("".join(items))))
-                rule = f"loops over {missing}, which only running tells"
-                raise syntax_refusal(keyword.line, rule)
+            unknown = find_unknown("".join(items))
+            if unknown is not None and unknown.origin:
+                raise DecisionNeeded(unknown, keyword.line)
             for item in items:
                 self.variables.arrays[name.text] = (item,)
                 yield True
@@ -317,8 +314,7 @@ class ShellGrammar(ShellSession):
                 for _ in self.block(reader, ("do",), True):
                     pass
                 if self.status is None:
-                    rule = f"loops while `{self.status_source}` succeeds, which only running tells"
-                    raise syntax_refusal(keyword.line, rule)
+                    raise DecisionNeeded(self.decision, keyword.line)
                 if self.status != (keyword.unquoted == "while"):
                     reader.position = body
                     return
@@ -352,6 +348,9 @@ class ShellGrammar(ShellSession):
             reader.expect("do")
             try:
                 yield from self.block(reader, ("done",), True)
+            except DecisionNeeded as error:
+                self._forget(reader, body, error)
+                return
             except LoopJump as jump:
                 if jump.levels > 1:
                     reader.position = body
@@ -365,27 +364,31 @@ class ShellGrammar(ShellSession):
             self.status = True
 
     def _has_next_round(self, reader: TokenReader, rounds: Iterator[bool], body: int) -> bool:
-        """Tell whether a loop goes on.
-
-        Where only running tells, a body that starts no program of training is left out, and what it
-        sets is not known.
-
-        Raises:
-            BadInput: only running tells, and the body may train.
-        """
+        """Tell whether a loop goes on; one of which only running tells that is left out."""
         try:
             return next(rounds, False)
-        except BadInput:
-            reader.position = body
-            self._skip_body(reader)
-            tokens = reader.tokens[body : reader.position]
-            if any(_TRAINS.search(token.text) for token in tokens):
-                raise
-            for token in tokens:
-                if match := _ASSIGNMENT.match(token.text):
-                    unknown = f"\0{OUTPUT_PREFIX}{self.status_source or 'a loop'}\0"
-                    self.variables.arrays[match[1]] = (unknown,)
+        except BadInput as error:
+            self._forget(reader, body, error)
             return False
+
+    def _forget(self, reader: TokenReader, body: int, error: BadInput) -> None:
+        """Leave what a loop sets unknown, where only running tells how often it runs.
+
+        Raises:
+            BadInput: `error`, where the body may train.
+        """
+        reader.position = body
+        self._skip_body(reader)
+        tokens = reader.tokens[body : reader.position]
+        if any(_TRAINS.search(token.text) for token in tokens):
+            raise error
+        origin = "how often a loop runs"
+        decision = error.unknown if isinstance(error, DecisionNeeded) else UnknownValue()
+        for token in tokens:
+            if match := _ASSIGNMENT.match(token.text):
+                name = match[1]
+                unknown = UnknownValue(name=decision.name or name, origin=decision.origin or origin)
+                self.variables.arrays[name] = (unknown.mark(),)
 
     def _skip_body(self, reader: TokenReader) -> None:
         reader.expect("do")
@@ -397,71 +400,69 @@ class ShellGrammar(ShellSession):
         line = reader.take().line
         subject = reader.take()
         value = ""
+        decision = None
         if live:
-            value = require_known(" ".join(self.variables.expand(subject)), line)
+            try:
+                value = require_known(" ".join(self.variables.expand(subject)), line)
+            except DecisionNeeded as error:
+                decision = error.unknown
         reader.skip_separators()
         reader.expect("in")
+        if decision is not None:
+            yield from self._undecided_case(reader, decision, line)
+            return
         falls = False
         while True:
-            while (token := reader.peek()) is not None and (
-                token.is_separator or token.text == "("
-            ):
-                reader.take()
-            token = reader.take()
-            if token.unquoted == "esac":
+            matches = self._take_patterns(reader, value, live and not falls)
+            if matches is None:
                 return
-            matches = falls
-            while token.text != ")" or not token.is_operator:
-                if live and not matches and not token.is_operator:
-                    matches = matches_pattern(value, self.variables.pattern(token))
-                token = reader.take()
-            yield from self.block(reader, (";;", ";&", ";;&", "esac"), live and matches)
+            matches = matches or falls
+            yield from self.block(reader, _CASE_ENDS, live and matches)
             end = reader.peek()
             falls = live and matches and end is not None and end.text == ";&"
             if not falls and not (end is not None and end.text == ";;&"):
                 live = live and not matches
 
+    def _take_patterns(self, reader: TokenReader, value: str, live: bool) -> bool | None:
+        """Take the patterns of a branch of `case`, or `esac`; return whether one matches.
 
-def _leaves(tokens: Sequence[ShellToken]) -> bool:
-    """Whether a branch, the only one, ends the script: it is not taken in a run that trains."""
-    words = [token.unquoted for token in tokens if not token.is_separator]
-    last = next((place for place, word in enumerate(words) if word == "exit"), None)
-    if last is None or {"else", "elif"} & set(words) or _trains(tokens):
-        return False
-    return all(word.isdigit() or word in ("}", ")") for word in words[last + 1 :])
-
-
-def _assigned_names(tokens: Sequence[ShellToken]) -> tuple[str, ...] | None:
-    """Return the plain variables that skipped branches set; None where these do more.
-
-    To print, to make folders and to leave the script changes no job.
-    """
-    keywords = ("then", "else", "elif", "fi", "if", "do", "done")
-    programs = ("wget", "pip", "rm", "cp", "touch", "scontrol", "scancel", "nvidia-smi", "kill")
-    harmless = (*PLAIN_PROGRAMS, *keywords, "exit", "return", "sleep", *programs)
-    names: list[str] = []
-    begins = True
-    is_test = False  # between `elif` and `then`
-    for token in tokens:
-        if token.is_operator:
-            begins = True
-            continue
-        if begins and token.unquoted == "export":
-            continue
-        if begins and token.unquoted in ("if", "elif", "then"):
-            is_test = token.unquoted != "then"
-        elif is_test:
-            continue
-        elif begins and token.is_assignment:
-            name, _, value = token.text.partition("=")
-            if not NAME.fullmatch(name) or value.startswith("("):
-                return None
-            names.append(name)
-            continue
-        elif begins and token.unquoted not in harmless:
+        None is for `esac`.
+        """
+        while (token := reader.peek()) is not None and (token.is_separator or token.text == "("):
+            reader.take()
+        token = reader.take()
+        if token.unquoted == "esac":
             return None
-        begins = begins and token.unquoted in keywords
-    return tuple(names)
+        matches = False
+        while token.text != ")" or not token.is_operator:
+            if live and not matches and not token.is_operator:
+                matches = matches_pattern(value, self.variables.pattern(token))
+            token = reader.take()
+        return matches
+
+    def _undecided_case(
+        self, reader: TokenReader, decision: UnknownValue, line: int
+    ) -> Iterator[Command]:
+        """Run all branches of a `case`, of which only running tells the value."""
+        start = self.save()
+        outcomes: list[BranchOutcome] = []
+        has_rest = False
+        while True:
+            begin = reader.position
+            if self._take_patterns(reader, "", False) is None:
+                break
+            patterns = reader.tokens[begin : reader.position]
+            has_rest = has_rest or any(token.text == "*" for token in patterns)
+            branch = partial(self.block, reader, _CASE_ENDS)
+            outcomes.append(self.try_branch(reader, start, branch))
+        if not has_rest:
+            outcomes.append(BranchOutcome(commands=(), state=start))
+        yield from self.join(outcomes, decision, line)
+
+
+def _is_joint(reader: TokenReader) -> bool:
+    token = reader.peek()
+    return token is not None and token.is_operator and token.text in ("&&", "||")
 
 
 def _sets_variables(tokens: Sequence[ShellToken]) -> bool:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moewright.intake.megatron.bash_builtins import Condition, read_words, take_option
-from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE, ShellVariables
+from moewright.intake.megatron.bash_expansion import ShellVariables
 from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, show_unknown
 
 MAX_DEPTH = 12  # of evals, functions and scripts inside each other
 Redirections = tuple[tuple[ShellToken, ShellToken | None], ...]
@@ -19,12 +20,14 @@ Redirections = tuple[tuple[ShellToken, ShellToken | None], ...]
 class Command:
     """A command as bash would start it: its words, its environment and its line in the script.
 
-    `exported` are the exported variables and those that stand before the command.
+    `exported` are the exported variables and those that stand before the command; `decision` is
+    what decides whether it runs, where only running tells.
     """
 
     words: tuple[str, ...]
     exported: tuple[tuple[str, str], ...]
     line: int
+    decision: UnknownValue | None = None
 
 
 _HEREDOC_QUOTE = re.compile(r'(\\?)"')
@@ -86,7 +89,7 @@ class ShellSession:
         self, environment: Mapping[str, str], arguments: Sequence[str], script: Path | None
     ) -> None:
         self.status: bool | None = True
-        self.status_source = ""  # the program whose status is not known
+        self.decision = UnknownValue()  # what a status that is not known depends on
         self.exported: dict[str, None] = {}
         self.variables = ShellVariables(environment, arguments)
         self.variables.arrays["PIPESTATUS"] = ("0",)  # a script that goes on had no failure
@@ -97,14 +100,14 @@ class ShellSession:
         self.scopes: list[FunctionScope] = []
         self.notes: list[str] = []
         self.depth = 0
+        self.tried_branches = 0
         self.started: set[tuple[Path | None, tuple[str, ...]]] = {(script, tuple(arguments))}
         if script is not None:
             self.variables.arrays |= {"0": (str(script),), "BASH_SOURCE": (str(script),)}
 
     def condition(self, words: list[ShellToken], line: int, *, has_patterns: bool) -> bool:
         def note(at: int, test: str) -> None:
-            shown = UNKNOWN_VALUE.sub(lambda match: f"${match[1]}", test)
-            self.notes.append(f"line {at}: {shown[:80]} is taken to be there")
+            self.notes.append(f"line {at}: {show_unknown(test)[:80]} is taken to be there")
 
         if not words:
             raise syntax_refusal(line, "the test is empty")
@@ -113,7 +116,8 @@ class ShellSession:
     def set_arithmetic_status(self, text: str, line: int) -> None:
         value = self.variables.arithmetic(text, line)
         if UNKNOWN_VALUE.search(value):
-            self.status, self.status_source = None, f"(({text.strip()[:30]}))"
+            self.status = None
+            self.decision = UnknownValue(origin=f"whether (({text.strip()[:30]})) holds")
         else:
             self.status = int(value) != 0
 
@@ -214,7 +218,8 @@ class ShellSession:
         self.status = heredoc is not None
         read_words(words, heredoc, self.variables)
         if heredoc is None:
-            self.status, self.status_source = None, words[0]
+            self.status = None
+            self.decision = UnknownValue(origin=f"what {words[0]} reads")
 
     def _getopts(self, words: list[str], line: int, heredoc: str | None) -> None:
         self.status = take_option(words, self.variables)

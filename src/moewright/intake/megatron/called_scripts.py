@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.spec.errors import BadInput, Reason
 
 _SHELLS = ("bash", "sh", "zsh", "dash")
@@ -24,13 +24,14 @@ _ENVIRONMENT_SCRIPTS = (
     *("activate", ".bashrc", ".bash_profile", ".profile", ".zshrc", "conda.sh", "modules.sh"),
     *("lmod.sh", "bash", "setvars.sh", "vars.sh", "init.sh", "bashrc", "profile", "oneapi-vars.sh"),
 )
-_INSTALLATION = re.compile(r"(^|[._-])(env|venv|environment|modules|mpi_variables)s?([._-]|$)")
+_INSTALLATION = re.compile(r"(^|[._-])(venv|modules?|mpi_variables)([._-]|$)")
 # The variable by which a job of a scheduler knows that it is one.
 _JOBS = {"sbatch": "SLURM_JOB_ID", "qsub": "PBS_JOBID", "bsub": "LSB_JOBID"}
 # What srun tells the first of its tasks, and where it may stand behind `time` and `exec`.
 _TASK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _SRUN_PLACES = 3
 _MAX_BYTES = 1 << 20
+_TAIL_PARTS = 2  # of a path on another machine that name a file: its folder and itself
 _LEVELS = 4  # folders above a script where it may be started from
 
 
@@ -123,7 +124,8 @@ def is_environment_script(name: str) -> bool:
 def read_script_file(name: str, folders: Sequence[Path], written: Mapping[str, str]) -> str | None:
     """Return the text of a script; None where it is neither written by the script nor beside it.
 
-    Scripts of a folder are often started from one above, of which their paths are told.
+    Scripts of a folder are often started from one above, of which their paths are told; a path of
+    another machine (/root/slime/scripts/models/x.sh) is looked for by its last parts.
 
     Raises:
         BadInput: the file is no text, or too long for a script.
@@ -133,8 +135,12 @@ def read_script_file(name: str, folders: Sequence[Path], written: Mapping[str, s
     if plain in written:
         return written[plain]
     above = [parent for folder in folders for parent in (folder, *folder.parents)[:_LEVELS]]
-    for folder in dict.fromkeys((*folders, *above)):
-        path = folder / plain
+    places = [folder / plain for folder in dict.fromkeys((*folders, *above))]
+    parts = Path(plain).parts
+    if Path(plain).is_absolute() and len(parts) > _TAIL_PARTS:
+        tails = [Path(*parts[first:]) for first in range(2, len(parts) - _TAIL_PARTS + 1)]
+        places += [folder / tail for tail in tails for folder in dict.fromkeys(above)]
+    for path in places:
         try:
             if path.is_file():
                 if path.stat().st_size > _MAX_BYTES:

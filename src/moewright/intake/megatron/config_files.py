@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from moewright.intake import catalogue
-from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.intake.megatron.config_fields import (
     ChosenOptions,
     SettingReader,
@@ -31,6 +30,7 @@ from moewright.intake.megatron.settings import (
     read_settings,
     resolve_references,
 )
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.intake.megatron.unread import sort_settings
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
@@ -67,7 +67,8 @@ class ConfiguredCommand:
     """The words of the launch command that a configuration stands for.
 
     `model` is the name that the configuration has for its model, "" where it gives sizes; `unread`
-    are settings that nothing here reads.
+    are settings that nothing here reads; `missing_files` are those that it builds on and that are
+    not beside it.
     """
 
     words: tuple[str, ...]
@@ -75,6 +76,7 @@ class ConfiguredCommand:
     model: str = ""
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    missing_files: tuple[str, ...] = ()
 
 
 def is_configured(words: Sequence[str]) -> bool:
@@ -122,6 +124,7 @@ def configure_file(
         model=command.model,
         unread=command.unread,
         notes=command.notes,
+        missing_files=command.missing_files,
     )
 
 
@@ -145,8 +148,9 @@ def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
         rule = f"holds no setting of {dialect.name} that says a layout, a batch or a model"
         raise BadInput(Reason(field="configuration", rule=rule))
     notes = [f"a configuration of {dialect.name}: {tree.taken_count} settings are read"]
-    if missing := tree.take_text(MISSING_PARENTS):
-        notes.append(f"it builds on {missing}, not beside it: what that sets is not read")
+    missing = tree.take_items(MISSING_PARENTS)
+    if missing:
+        notes.append(f"it builds on {','.join(missing)}, not beside it: what that sets is not read")
     notes += _take_precision(reader, tree, chosen)
     notes += _take_turbo(reader, tree, chosen)
     _settle(tree, chosen.options)
@@ -187,6 +191,7 @@ def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
         model=model if "--num-layers" not in chosen.options else "",
         unread=unread,
         notes=(*notes, *noted),
+        missing_files=missing,
     )
 
 

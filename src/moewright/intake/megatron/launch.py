@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from moewright.codec import parse_json
-from moewright.intake.megatron.bash import UNKNOWN_VALUE, Command, ShellReading
-from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS
+from moewright.intake.megatron.bash import Command, ShellReading
+from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS, DecisionNeeded
 from moewright.intake.megatron.called_scripts import find_called_script
 from moewright.intake.megatron.config_files import (
     ConfiguredCommand,
@@ -33,6 +33,12 @@ from moewright.intake.megatron.options import (
 from moewright.intake.megatron.overrides import ScriptOverrides
 from moewright.intake.megatron.parser_source import ParsedOption, find_own_options
 from moewright.intake.megatron.post_training import is_slime, slime_words
+from moewright.intake.megatron.unknown import (
+    UNKNOWN_VALUE,
+    UnknownValue,
+    find_unknown,
+    show_unknown,
+)
 from moewright.intake.megatron.unread import (
     TrainerOption,
     find_fork_option,
@@ -98,7 +104,7 @@ _OTHER_TRAINERS = (
 )
 # A variable that a script leaves without.
 _NEEDED_VARIABLE = re.compile(
-    r"\b([A-Z][A-Z0-9_]{2,})\b[^.;]{0,20}(?:must be|required|not set|unset|missing|is empty)"
+    r"\b([A-Z][A-Z0-9_]{2,})\b[^.;A-Z]{0,20}(?:must be|required|not set|unset|missing|is empty)"
 )
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _ELLIPSIS = "..."
@@ -118,7 +124,9 @@ class LaunchCommand:
 
     Nodes and ranks are 0 where they are only known when the script runs; `foreign_options` are
     those that Megatron-LM's parser does not have and that are known here, `unknown_options` are
-    those of forks and settings that nothing here reads. `written_files` are texts by path that the
+    those of forks and settings that nothing here reads. `unknown_words` are variables among the
+    words, and files below a configuration, of which only running tells what they hold.
+    `written_files` are texts by path that the
     script writes itself. `model` is the name of the model, where a
     configuration gives no sizes.
     """
@@ -131,6 +139,7 @@ class LaunchCommand:
     unknown_options: tuple[str, ...]
     notes: tuple[str, ...]
     model: str = ""
+    unknown_words: tuple[UnknownValue, ...] = ()
     written_files: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -155,6 +164,7 @@ def find_launch(
         if is_slime(words):
             words, slime_notes = slime_words(words)
             notes += slime_notes
+        notes += _check_decision(training)
         others = len({command.words for command in training}) - 1
         if others:
             notes.append(
@@ -183,14 +193,14 @@ def find_launch(
         rule += f"; {missing} is started, and is not in the folder of the script"
     other = next(filter(None, map(_find_other_task, reading.commands)), "")
     if other:
-        rule += f"; {UNKNOWN_VALUE.sub('$', other)[-80:]} trains no decoder"
+        rule += f"; {show_unknown(other)[-80:]} trains no decoder"
         nearest = "" if not missing else nearest
     named = next(filter(None, map(_find_other_trainer, reading.commands)), "")
     if named:
         raise BadInput(Reason(field="script", rule=named))
     if not (missing or other or reading.exit_line):
         if programs:
-            rule += f"; it starts {UNKNOWN_VALUE.sub('$', programs[0])[-80:]}"
+            rule += f"; it starts {show_unknown(programs[0])[-80:]}"
         elif all(command.words[0] in PLAIN_PROGRAMS for command in reading.commands):
             rule += "; it starts no program"
             nearest = "the script that sources it, where there is one"
@@ -206,12 +216,26 @@ def find_launch(
     raise BadInput(Reason(field="script", rule=rule, nearest=nearest))
 
 
+def _check_decision(training: Sequence[Command]) -> list[str]:
+    """Return a note where the first training runs only if something holds.
+
+    Raises:
+        DecisionNeeded: it is one of several, of which only running tells which one runs.
+    """
+    first = training[0]
+    if first.decision is None:
+        return []
+    if len({command.words for command in training if command.decision is not None}) > 1:
+        raise DecisionNeeded(first.decision, first.line)
+    return [f"line {first.line}: this training depends on {first.decision.origin}"]
+
+
 def _last_words(commands: Sequence[Command]) -> str:
     """Return what a script prints before it leaves, the line of its usage first; "" for nothing."""
     printed = [" ".join(command.words[1:]) for command in commands if command.words[0] == "echo"]
     usage = [text for text in printed if "usage" in text.casefold()]
     text = next(iter(usage[-1:] + printed[-1:]), "")
-    return " ".join(UNKNOWN_VALUE.sub(r"$\1", text).split())[:120]
+    return " ".join(show_unknown(text).split())[:120]
 
 
 def parse_configured(
@@ -232,7 +256,8 @@ def parse_configured(
     words = overrides.replace_options(configured.words)
     command = _parse_command(words, {**environment, **configured.exported}, told)
     unknown = (*command.unknown_options, *unread)
-    return replace(command, unknown_options=unknown, model=configured.model)
+    missing = tuple(UnknownValue(origin=f"what {file} sets") for file in configured.missing_files)
+    return replace(command, unknown_options=unknown, unknown_words=missing, model=configured.model)
 
 
 def _parse_command(
@@ -302,7 +327,7 @@ def _find_other_trainer(command: Command) -> str:
 def _missing_script(command: Command) -> str:
     """Return the script that a command starts and that was not read; "" for another command."""
     called = find_called_script(list(command.words), None)
-    return UNKNOWN_VALUE.sub(r"$\1", called.path)[:80] if called is not None else ""
+    return show_unknown(called.path)[:80] if called is not None else ""
 
 
 def _program_arguments(words: tuple[str, ...]) -> list[str] | None:
@@ -333,6 +358,7 @@ class _LaunchParser:
         self.options: dict[str, tuple[str, ...]] = {}
         self.foreign_options: dict[str, tuple[str, ...]] = {}
         self.unknown_options: list[str] = []
+        self.unknown_words: list[UnknownValue] = []
         self.notes: list[str] = []
         self.faults: list[Reason] = []
 
@@ -366,6 +392,7 @@ class _LaunchParser:
             options=self.options,
             foreign_options=self.foreign_options,
             unknown_options=tuple(self.unknown_options),
+            unknown_words=tuple(self.unknown_words),
             notes=(
                 *self.notes,
                 *(f"{reason}: {' '.join(names)}" for reason, names in self.fork_notes.items()),
@@ -375,8 +402,10 @@ class _LaunchParser:
     def _take_stray_word(self, word: str) -> None:
         """Take a word that is no option's value: the trainer, a module's name, or a fault."""
         previous = self.words[self.position - 2] if self.position > 1 else ""
-        is_variable = not UNKNOWN_VALUE.sub("", word)
-        if is_variable or word.endswith(".py") or previous == "-m" or "pretrain" in word:
+        if not UNKNOWN_VALUE.sub("", word):
+            self._take_unknown_words(word)
+            return
+        if word.endswith(".py") or previous == "-m" or "pretrain" in word:
             return
         if word == _ELLIPSIS:
             self.notes.append(
@@ -387,6 +416,37 @@ class _LaunchParser:
         else:
             rule = f"stands behind {previous[:60] or 'the program'} and no option takes it"
             self.faults.append(Reason(field=word[:60], rule=rule))
+
+    def _take_unknown_words(self, word: str) -> None:
+        """Take a variable of which only running tells what it holds; an unset one holds nothing.
+
+        Options that it may stand for are asked for where they bear on a plan.
+        """
+        unknown = find_unknown(word)
+        if unknown is None or not unknown.origin:
+            return
+        if not unknown.words:
+            self.unknown_words.append(unknown)
+            self.notes.append(
+                f"what ${unknown.name} holds depends on {unknown.origin}, and is left out "
+                f'(--set {unknown.name}="...")'
+            )
+            return
+        names = dict.fromkeys(
+            name.partition("=")[0] for name in unknown.words if name.startswith("--")
+        )
+        told = {given.partition("=")[0] for given in self.words}
+        left_out = []
+        for name in names.keys() - told:
+            if find_harmless(name, (*_FORK_TABLES, "megatron")) is not None:
+                left_out.append(name)
+                continue
+            nearest = f"--set {unknown.name}=..." if unknown.name else f"--set {name}=null"
+            rule = f"depends on {unknown.origin}, which only running tells"
+            self.faults.append(Reason(field=name[:60], rule=rule, nearest=nearest))
+        if left_out:
+            shown = " ".join(sorted(left_out))
+            self.notes.append(f"left out, for they depend on {unknown.origin}: {shown}")
 
     def _is_placeholder(self) -> bool:
         """Whether words are of a path that a user still has to write, as in "your data path"."""

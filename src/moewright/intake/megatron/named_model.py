@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS
-from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.intake.megatron.options import Arguments
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import AttentionKind, ModelSpec
 

@@ -9,8 +9,7 @@ from functools import cache
 from importlib import resources
 from types import MappingProxyType
 
-from moewright.intake.megatron.bash import UNKNOWN_VALUE
-from moewright.intake.megatron.bash_expansion import OUTPUT_PREFIX
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, find_unknown
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 
@@ -53,16 +52,8 @@ class Arguments:
         if not self.has(name):
             return default
         for value in self.options[name]:
-            if unknown := UNKNOWN_VALUE.search(value):
-                variable = unknown[1]
-                if variable.startswith(OUTPUT_PREFIX):
-                    program = variable.removeprefix(OUTPUT_PREFIX)
-                    rule = f"follows from what {program} prints, which only running tells"
-                    nearest = f"--set {name}=..."
-                    raise BadInput(Reason(field=name, rule=rule, nearest=nearest))
-                rule = f"takes the value of {variable}, which only running the script tells"
-                nearest = f"--set {variable}=..."
-                raise BadInput(Reason(field=name, rule=rule, nearest=nearest))
+            if unknown := find_unknown(value):
+                raise BadInput(_ask_value(name, unknown))
         return self.options[name]
 
     def text(self, name: str, default: str = "") -> str:
@@ -90,6 +81,18 @@ class Arguments:
     @property
     def unread_names(self) -> tuple[str, ...]:
         return tuple(name for name in self.options if name not in self.read_names)
+
+
+def _ask_value(name: str, unknown: UnknownValue) -> Reason:
+    """Return the Reason that asks for the value of an option which only running tells."""
+    nearest = f"--set {unknown.name or name}=..."
+    if not unknown.origin:
+        rule = f"takes the value of {unknown.name}, which only running the script tells"
+        return Reason(field=name, rule=rule, nearest=nearest)
+    values = dict.fromkeys(word for word in unknown.words if not word.startswith("--"))
+    either = f"is {' or '.join(list(values)[:6])}: it " if values else ""
+    rule = f"{either}depends on {unknown.origin}, which only running tells"
+    return Reason(field=name, rule=rule, nearest=nearest)
 
 
 # What to do instead of values that the parser does not take (any more).

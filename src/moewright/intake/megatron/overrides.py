@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from moewright.intake.megatron.unknown import find_unknown
 from moewright.spec.errors import BadInput, Reason
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -47,6 +48,9 @@ class ScriptOverrides:
                 taken |= {name} & self.options.keys()
             if not is_dropped:
                 kept.append(word)
+        unknown = [value for value in map(find_unknown, kept) if value is not None]
+        taken |= {_spell(known.partition("=")[0]) for value in unknown for known in value.words}
+        kept = [answered for word in kept for answered in self._answer(word)]
         for name, values in self.options.items():
             if values is not None:
                 kept += [name, *values]
@@ -54,6 +58,20 @@ class ScriptOverrides:
                 rule = "is not in the command, so that it cannot be left out"
                 raise BadInput(Reason(field=f"--set {name}={_LEFT_OUT}", rule=rule))
         return kept
+
+    def _answer(self, word: str) -> list[str]:
+        """Return a word without the options that are given, where only running tells what it is."""
+        unknown = find_unknown(word)
+        if unknown is None or not unknown.words:
+            return [word]
+        left: list[str] = []
+        is_dropped = False
+        for known in unknown.words:
+            if known.startswith("--"):
+                is_dropped = _spell(known.partition("=")[0]) in self.options
+            if not is_dropped:
+                left.append(known)
+        return [replace(unknown, words=tuple(left)).mark()] if left else []
 
 
 def parse_script_overrides(texts: Sequence[str]) -> ScriptOverrides:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
-from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.intake.megatron.settings import SettingTree, is_unset
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.spec.errors import BadInput, Reason
 
 _ACTOR = "actor_rollout_ref.actor."

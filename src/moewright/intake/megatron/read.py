@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moewright.codec import parse_json, read_json_data, read_text
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
-from moewright.intake.megatron.bash import UNKNOWN_VALUE, read_commands
+from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.config_files import configure_file
 from moewright.intake.megatron.directives import read_directives
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment, translate_options
@@ -19,6 +19,7 @@ from moewright.intake.megatron.options import Arguments
 from moewright.intake.megatron.overrides import ScriptOverrides
 from moewright.intake.megatron.settings import SUFFIXES
 from moewright.intake.megatron.trainer import SCHEDULE, read_batch_schedule
+from moewright.intake.megatron.unknown import show_unknown
 from moewright.intake.megatron.unread import account_for_options
 from moewright.intake.megatron.workload import read_workload
 from moewright.spec.errors import BadInput, Reason
@@ -32,6 +33,13 @@ _GLOBAL_BATCH = WORKLOAD_OPTIONS["global_batch"]
 _DATA_PARALLEL = "--data-parallel-size"
 _ACCUMULATION_STEPS = "--gradient-accumulation-steps"
 _NO_OVERRIDES = ScriptOverrides()
+# Of each of these a plan needs one, or they are at their defaults.
+_SIZES = ("--num-layers",)
+_NEEDED = (
+    _SIZES,
+    ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+    ("--micro-batch-size", "--global-batch-size"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +99,7 @@ def interpret_launch(
     """
     notes_on_forks, replaced = _read_foreign_options(command)
     arguments = Arguments({**command.options, **replaced})
+    _check_unknown_words(command, arguments, has_model=named_model is not None)
     script_model = read_model(arguments, named_model)
     is_pipelined = arguments.size(LAYOUT_OPTIONS["pp"]) > 1
     zero, zero_note = _read_deepspeed_zero(command, folder, is_pipelined=is_pipelined)
@@ -147,6 +156,28 @@ def _read_foreign_options(
         notes.append(note)
     translated, more = translate_options(dependent, {**command.options, **replaced})
     return [*notes, *more], {**replaced, **translated}
+
+
+def _check_unknown_words(command: LaunchCommand, arguments: Arguments, *, has_model: bool) -> None:
+    """Check that what a plan needs stands in the words of a command that are known.
+
+    Raises:
+        BadInput: it does not, and may stand in a variable of which only running tells.
+    """
+    for unknown in command.unknown_words:
+        for names in _NEEDED:
+            is_told = any(arguments.has(name) for name in names)
+            if is_told or (has_model and names == _SIZES):
+                continue
+            rule = f"is not said here, and may be in {unknown.origin}, which is not here"
+            nearest = f"--set {names[0]}=..."
+            if unknown.name:
+                rule = (
+                    f"is not in the command, and may stand in ${unknown.name}, which depends on "
+                    f"{unknown.origin}"
+                )
+                nearest = f'--set {unknown.name}="{names[0]} ..."'
+            raise BadInput(Reason(field=names[0], rule=rule, nearest=nearest))
 
 
 def _check_queues(queues: str, layout: Layout) -> tuple[str, ...]:
@@ -250,7 +281,7 @@ def _read_deepspeed_zero(
     if config and stage and not _is_there(command, folder, config):
         note = f"DeepSpeed's config is not beside the script: ZeRO-{stage} is as --zero-stage says"
     elif config:
-        shown = UNKNOWN_VALUE.sub(r"$\1", config)
+        shown = show_unknown(config)
         field = f"--deepspeed_config {shown}"[:80]
         stage = _read_zero_stage(folder / config.strip("\0"), field, _written(command, config))
     if stage not in ("", "0", "1", "2", "3"):

@@ -200,6 +200,11 @@ class SettingTree:
         value = self.take(name, default)
         return value if isinstance(value, str) else ",".join(value)
 
+    def take_items(self, name: str) -> tuple[str, ...]:
+        """Return the items of a leaf that is a list."""
+        value = self.take(name)
+        return (value,) if isinstance(value, str) and value else tuple(value)
+
     def take_section(self, section: str, others: Iterable[str]) -> Iterator[tuple[str, Value]]:
         """Yield the leaves right in a section but those that match one of `others`.
 

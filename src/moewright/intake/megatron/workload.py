@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import WORKLOAD_OPTIONS
-from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.intake.megatron.options import Arguments
 from moewright.intake.megatron.trainer import read_batch_schedule, read_muon, read_trainer
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.rules.batch_rampup import step_samples
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
