@@ -112,6 +112,8 @@ def _read_all(checkout: Checkout, entry: Mapping[str, Any]) -> Iterator[NamedOpt
         yield from _patched_options(text, name) if name.endswith(".patch") else _parsed(text, name)
     for name in checkout.list_files(entry.get("records", ())):
         yield from _record_fields(checkout.read(name), name)
+    for name in checkout.list_files(entry.get("constructors", ())):
+        yield from _constructor_fields(checkout.read(name), name)
     for pattern in entry.get("settings", ()):
         path, _, prefix = pattern.partition(">")
         for name in checkout.list_files((path,)):
@@ -171,6 +173,27 @@ def _record_fields(text: str, source: str) -> Iterator[NamedOption]:
                 yield NamedOption(
                     name=name, default=default, values="", source=source, group=record.name
                 )
+
+
+def _constructor_fields(text: str, source: str) -> Iterator[NamedOption]:
+    """Yield what the constructors of classes assign to their own names."""
+    records = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    for record in records:
+        methods = (line for line in record.body if isinstance(line, ast.FunctionDef))
+        lines = (
+            line for method in methods if method.name == "__init__" for line in ast.walk(method)
+        )
+        for line in lines:
+            targets = line.targets if isinstance(line, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self":
+                    yield NamedOption(
+                        name=target.attr,
+                        default=constant_text(line.value),
+                        values="",
+                        source=source,
+                        group=record.name,
+                    )
 
 
 def format_table(options: Sequence[NamedOption]) -> str:

@@ -365,3 +365,74 @@ def test_offload_inside_a_recomputed_moe_moves_nothing_and_says_so(tmp_path):
     job = interpret_launch(command, world_size=4, folder=tmp_path)
     assert not job.layout.offload
     assert any("expert_fc1 moves nothing" in note for note in job.notes)
+
+
+CONFIGURATIONS = Path(__file__).parent / "configurations"
+
+
+def test_a_model_of_mindspeed_rl_is_the_one_that_its_actor_names(tmp_path):
+    plan, _ = plan_script(CONFIGURATIONS / "mindspeed_rl.yaml")
+    assert (plan.model.layers, plan.model.vocab_size) == (8, 4096)
+    assert format_layout(plan.layout).startswith("tp2,pp2,ep4,etp2,mbs2")
+    assert (plan.workload.seq_len, plan.workload.global_batch) == (2048, 128)
+
+
+def test_a_policy_of_skyrl_is_planned_on_full_texts(tmp_path):
+    """What SkyRL does where a configuration is silent is its own: everything is recomputed."""
+    plan, _ = plan_script(CONFIGURATIONS / "skyrl.yaml")
+    layout = format_layout(plan.layout)
+    assert layout.startswith("tp2,pp2,ep4,mbs2")
+    assert "recompute=full" in layout
+    assert (plan.workload.seq_len, plan.workload.global_batch) == (4096, 256)
+
+
+VERL_NAMED = """
+"${BIN}python3" -m verl.trainer.main_ppo --config-path=config \\
+    --config-name='{name}' data.max_prompt_length=1024 data.max_response_length=3072 \\
+    actor_rollout_ref.model.path=/models/Qwen3-30B-A3B-Base \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.rollout.n=8 {words} \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=2
+"""
+
+
+def test_a_configuration_of_verl_that_a_command_names_is_read_with_the_files_below_it(tmp_path):
+    config = tmp_path / "verl/trainer/config"
+    (config / "actor").mkdir(parents=True)
+    (config / "engine").mkdir()
+    write(
+        config,
+        "defaults:\n  - actor@actor_rollout_ref.actor: core\n  - _self_\n",
+        "my_megatron.yaml",
+    )
+    write(
+        config / "actor",
+        "defaults:\n  - ../engine@megatron: core\nstrategy: megatron\n",
+        "core.yaml",
+    )
+    write(config / "engine", "tensor_model_parallel_size: 4\n", "core.yaml")
+    (tmp_path / "examples").mkdir()
+    text = VERL_NAMED.replace("{name}", "my_megatron").replace("{words}", "")
+    plan, _ = plan_script(write(tmp_path / "examples", text, "run.sh"))
+    assert plan.layout.tp == 4
+
+
+def test_verls_own_configuration_is_known_and_another_is_asked_for(tmp_path):
+    text = VERL_NAMED.replace("{name}", "ppo_megatron_trainer.yaml").replace("{words}", "")
+    plan, _ = plan_script(write(tmp_path, text, "run.sh"))
+    assert (plan.layout.tp, plan.layout.pp) == (1, 1)
+    with pytest.raises(BadInput, match=r"may be in what my_megatron\.yaml sets"):
+        plan_script(write(tmp_path, text.replace("ppo_megatron_trainer", "my_megatron"), "run.sh"))
+
+
+def test_settings_that_others_refer_to_are_read_with_them(tmp_path):
+    text = BASE.replace(
+        "policy:\n", "policy:\n  model_name: Qwen/Qwen3-30B-A3B\n  tp_parallel_size: 2\n"
+    )
+    text = text.replace(
+        "tensor_model_parallel_size: 1", "tensor_model_parallel_size: ${policy.tp_parallel_size}"
+    )
+    text = text.replace("num_nodes: 1", "num_nodes: 8")
+    text = text.replace("sequence_parallel: false", "sequence_parallel: true")
+    plan, notes = plan_script(write(tmp_path, text))
+    assert plan.layout.tp == 2
+    assert not any("tp_parallel_size" in note for note in notes)

@@ -67,10 +67,12 @@ def test_a_file_is_its_own_framework_by_its_marks(name, tmp_path):
         "bridge": "Megatron Bridge",
         "flagscale": "FlagScale",
         "megatron": "Megatron-LM",
+        "mindspeed_rl": "MindSpeed-RL",
         "nemo": "NeMo 1",
         "nemo_rl": "NeMo-RL",
         "primus": "Primus",
         "roll": "ROLL",
+        "skyrl": "SkyRL",
         "verl": "verl",
         "verl_supervised": "verl's supervised trainer",
     }.get(name.removesuffix(".yaml"))

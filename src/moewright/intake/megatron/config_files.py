@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 
 from moewright.intake import catalogue
@@ -18,12 +19,19 @@ from moewright.intake.megatron.config_fields import (
     options_with_dashes,
 )
 from moewright.intake.megatron.dialects import ConfigDialect, find_dialect, list_dialects
-from moewright.intake.megatron.post_training import nemo_rl_batches, roll_batches, verl_batches
+from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS
+from moewright.intake.megatron.post_training import (
+    REINFORCED,
+    nemo_rl_batches,
+    roll_batches,
+    verl_batches,
+)
 from moewright.intake.megatron.settings import (
     MISSING_PARENTS,
     SUFFIXES,
     SettingTree,
     Value,
+    find_referenced,
     is_unset,
     read_override,
     read_overrides,
@@ -31,7 +39,7 @@ from moewright.intake.megatron.settings import (
     resolve_references,
 )
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE
-from moewright.intake.megatron.unread import sort_settings
+from moewright.intake.megatron.unread import last_name, read_table, sort_settings
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 
@@ -59,6 +67,8 @@ _MAKER = re.compile(r"^(nvidia|meta)[-_]", re.IGNORECASE)
 _VARIANT = re.compile(
     r"[-_](bf16|fp8|nvfp4|base|instruct|chat|hf|it|thinking|reasoning|\d{4})$", re.IGNORECASE
 )
+_VERL_CONFIGS = ("ppo_megatron_trainer",)
+_LEVELS = 6  # folders above a script that may be its checkout
 _RECIPE_TAIL = re.compile(r"_(pretrain|finetune|sft|peft|lora|config|mcore|\d+gpu|h100|b200).*$")
 
 
@@ -82,6 +92,8 @@ class ConfiguredCommand:
 def is_configured(words: Sequence[str]) -> bool:
     """Whether the words of a command hold settings of a framework that is read here."""
     names = [override[0] for override in map(read_override, words) if override is not None]
+    if _find_named_config(words) and any("actor_rollout_ref." in name for name in names):
+        return True
     return any("model_parallel_size" in name for name in names) and any(
         dialect.is_spoken_by(names) for dialect in list_dialects() if dialect.is_commanded
     )
@@ -95,7 +107,7 @@ def configure_words(
     Raises:
         BadInput: the file cannot be read, or the settings are of no framework that is known here.
     """
-    settings: dict[str, Value] = {}
+    settings = _read_named_config(_find_named_config(words), folder)
     for name, value in zip(words, [*words[1:], ""], strict=True):
         option, equals, inline = name.partition("=")
         path = Path(UNKNOWN_VALUE.sub("", inline if equals else value))
@@ -104,7 +116,44 @@ def configure_words(
         elif option in ("--recipe", "--recipe-name"):
             settings["recipe"] = inline if equals else value
     settings |= read_overrides(words)
-    return configure(resolve_references(settings, environment))
+    return configure(
+        resolve_references(settings, environment), referenced=find_referenced(settings)
+    )
+
+
+def _find_named_config(words: Sequence[str]) -> str:
+    """Return the name of verl's configuration for Megatron-core that a command asks for."""
+    for word, following in pairwise((*words, "")):
+        option, equals, inline = word.partition("=")
+        name = (inline if equals else following).strip("'\"").removesuffix(".yaml")
+        if option == "--config-name" and "megatron" in name:
+            return name
+    return ""
+
+
+def _read_named_config(name: str, folder: Path | None) -> dict[str, Value]:
+    """Return the settings of verl's configuration of a name, with the files below it.
+
+    It is looked for in the checkout that a script lies in; where it is not there, verl's own
+    settings of Megatron-core are, as its table has them.
+    """
+    if not name:
+        return {}
+    above = () if folder is None else (folder.resolve(), *folder.resolve().parents)[:_LEVELS]
+    for parent in above:
+        for place in ("verl/trainer/config", "trainer/config", "config"):
+            file = parent / place / f"{name}.yaml"
+            if file.is_file():
+                return read_settings(file)
+    is_own = name in _VERL_CONFIGS
+    settings: dict[str, Value] = {
+        option: row.default
+        for option, row in read_table("verl").items()
+        if option.startswith("actor_rollout_ref.actor.megatron.")
+        and row.default
+        and (is_own or "parallel_size" not in option)
+    }
+    return settings if is_own else {**settings, MISSING_PARENTS: (f"{name}.yaml",)}
 
 
 def configure_file(
@@ -116,7 +165,8 @@ def configure_file(
         BadInput: the file cannot be read, or is of no framework that is known here.
     """
     settings = read_settings(path) | read_overrides(arguments)
-    command = configure(resolve_references(settings, environment))
+    resolved = resolve_references(settings, environment)
+    command = configure(resolved, referenced=find_referenced(settings))
     options = [word for word in arguments if read_override(word) is None]
     return ConfiguredCommand(
         words=(*command.words, *options),
@@ -128,8 +178,12 @@ def configure_file(
     )
 
 
-def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
+def configure(
+    settings: Mapping[str, Value], *, referenced: frozenset[str] = frozenset()
+) -> ConfiguredCommand:
     """Return the command of settings whose references are replaced.
+
+    Those that are `referenced` are read with the settings that take their values.
 
     Raises:
         BadInput: they are of no framework that is known here, or one of them sets something that a
@@ -140,6 +194,8 @@ def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
             return _configure_options(settings, section)
     tree = SettingTree(settings)
     dialect = find_dialect(tree.names)
+    kept = _keep_chosen(dialect, settings)
+    tree = SettingTree(kept)
     reader = SettingReader()
     defaults = _default_options(reader, dialect)
     chosen = ChosenOptions(options=dict(defaults))
@@ -157,6 +213,9 @@ def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
     notes += verl_batches(tree, chosen.options)
     if tree.matches("policy.megatron_cfg.*"):
         notes += nemo_rl_batches(tree, chosen.options)
+    for texts in REINFORCED:
+        if tree.matches(texts.mark):
+            notes += texts.set_batches(tree, chosen.options)
     if tree.matches("actor_train.strategy_args.*"):
         notes += roll_batches(tree, chosen.options)
     model = _name_model(dialect, tree)
@@ -178,7 +237,11 @@ def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
         notes.append(f"exported: {' '.join(exported)}")
     notes += _note_sections(dialect, tree)
     unread, noted = sort_settings(
-        {**unknown, **tree.left()},
+        {
+            name: value
+            for name, value in {**unknown, **tree.left()}.items()
+            if name not in referenced
+        },
         dialect.tables,
         named=dialect.named,
         sections=dialect.known_sections,
@@ -189,10 +252,28 @@ def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
         words=(*launcher, *chosen.words(), *derived),
         exported=exported,
         model=model if "--num-layers" not in chosen.options else "",
-        unread=unread,
+        unread=(*unread, *(name for name in settings if name not in kept)),
         notes=(*notes, *noted),
         missing_files=missing,
     )
+
+
+def _keep_chosen(dialect: ConfigDialect, settings: Mapping[str, Value]) -> dict[str, Value]:
+    """Return settings without the sections that stand beside the one that a setting names."""
+    kept = dict(settings)
+    for section, chooser in dialect.chosen.items():
+        choice = kept.get(chooser, "")
+        if (
+            isinstance(choice, str)
+            and choice
+            and any(name.startswith(f"{section}.{choice}.") for name in kept)
+        ):
+            kept = {
+                name: value
+                for name, value in kept.items()
+                if not name.startswith(f"{section}.") or name.startswith(f"{section}.{choice}.")
+            }
+    return kept
 
 
 def _configure_options(settings: Mapping[str, Value], section: str) -> ConfiguredCommand:
@@ -269,7 +350,8 @@ def _read_sections(
     own = (*dialect.settings, *dialect.values, *dialect.apart, *dialect.model, *places)
     for section in dialect.sections:
         for name, value in tree.take_section(section, own):
-            if not reader.take(name, value, chosen):
+            is_read = reader.take(name, value, chosen)
+            if not is_read and not (dialect.has_options and _take_foreign(name, value, chosen)):
                 unknown[name] = value
     for name, option in dialect.settings.items():
         if not is_unset(tree.take(name)):
@@ -279,6 +361,19 @@ def _read_sections(
             if fnmatchcase(name, pattern):
                 _take_meaning(reader, name, meanings, tree, chosen)
     return unknown
+
+
+def _take_foreign(name: str, value: Value, chosen: ChosenOptions) -> bool:
+    """Set the option of a fork that a setting spells with underscores; False for another."""
+    last = last_name(name)
+    spellings = (f"--{last}", f"--{last.replace('_', '-')}")
+    option = next((spelled for spelled in spellings if spelled in FOREIGN_OPTIONS), "")
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if option and not is_unset(value) and text != "false":
+        is_switch = text == "true"
+        values = (value,) if isinstance(value, str) else tuple(value)
+        chosen.options[option] = () if is_switch else values
+    return bool(option)
 
 
 def _note_sections(dialect: ConfigDialect, tree: SettingTree) -> Iterator[str]:

@@ -29,7 +29,9 @@ class ConfigDialect:
     defaults: str = ""
     tables: tuple[str, ...] = ()
     known_sections: tuple[str, ...] = ()
+    chosen: Mapping[str, str] = field(default_factory=dict)
     is_commanded: bool = False
+    has_options: bool = False
     refused: str = ""
     apart: tuple[str, ...] = ()
     named: tuple[str, ...] = ()

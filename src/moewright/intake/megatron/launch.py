@@ -49,6 +49,7 @@ from moewright.intake.megatron.unread import (
 from moewright.spec.errors import BadInput, Reason
 
 _PROGRAMS = ("torchrun", "python", "python3", "deepspeed")
+_RUNNERS = ("uv",)  # of modules, where they start no program of those
 _PRINTERS = ("echo", "printf", "which")
 _LAUNCHER_SWITCHES = (
     "--standalone",
@@ -89,6 +90,13 @@ _TRAINING_OPTIONS = (
 )
 _MOST_WORDS = 200
 # Commands of trainers that run no Megatron-core, or not in this way.
+_OTHER_MODELS = (
+    (
+        r"--mm-(model|data)\b|\bmindspeed_mm\b",
+        "is MindSpeed-MM's: its models of pictures, video and sound are not planned here; name the "
+        "decoder and the layout to `estimate`",
+    ),
+)
 _WITHOUT = "it trains without Megatron-core; name the model and the layout to `estimate`"
 _OTHER_TRAINERS = (
     (r"\bverl\.trainer\.", f"is verl's with FSDP: {_WITHOUT}"),
@@ -159,6 +167,8 @@ def find_launch(
     """
     training = [command for command in reading.commands if _trains(command)]
     if training:
+        if named := _match_command(training[0], _OTHER_MODELS):
+            raise BadInput(Reason(field="script", rule=named))
         words = _program_arguments(training[0].words) or []
         notes = list(reading.notes)
         if is_slime(words):
@@ -195,7 +205,8 @@ def find_launch(
     if other:
         rule += f"; {show_unknown(other)[-80:]} trains no decoder"
         nearest = "" if not missing else nearest
-    named = next(filter(None, map(_find_other_trainer, reading.commands)), "")
+    others = (*_OTHER_MODELS, *_OTHER_TRAINERS)
+    named = next(filter(None, (_match_command(c, others) for c in reading.commands)), "")
     if named:
         raise BadInput(Reason(field="script", rule=named))
     if not (missing or other or reading.exit_line):
@@ -318,10 +329,10 @@ def _find_program(command: Command) -> str:
     return next(files, "") or next(modules, "")
 
 
-def _find_other_trainer(command: Command) -> str:
-    """Return what is said of a command that trains without Megatron-core; "" for others."""
+def _match_command(command: Command, rules: Sequence[tuple[str, str]]) -> str:
+    """Return what the first rule says whose mark is in a command; "" where none is."""
     line = " ".join(command.words[:_MOST_WORDS])
-    return next((rule for mark, rule in _OTHER_TRAINERS if re.search(mark, line)), "")
+    return next((rule for mark, rule in rules if re.search(mark, line)), "")
 
 
 def _missing_script(command: Command) -> str:
@@ -334,9 +345,10 @@ def _program_arguments(words: tuple[str, ...]) -> list[str] | None:
     """Return the words behind torchrun, python or deepspeed; None for another command."""
     if words[0] in _PRINTERS:
         return None
-    for position, word in enumerate(words):
-        if word.rpartition("/")[2] in _PROGRAMS:
-            return list(words[position + 1 :])
+    for programs in (_PROGRAMS, _RUNNERS):
+        for position, word in enumerate(words):
+            if UNKNOWN_VALUE.sub("", word).rpartition("/")[2] in programs:
+                return list(words[position + 1 :])
     return None
 
 

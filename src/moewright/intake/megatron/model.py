@@ -105,10 +105,11 @@ def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMod
         return ScriptModel(
             model=_with_script_settings(match, shaped), note=f"model {match.name}, by its sizes"
         )
-    if not shaped.vocab_size:
+    entries = shaped.vocab_size or arguments.integer("--padded-vocab-size")
+    if not entries:
         rule = "is missing, and the tokenizer that would tell it is not read"
         raise BadInput(Reason(field="--vocab-size", rule=rule, nearest="--set --vocab-size=128000"))
-    padded = padded_vocabulary(arguments, shaped.vocab_size)
+    padded = padded_vocabulary(arguments, entries)
     _, vocabulary_note = read_vocabulary(arguments)
     note = "model of the script's own sizes, none that is known"
     if vocabulary_note:

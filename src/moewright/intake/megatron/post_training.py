@@ -7,6 +7,7 @@ and every generated text for as long as it may get.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
@@ -30,6 +31,64 @@ _SLIME_RANKS = "--actor-num-gpus-per-node"
 _SLIME_TOKENS = "--max-tokens-per-gpu"
 _SLIME_SEQ_LEN = "4096"  # its default
 _SLIME_DEFAULTS = ("--bf16", "--use-distributed-optimizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSettings:
+    """Where a framework says the texts of an update, in settings that match `mark`.
+
+    An update has `prompts` prompts with `samples` texts each; a text is as long as the sum of
+    `lengths`. Each name stands with its default.
+    """
+
+    mark: str
+    prompts: tuple[str, int]
+    samples: tuple[str, int]
+    micro: tuple[str, int]
+    lengths: tuple[tuple[str, int], ...]
+    pack: str = ""
+
+    def set_batches(
+        self, tree: SettingTree, options: dict[str, tuple[str, ...]]
+    ) -> tuple[str, ...]:
+        """Set lengths and batches of an update; return a note on them.
+
+        Raises:
+            BadInput: a size is no whole number above 0, or micro-batches are packs of tokens.
+        """
+        packed = tree.take_text(self.pack) if self.pack else ""
+        if packed and packed != "-1":
+            rule = "packs of tokens in place of texts cannot be planned from this configuration"
+            raise BadInput(Reason(field=self.pack, value=packed[:60], rule=rule, nearest="-1"))
+        text = sum(_size(tree, *length) for length in self.lengths)
+        texts = _size(tree, *self.prompts) * _size(tree, *self.samples)
+        _set_batches(options, text, _size(tree, *self.micro), texts)
+        return (f"an update is planned on {texts} texts of {text} tokens, their full length",)
+
+
+REINFORCED = (
+    TextSettings(  # skyrl/train/config/config.py
+        mark="trainer.policy.megatron_config.*",
+        prompts=("trainer.policy_mini_batch_size", 256),
+        samples=("generator.n_samples_per_prompt", 5),
+        micro=("trainer.micro_train_batch_size_per_gpu", 1),
+        lengths=(
+            ("trainer.max_prompt_length", 512),
+            ("generator.sampling_params.max_generate_length", 1024),
+        ),
+        pack="trainer.max_tokens_per_microbatch",
+    ),
+    TextSettings(  # mindspeed_rl/config_cls/rl_config.py
+        mark="rl_config.*",
+        prompts=("rl_config.mini_batch_size", 1),
+        samples=("rl_config.n_samples_per_prompt", 1),
+        micro=("actor_config.micro_batch_size", 1),
+        lengths=(
+            ("rl_config.max_prompt_length", 512),
+            ("generate_config.sampling_config.max_tokens", 128),
+        ),
+    ),
+)
 
 
 def verl_batches(tree: SettingTree, options: dict[str, tuple[str, ...]]) -> tuple[str, ...]:

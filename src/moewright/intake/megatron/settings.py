@@ -119,6 +119,16 @@ def resolve_references(
     return resolved
 
 
+def find_referenced(settings: Mapping[str, Value]) -> frozenset[str]:
+    """Return the names of settings whose values others take: these account for them."""
+    return frozenset(
+        _absolute_name(match[1] or "", name)
+        for name, value in settings.items()
+        if isinstance(value, str) and "$" in value
+        for match in _REFERENCE.finditer(value)
+    )
+
+
 def _replace(
     text: str, name: str, settings: Mapping[str, Value], environment: Mapping[str, str]
 ) -> str:
@@ -270,7 +280,8 @@ def read_settings(path: Path, depth: int = 0) -> dict[str, Value]:
 def _parents(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each file that a configuration builds on, and the section that it stands in.
 
-    Hydra's `train: 8x7b` is the file train/8x7b.yaml in the section train.
+    Hydra's `train: 8x7b` is the file train/8x7b.yaml in the section train, and `engine@megatron:
+    core` the file engine/core.yaml in the section megatron.
     """
     for key in _PARENTS:
         names = data.get(key, [])
@@ -278,12 +289,14 @@ def _parents(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if isinstance(name, str) and name.endswith(SUFFIXES):
                 yield name, ""
             elif isinstance(name, str) and name != "_self_":
-                yield f"{name}.yaml", ""
+                file, _, section = name.partition("@")
+                yield f"{file}.yaml", section
             elif isinstance(name, Mapping):
-                for group, choice in name.items():
-                    if isinstance(choice, str) and choice:
-                        plain = str(group).rpartition(" ")[2]
-                        yield f"{plain}/{choice}.yaml", plain
+                for group, choices in name.items():
+                    folder, at, section = str(group).rpartition(" ")[2].partition("@")
+                    for choice in choices if isinstance(choices, list) else [choices]:
+                        if isinstance(choice, str) and choice:
+                            yield f"{folder}/{choice}.yaml", section if at else folder
 
 
 def _read_presets(settings: Mapping[str, Value], path: Path) -> dict[str, Value]:
