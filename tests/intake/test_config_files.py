@@ -436,3 +436,48 @@ def test_settings_that_others_refer_to_are_read_with_them(tmp_path):
     plan, notes = plan_script(write(tmp_path, text))
     assert plan.layout.tp == 2
     assert not any("tp_parallel_size" in note for note in notes)
+
+
+SWIFT = (
+    "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen2.5-7B --tensor_model_parallel_size 2 "
+    "--micro_batch_size 2 --global_batch_size 64 --max_length 4096 --sequence_parallel true"
+)
+
+
+@pytest.mark.parametrize(
+    ("word", "recompute"),
+    [("", "recompute=core_attn"), ("none", ""), ("selective", "recompute=core_attn")],
+)
+def test_the_word_none_of_a_framework_is_no_silence(word, recompute, tmp_path):
+    """ms-swift recomputes selectively where nothing is said, and nothing at `none`."""
+    words = f"{SWIFT} --recompute_granularity {word}" if word else SWIFT
+    plan, _ = plan_script(write(tmp_path, words, "run.sh"))
+    layout = format_layout(plan.layout)
+    assert ("recompute" in layout) == bool(recompute)
+    assert recompute in layout
+
+
+def test_cores_own_fields_are_known_where_a_framework_takes_them(tmp_path):
+    added = "++actor_rollout_ref.actor.megatron.override_transformer_config.persist_layer_norm=True"
+    plain = VERL.replace("    trainer.n_gpus", f"    {added} \\\n    trainer.n_gpus")
+    plan, notes = plan_script(write(tmp_path, plain, "run.sh"))
+    assert plan.layout.tp == 2
+    assert not any("persist_layer_norm" in note for note in notes)
+
+
+ROLL_SEQUENCE = "      sequence_parallel: true\n"
+
+
+def test_the_devices_of_roll_are_counted(tmp_path):
+    text = (CONFIGURATIONS / "roll.yaml").read_text() + ROLL_SEQUENCE
+    path = write(tmp_path, f"{text}  device_mapping: list(range(0, 32))\n")
+    assert plan_script(path)[0].layout.world_size == 32
+
+
+def test_a_file_of_the_same_package_stands_beside_the_other_settings(tmp_path):
+    text = (CONFIGURATIONS / "roll.yaml").read_text() + ROLL_SEQUENCE
+    length = "prompt_length: 512\nresponse_length: 1536\n"
+    write(tmp_path, length, "lengths.yaml")
+    own = text.replace(length, "")
+    path = write(tmp_path, f"defaults:\n  - lengths@_here_\n{own}")
+    assert read_flags(path, on="16xH100").plan.workload.seq_len == 2048

@@ -649,3 +649,23 @@ def test_one_training_behind_a_condition_is_read_and_two_are_asked_for(tmp_path)
     script.write_text(f"if grep -q x /proc/y; then\n{body}else\n{other}fi\n")
     with pytest.raises(BadInput, match="line 2: what follows depends on whether `grep` succeeds"):
         read_launch(script, {})
+
+
+@pytest.mark.parametrize(
+    ("command", "rule"),
+    [
+        ("torchrun pretrain_gpt.py --num-layers 4 --lora-r 16", "trains adapters"),
+        ("torchrun pretrain_vlm.py --num-layers 4 --mm-model m.json", "is MindSpeed-MM's"),
+        ("torchrun ./aicb.py --num_layers 4 --micro_batch 1 --seq_length 8", "is AICB's"),
+    ],
+)
+def test_what_trains_no_whole_decoder_is_refused_by_what_it_is(command, rule, tmp_path):
+    (tmp_path / "job.sh").write_text(command)
+    with pytest.raises(BadInput, match=rule):
+        read_launch(tmp_path / "job.sh", {})
+
+
+def test_the_vocabulary_of_a_model_that_is_found_by_its_sizes_is_named(tmp_path):
+    text = QWEN.replace("--vocab-size 151936", "")
+    (note,) = [n for n in back(text, tmp_path).notes if n.startswith("model Qwen/Qwen3-30B-A3B")]
+    assert "its vocabulary of 151,936 counts" in note

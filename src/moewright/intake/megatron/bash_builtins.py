@@ -298,7 +298,7 @@ class Condition:
                 numbers.append(int(value))
             except ValueError:
                 name = "" if value.strip() else self._unset_name(word.text)
-                if name in _RANKS:
+                if name in _RANKS or name.endswith("_RANK"):
                     numbers.append(0)
                     continue
                 rule = f"{value!r} {sign} compares no numbers"

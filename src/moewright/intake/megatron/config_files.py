@@ -67,6 +67,7 @@ _MAKER = re.compile(r"^(nvidia|meta)[-_]", re.IGNORECASE)
 _VARIANT = re.compile(
     r"[-_](bf16|fp8|nvfp4|base|instruct|chat|hf|it|thinking|reasoning|\d{4})$", re.IGNORECASE
 )
+_RANGE = re.compile(r"list\(range\((?:(\d+),\s*)?(\d+)\)\)")
 _VERL_CONFIGS = ("ppo_megatron_trainer",)
 _LEVELS = 6  # folders above a script that may be its checkout
 _RECIPE_TAIL = re.compile(r"_(pretrain|finetune|sft|peft|lora|config|mcore|\d+gpu|h100|b200).*$")
@@ -228,7 +229,7 @@ def configure(
     steps = tree.take_text(dialect.accumulation) if dialect.accumulation else ""
     derived = ("--gradient-accumulation-steps", steps) if steps else ()
     launcher = [
-        f"{name}={tree.take_text(key)}"
+        f"{name}={_count_ranks(tree.take_text(key))}"
         for name, key in (("--nnodes", dialect.nodes), ("--nproc_per_node", dialect.ranks_per_node))
         if key and not is_unset(tree.take(key))
     ]
@@ -245,6 +246,7 @@ def configure(
         dialect.tables,
         named=dialect.named,
         sections=dialect.known_sections,
+        option_sections=dialect.sections,
         trainer=dialect.name,
         known_names=[*reader.by_dest, *reader.fields, *dialect.settings, *dialect.values],
     )
@@ -376,6 +378,12 @@ def _take_foreign(name: str, value: Value, chosen: ChosenOptions) -> bool:
     return bool(option)
 
 
+def _count_ranks(text: str) -> str:
+    """Return a number of ranks; ROLL says them as a list that Python evaluates."""
+    ranks = _RANGE.fullmatch(text.strip())
+    return str(int(ranks[2]) - int(ranks[1] or 0)) if ranks is not None else text
+
+
 def _note_sections(dialect: ConfigDialect, tree: SettingTree) -> Iterator[str]:
     """Yield a note on sections that the framework reads whatever their names are."""
     if not any("*" in section for section in dialect.sections):
@@ -385,7 +393,7 @@ def _note_sections(dialect: ConfigDialect, tree: SettingTree) -> Iterator[str]:
         place
         for place in places
         if any(fnmatchcase(place, section) for section in dialect.sections)
-        and not any(place == section for section in dialect.known_sections)
+        and not any(fnmatchcase(place, section) for section in dialect.known_sections)
     ]
     if unknown:
         yield f"sections that none of {dialect.name}'s examples has: {' '.join(unknown)}"
@@ -404,7 +412,7 @@ def _take_meaning(
         BadInput: the value stands for nothing that is known here.
     """
     value = tree.take_text(name).strip().lower()
-    if is_unset(value):
+    if is_unset(value) and value not in meanings:
         return
     meaning = meanings.get(value, meanings.get("*"))
     if meaning is None:

@@ -96,6 +96,16 @@ _OTHER_MODELS = (
         "is MindSpeed-MM's: its models of pictures, video and sound are not planned here; name the "
         "decoder and the layout to `estimate`",
     ),
+    (
+        r"\baicb\.py\b|\bworkload_generator\.",
+        "is AICB's, which sends the messages of a training and trains nothing; name the model and "
+        "the layout to `estimate`",
+    ),
+)
+_ADAPTERS = (
+    r"--(no-)?lora-(r|rank|alpha|target-modules|load)\b",
+    "trains adapters, which cannot be planned from a script: name the model, the layout and the "
+    "adapters in a job file",
 )
 _WITHOUT = "it trains without Megatron-core; name the model and the layout to `estimate`"
 _OTHER_TRAINERS = (
@@ -167,7 +177,7 @@ def find_launch(
     """
     training = [command for command in reading.commands if _trains(command)]
     if training:
-        if named := _match_command(training[0], _OTHER_MODELS):
+        if named := _match_command(training[0], (*_OTHER_MODELS, _ADAPTERS)):
             raise BadInput(Reason(field="script", rule=named))
         words = _program_arguments(training[0].words) or []
         notes = list(reading.notes)

@@ -102,9 +102,13 @@ def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMod
     matches.sort(key=lambda model: model.max_position != shaped.max_position)
     if matches:
         match = matches[0]
-        return ScriptModel(
-            model=_with_script_settings(match, shaped), note=f"model {match.name}, by its sizes"
-        )
+        note = f"model {match.name}, by its sizes"
+        if not shaped.vocab_size:
+            note += (
+                f"; its vocabulary of {match.vocab_size:,} counts, for the script's tokenizer is "
+                "not read (--set --vocab-size=...)"
+            )
+        return ScriptModel(model=_with_script_settings(match, shaped), note=note)
     entries = shaped.vocab_size or arguments.integer("--padded-vocab-size")
     if not entries:
         rule = "is missing, and the tokenizer that would tell it is not read"

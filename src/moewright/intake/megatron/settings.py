@@ -239,6 +239,7 @@ class SettingTree:
 
 SUFFIXES = (".yaml", ".yml")
 _PARENTS = ("defaults", "extends", "bases", "includes")
+_OWN_PACKAGES = ("_here_", "_global_")  # Hydra's, of the file itself
 _MOST_PARENTS = 8
 # The leaf that names the parents that are not there.
 MISSING_PARENTS = "parents that are not there"
@@ -290,7 +291,7 @@ def _parents(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield name, ""
             elif isinstance(name, str) and name != "_self_":
                 file, _, section = name.partition("@")
-                yield f"{file}.yaml", section
+                yield f"{file}.yaml", "" if section in _OWN_PACKAGES else section
             elif isinstance(name, Mapping):
                 for group, choices in name.items():
                     folder, at, section = str(group).rpartition(" ")[2].partition("@")

@@ -221,6 +221,13 @@ def is_known(name: str, tables: Sequence[str], sections: Sequence[str] = ()) -> 
     return any(name in read_table(table) for table in tables)
 
 
+def _is_of_core(name: str, sections: Sequence[str]) -> bool:
+    """Whether a name stands in a section of Megatron-core's fields, and is one of them."""
+    is_inside = any(_is_inside(name, section) for section in sections)
+    last = last_name(name)
+    return is_inside and (last in _megatron_names() or last in _last_names("megatron_core"))
+
+
 def _is_inside(name: str, section: str) -> bool:
     """Whether a name stands right in a section, in whose name * is one part."""
     pattern = re.escape(section).replace(r"\*", "[^.]+")
@@ -253,11 +260,13 @@ def sort_settings(
     trainer: str,
     known_names: Iterable[str] = (),
     named: Sequence[str] = (),
+    option_sections: Sequence[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (the names that are unread, notes) of leaves that no reader took.
 
     `sections` are those in which the trainer's names stand by their last part; where there are
-    none, its tables have full names. Those of a pattern in `named` are named and never refuse.
+    none, its tables have full names. Megatron-core's own names stand in `option_sections`. Those of
+    a pattern in `named` are named and never refuse.
 
     Raises:
         BadInput: one of them sets something that a plan consists of.
@@ -266,7 +275,7 @@ def sort_settings(
     refused: list[Reason] = []
     noted: list[str] = []
     for name, value in left.items():
-        has_name = is_known(name, tables, sections)
+        has_name = is_known(name, tables, sections) or _is_of_core(name, option_sections)
         harmless = find_harmless(name, tables, _group(name, tables))
         if has_name and harmless is not None:
             if harmless.noted and not says_nothing(value):
