@@ -215,8 +215,8 @@ def find_launch(
     if other:
         rule += f"; {show_unknown(other)[-80:]} trains no decoder"
         nearest = "" if not missing else nearest
-    others = (*_OTHER_MODELS, *_OTHER_TRAINERS)
-    named = next(filter(None, (_match_command(c, others) for c in reading.commands)), "")
+    rules = (*_OTHER_MODELS, *_OTHER_TRAINERS)
+    named = next(filter(None, (_match_command(c, rules) for c in reading.commands)), "")
     if named:
         raise BadInput(Reason(field="script", rule=named))
     if not (missing or other or reading.exit_line):
