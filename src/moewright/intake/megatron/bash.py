@@ -284,8 +284,8 @@ def _note_assumed(names: Mapping[str, str]) -> list[str]:
     for name, origin in names.items():
         by_origin.setdefault(origin, []).append(name)
     return [
-        f"{', '.join(found)}: taken as unset, for {origin} is not known (--set {found[0]}=...)"
-        for origin, found in by_origin.items()
+        f"{', '.join(absent)}: taken as unset, for {origin} is not known (--set {absent[0]}=...)"
+        for origin, absent in by_origin.items()
     ]
 
 

@@ -164,11 +164,11 @@ def _join_words(values: Sequence[Sequence[str]], decision: UnknownValue) -> list
     while len({tuple(value[: count + 1]) for value in values}) == 1:
         count += 1
     rests = dict.fromkeys(tuple(value[count:]) for value in values)
-    words = tuple(known for rest in rests for word in rest for known in _list_known(word))
+    words = tuple(option for rest in rests for word in rest for option in _list_words(word))
     return [*values[0][:count], replace(decision, words=words).mark()]
 
 
-def _list_known(word: str) -> tuple[str, ...]:
+def _list_words(word: str) -> tuple[str, ...]:
     """Return the words that a word may be."""
     unknown = find_unknown(word) if UNKNOWN_VALUE.fullmatch(word) else None
     return unknown.words if unknown is not None and unknown.words else (word,)

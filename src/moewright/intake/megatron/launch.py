@@ -457,7 +457,7 @@ class _LaunchParser:
         names = dict.fromkeys(
             name.partition("=")[0] for name in unknown.words if name.startswith("--")
         )
-        told = {given.partition("=")[0] for given in self.words}
+        told = {option.partition("=")[0] for option in self.words}
         left_out = []
         for name in names.keys() - told:
             if find_harmless(name, (*_FORK_TABLES, "megatron")) is not None:

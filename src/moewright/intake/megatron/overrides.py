@@ -49,7 +49,7 @@ class ScriptOverrides:
             if not is_dropped:
                 kept.append(word)
         unknown = [value for value in map(find_unknown, kept) if value is not None]
-        taken |= {_spell(known.partition("=")[0]) for value in unknown for known in value.words}
+        taken |= {_spell(option.partition("=")[0]) for value in unknown for option in value.words}
         kept = [answered for word in kept for answered in self._answer(word)]
         for name, values in self.options.items():
             if values is not None:
@@ -66,11 +66,11 @@ class ScriptOverrides:
             return [word]
         left: list[str] = []
         is_dropped = False
-        for known in unknown.words:
-            if known.startswith("--"):
-                is_dropped = _spell(known.partition("=")[0]) in self.options
+        for option in unknown.words:
+            if option.startswith("--"):
+                is_dropped = _spell(option.partition("=")[0]) in self.options
             if not is_dropped:
-                left.append(known)
+                left.append(option)
         return [replace(unknown, words=tuple(left)).mark()] if left else []
 
 

@@ -37,8 +37,8 @@ class UnknownValue:
 
 def find_unknown(text: str) -> UnknownValue | None:
     """Return the first unknown value in a text, one with an origin before others."""
-    found = [_read(match) for match in UNKNOWN_VALUE.finditer(text)]
-    return next((value for value in found if value.origin), next(iter(found), None))
+    values = [_read(match) for match in UNKNOWN_VALUE.finditer(text)]
+    return next((value for value in values if value.origin), next(iter(values), None))
 
 
 def show_unknown(text: str) -> str:
