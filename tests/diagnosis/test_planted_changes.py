@@ -19,9 +19,11 @@ from diagnosis.test_megatron_log import LINE
 from moewright.api.diagnosing import Diagnosis
 from moewright.api.launch_scripts import find_better_layouts
 from moewright.codec import parse_layout
-from moewright.diagnosis.advice import Advice
+from moewright.diagnosis.advice import Advice, JobChange
 from moewright.exporters.megatron.script import render_megatron_script
+from moewright.report.finding_sections import list_advice_lines
 from moewright.search.search import build_plan
+from moewright.spec.finding import Basis
 from moewright.spec.layout import (
     DispatcherKind,
     Offload,
@@ -254,6 +256,7 @@ def test_a_planted_fault_is_first_or_second_and_what_to_write_is_faster(name, tm
     assert advice is not None
     texts = [change.text for change in advice.changes]
     assert rank_of(diagnosis, planted.words) <= 2, texts
+    assert any(change.adds for change in advice.changes)
     assert len(texts) == len(set(texts))
     (tmp_path / "faster.sh").write_text(apply_advice((tmp_path / "run.sh").read_text(), advice))
     after = mw.read_flags(tmp_path / "faster.sh", on=on).plan
@@ -263,3 +266,29 @@ def test_a_planted_fault_is_first_or_second_and_what_to_write_is_faster(name, tm
         best = best_plan(planted.job)
         assert after.estimate.step_s < slow.estimate.step_s
         assert after.estimate.step_s <= 1.02 * best.estimate.step_s
+
+
+@pytest.mark.parametrize(
+    ("adds", "words"),
+    [
+        ((True, True), "all 2 together: "),
+        ((True,), "with it: "),
+        ((True, False, True), "1, 3 together, beside them the rest adds nothing: "),
+        ((True, False), "1, beside it the rest adds nothing: "),
+    ],
+)
+def test_what_adds_nothing_beside_the_other_changes_is_said(adds, words):
+    changes = tuple(
+        JobChange(text=f"c{n}", step_share=-0.1, basis=Basis.PREDICTED, evidence="", adds=add)
+        for n, add in enumerate(adds)
+    )
+    advice = Advice(
+        changes=changes,
+        training=(),
+        before_s=2.0,
+        after_s=1.0,
+        after="tp1",
+        verdict="fits",
+        peak_bytes=1,
+    )
+    assert any(line.startswith(words) for line in list_advice_lines(advice))

@@ -669,3 +669,10 @@ def test_the_vocabulary_of_a_model_that_is_found_by_its_sizes_is_named(tmp_path)
     text = QWEN.replace("--vocab-size 151936", "")
     (note,) = [n for n in back(text, tmp_path).notes if n.startswith("model Qwen/Qwen3-30B-A3B")]
     assert "its vocabulary of 151,936 counts" in note
+
+
+def test_what_torchrun_binds_is_no_option_of_the_trainer(tmp_path):
+    text = CLUSTER.replace("{words}", SIZES).replace("source /cluster/env.sh\n", "")
+    script = tmp_path / "job.sh"
+    script.write_text(text.replace("torchrun ", "torchrun --numa-binding node "))
+    assert read_launch(script, {}).unknown_options == ()

@@ -64,7 +64,8 @@ class JobChange:
 
     `step_share` is the change of the step over the step, less than 0 where it is faster: predicted,
     or measured as the most that the change can gain. `settings` are what sets it, where no layout
-    does; `evidence` says which parts of the step it shortens.
+    does; `evidence` says which parts of the step it shortens. One that adds nothing
+    beside those before it is not among the settings to write.
     """
 
     text: str
@@ -73,6 +74,7 @@ class JobChange:
     evidence: str
     settings: str = ""
     verdict: str = ""  # of the memory with it; "" where memory stays as it is
+    adds: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -147,7 +149,10 @@ def advise(pricer: ChangePricer, findings: Iterable[Finding]) -> AdvisedJob:
     result = find_changes(pricer)
     changes = [
         *_describe_measured(findings),
-        *(_describe(pricer, change) for change in result.changes),
+        *(
+            replace(_describe(pricer, change), adds=change in result.applied)
+            for change in result.changes
+        ),
     ]
     changes.sort(key=lambda change: change.step_share)
     if result.rest is not None:

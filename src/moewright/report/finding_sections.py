@@ -114,8 +114,7 @@ def list_advice_lines(advice: Advice) -> Iterator[str]:
 
 def _list_settings(advice: Advice) -> Iterator[str]:
     if advice.changes:
-        count = len(advice.changes)
-        together = f"all {count} together" if count > 1 else "with it"
+        together = _name_together([change.adds for change in advice.changes])
         peak = format_bytes(advice.peak_bytes)
         yield (
             f"{together}: {format_seconds(advice.before_s)} -> {format_seconds(advice.after_s)} "
@@ -132,6 +131,18 @@ def _list_settings(advice: Advice) -> Iterator[str]:
     if advice.training:
         gains = (f"{change.text} {_gain(change)}" for change in advice.training)
         yield f"beyond that, what changes training: {'; '.join(gains)}"
+
+
+def _name_together(adds: Sequence[bool]) -> str:
+    """Return which of the numbered changes make the job with all that help."""
+    numbers = [str(number) for number, helps in enumerate(adds, 1) if helps]
+    if len(numbers) == len(adds):
+        return f"all {len(adds)} together" if len(adds) > 1 else "with it"
+    if not numbers:
+        return "none of them beside the others"
+    plural = " together" if len(numbers) > 1 else ""
+    beside = "them" if plural else "it"
+    return f"{', '.join(numbers)}{plural}, beside {beside} the rest adds nothing"
 
 
 def format_job_change(change: JobChange) -> str:

@@ -63,7 +63,7 @@ _LAUNCHER_SWITCHES = (
 )
 _LAUNCHER_OPTION = re.compile(
     r"--(nnodes|nproc[-_]per[-_]node|node[-_]rank|master[-_]addr|master[-_]port|rdzv[-_]\w+"
-    r"|max[-_]restarts|log[-_]dir|redirects|tee|monitor[-_]interval|start[-_]method|role"
+    r"|max[-_]restarts|numa[-_]binding|log[-_]dir|redirects|tee|monitor[-_]interval|start[-_]method|role"
     r"|local[-_]addr|local[-_]ranks[-_]filter|num_nodes|num_gpus|hostfile|include|exclude)"
 )
 # What DeepSpeed's launcher calls torchrun's options.
