@@ -141,8 +141,8 @@ def _name_together(adds: Sequence[bool]) -> str:
     if not numbers:
         return "none of them beside the others"
     plural = " together" if len(numbers) > 1 else ""
-    beside = "them" if plural else "it"
-    return f"{', '.join(numbers)}{plural}, beside {beside} the rest adds nothing"
+    pronoun = "them" if plural else "it"
+    return f"{', '.join(numbers)}{plural}, beside {pronoun} the rest adds nothing"
 
 
 def format_job_change(change: JobChange) -> str:
