@@ -21,9 +21,7 @@ DATA = Path(__file__).parent / "data"
 TABLE = DATA / "blind_runs.csv"
 
 # torchtitan's selective recompute is no set of modules; Primus does not print a precision.
-# A graph of the whole iteration of experts that are on every rank is no layout of the rules.
-GRAPHED_ALONE = {f"mlperfoss-{number:03d}" for number in (1, 2, 4, 5)}
-NOT_READ = {"pithuser-001", "primusv4-001"} | GRAPHED_ALONE
+NOT_READ = {"pithuser-001", "primusv4-001"}
 # The rows of 2026-11-27.
 LATER = (
     "mlperfds",
@@ -72,16 +70,17 @@ def test_errors_stay_near_what_they_were_blind() -> None:
     """Blind: MoE 24.6 %, 82 % of rows in the 95 % interval; dense 10.2 %, 96 %.
 
     Cells stated since then made the dense median 12.5 %: graphs, HSDP and ten more rows. The later
-    22 MoE rows: 31.0 and 84.7 %.
+    22 MoE rows: 31.0 and 84.7 %. Four more of them are read since rows of experts that are on every
+    rank count as fixed. With permutes of torch's own operations these 26 are at 22.3 %.
     """
     splits = {(split.by, split.name): split for split in scored().summary.splits}
     moe = splits["moe", "all"]
     dense = splits["dense", "all"]
-    assert moe.speeds.rows == 39
+    assert moe.speeds.rows == 43
     earlier, later = moe_errors()
-    assert (len(earlier), len(later)) == (17, 22)
+    assert (len(earlier), len(later)) == (17, 26)
     assert median(earlier) <= 0.25
-    assert median(later) <= 0.31
+    assert median(later) <= 0.24
     assert dense.speeds.rows == 77
     assert dense.speeds.median_error <= 0.14
     assert moe.coverage_95 is not None

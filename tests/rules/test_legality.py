@@ -417,7 +417,7 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
             "ep with zero=3 needs vpp=1",
             "none",
         ),
-        ({"graphs": (CudaGraphScope.FULL,)}, "static shapes", "none"),
+        ({"graphs": (CudaGraphScope.FULL,), "ep": 2}, "static shapes", "none"),
         ({"dispatcher": DispatcherKind.DEEPEP}, r"needs etp * ep > 1", "alltoall"),
         ({"dispatcher": DispatcherKind.DEDUP}, r"needs etp * ep > 1", "alltoall"),
         ({"ep": 4, "ep_node": 2}, "goes with dispatcher=dedup or hybridep", "0"),
@@ -458,6 +458,7 @@ def test_exclusions(change: dict[str, Any], says: str, near: str) -> None:
         {"offload": (Offload.ATTN_PROJ, Offload.CORE_ATTN, Offload.OPTIMIZER)},
         {"overlap": (Overlap.GRAD, Overlap.PARAM)},
         {**EP_OVERLAP, "dispatcher": DispatcherKind.HYBRIDEP, "graphs": (CudaGraphScope.FULL,)},
+        {"graphs": (CudaGraphScope.FULL,)},
         {"graphs": (CudaGraphScope.FULL,), "recompute": (Recompute.FULL,), "capacity": 1.0},
         {
             "graphs": (

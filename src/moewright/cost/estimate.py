@@ -82,7 +82,7 @@ from moewright.spec.ledger import Component, Ledger, MemoryRow, StepPhase, TimeR
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, Imbalance, TimePart, TimeShare
 from moewright.spec.units import TERA, Sourced, SourceKind, format_seconds
-from moewright.spec.workload import DocumentMasking, Dtype, Routing, Workload
+from moewright.spec.workload import DocumentMasking, Dtype, Fusion, Routing, Workload
 
 
 def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Estimate:
@@ -512,6 +512,8 @@ def _facts(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[tup
         unused |= frozenset({"zero3_copies"})
     if not sym.is_frozen:
         unused |= frozenset(LORA_CONSTANTS)
+    if Fusion.PERMUTE not in sym.workload.trainer.unfused:
+        unused |= frozenset({"atomic_sum_s"})
     if sym.dtype is not Dtype.NVFP4:
         unused |= frozenset(NVFP4_CONSTANTS)
     if fabric.network != NetworkKind.EFA:

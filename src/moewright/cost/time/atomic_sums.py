@@ -13,8 +13,9 @@ from moewright.cost.symbols import Symbols
 from moewright.cost.time.layer_time import PricedOps
 from moewright.cost.time.op_time import OpRow
 from moewright.spec.hardware import Op
-from moewright.spec.layout import Recompute
+from moewright.spec.layout import DispatcherKind, Recompute
 from moewright.spec.plan import TimePart
+from moewright.spec.workload import Fusion
 
 
 def add_atomic_sums(constants: Constants, sym: Symbols, priced: PricedOps) -> PricedOps:
@@ -22,10 +23,12 @@ def add_atomic_sums(constants: Constants, sym: Symbols, priced: PricedOps) -> Pr
 
     Forward adds the rows that experts return to their tokens, backward their gradients.
     """
-    seconds_per_element = constants["atomic_sum_s"]
     moe = sym.model.moe
-    if not seconds_per_element or moe is None:
+    is_unfused = Fusion.PERMUTE in sym.workload.trainer.unfused
+    # The library's own kernels permute what it moves.
+    if moe is None or not is_unfused or sym.layout.dispatcher is DispatcherKind.HYBRIDEP:
         return priced
+    seconds_per_element = constants["atomic_sum_s"]
     elements = sym.t * sym.model.expert_width * moe.router.top_k
     backward = OpRow(
         name="permute.atomic_sum",

@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 
 from moewright.cost.symbols import Symbols
 from moewright.cost.time.op_time import OpRow
-from moewright.cost.time.quantise import Operands, mixer_operands, mlp_operands, quantise_bytes
+from moewright.cost.time.quantise import (
+    Operands,
+    copies_bytes,
+    mixer_operands,
+    mlp_operands,
+    quantise_bytes,
+)
 from moewright.rules.adapters import adapted_widths
 from moewright.rules.packed_base import packed_bytes_per_element, packed_elements
 from moewright.rules.routing import counts_copies
@@ -260,14 +266,16 @@ def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
     layout = sym.layout
     assert spec is not None
     width = spec.ffn_size / layout.etp
-    # Fused products activate and quantise their outputs before they write them.
     is_fused = sym.workload.trainer.expert_kernels is ExpertKernels.FUSED
     between = 0 if is_fused else sym.R * width
     if sym.is_low_precision:
         operands = mlp_operands(sym, outside=sym.R * h, between=between)
         yield _quantise_rows("experts.quantise", sym, operands, Recompute.MOE)
-    choices = (Recompute.MOE_ACT, Recompute.MOE)
-    yield _activation_rows("experts.activation", sym, between, *choices)
+    if is_fused:
+        yield _epilogue_rows("experts.epilogue", sym, sym.R * width, Recompute.MOE)
+    else:
+        choices = (Recompute.MOE_ACT, Recompute.MOE)
+        yield _activation_rows("experts.activation", sym, between, *choices)
     if sym.is_frozen and sym.workload.fine_tuning.lora_experts:
         firsts = sym.model.fc1_matrices
         inputs = firsts * h + width
@@ -328,6 +336,20 @@ def _quantise_rows(
     moved = quantise_bytes(sym)
     forward = elementwise_row(name, sym, moved.forward * operands.inputs, *recomputed_by)
     return forward, elementwise_row(name, sym, moved.backward * operands.gradients)
+
+
+def _epilogue_rows(
+    name: str, sym: Symbols, elements: float, *recomputed_by: Recompute
+) -> tuple[OpRow, OpRow]:
+    """Return the rows of what fused products move besides a product's own inputs and outputs.
+
+    Forward they write the activated elements as the next product reads them. Backward they read
+    what was activated, and write its gradients as the next product reads them.
+    """
+    halves = 2 if sym.model.gated else 1
+    copies = copies_bytes(sym)
+    forward = elementwise_row(name, sym, copies * elements, *recomputed_by)
+    return forward, elementwise_row(name, sym, halves * (sym.c + copies) * elements)
 
 
 def _activation_rows(

@@ -47,6 +47,15 @@ def quantise_bytes(sym: Symbols) -> QuantiseBytes:
     return QuantiseBytes(forward=_WIDE_BYTES + once, backward=_WIDE_BYTES + once)
 
 
+def copies_bytes(sym: Symbols) -> float:
+    """Return the bytes an element of the copies that products read, in either direction."""
+    if not sym.is_low_precision:
+        return _WIDE_BYTES
+    if sym.dtype is Dtype.NVFP4:
+        return _NVFP4_COPIES
+    return _BLOCK_COPIES if sym.dtype is Dtype.MXFP8 else _TWO_8BIT_COPIES
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operands:
     """Elements that linear layers quantise: inputs in forward, output gradients in backward."""

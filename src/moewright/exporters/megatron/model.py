@@ -106,7 +106,8 @@ def trainer_flags(trainer: TrainerSpec, *, has_swiglu: bool) -> Iterator[Flag]:
         Fusion.WEIGHT_GRAD: "--no-gradient-accumulation-fusion",
     }
     for fusion in trainer.unfused:
-        yield (switches[fusion],)
+        if fusion in switches:
+            yield (switches[fusion],)
     if trainer.bf16_first_layers or trainer.bf16_last_layers:
         yield ("--first-last-layers-bf16",)
         yield "--num-layers-at-start-in-bf16", str(trainer.bf16_first_layers)
@@ -216,8 +217,9 @@ def _moe_flags(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[F
         yield ("--moe-grouped-gemm",)
     if workload.trainer.expert_kernels is ExpertKernels.FUSED:
         yield ("--use-transformer-engine-op-fuser",)
-    if workload.trainer.attention_backend is not AttentionBackend.LOCAL:
-        yield ("--moe-permute-fusion",)  # Transformer Engine's, which prices of dispatch assume
+    is_permute_fused = Fusion.PERMUTE not in workload.trainer.unfused
+    if is_permute_fused and workload.trainer.attention_backend is not AttentionBackend.LOCAL:
+        yield ("--moe-permute-fusion",)  # Transformer Engine's
 
 
 def _format_layers(layers: tuple[bool, ...]) -> str:

@@ -255,12 +255,14 @@ def _check_graphs(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     if CudaGraphScope.ATTN in chosen and delays_wgrad and model.attention.qkv_bias:
         rule = "overlap=grad+wgrad leaves biases of attention out of a graph"
         yield _without("graphs", chosen, [CudaGraphScope.ATTN], rule)
+    # A rank with all experts computes the same number of rows whatever the router chooses.
+    has_all_experts = layout.ep == 1
     has_budget = layout.capacity > 0 or layout.rank_capacity > 0
-    is_static = has_budget or layout.dispatcher.facts.has_static_shapes
+    is_static = has_all_experts or has_budget or layout.dispatcher.facts.has_static_shapes
     if is_full and has_experts(model) and not is_static:
         rule = (
-            f"full needs static shapes: a rank_capacity, a capacity, or the {_STATIC_DISPATCHERS} "
-            "dispatcher with its budget per rank"
+            "full needs static shapes: ep=1, a rank_capacity, a capacity, or the "
+            f"{_STATIC_DISPATCHERS} dispatcher with its budget per rank"
         )
         yield _without("graphs", chosen, chosen, rule)
 
