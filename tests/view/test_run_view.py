@@ -11,6 +11,7 @@ from moewright.diagnosis.engine_run import (
     diagnose_run,
     find_critical_rank,
 )
+from moewright.report.document import Tone
 from moewright.rules.steady_steps import median_step_s
 from moewright.spec.ledger import Component
 from moewright.view.page import render_page
@@ -102,6 +103,10 @@ def test_no_learning_and_broken_losses_are_stated():
     flat = replace(run, evals=(replace(run.evals[-1], heldout_loss=6.5),))
     assert "The model did not train" in build(flat).verdict.sentence
     assert "0.29 above the unigram entropy" in build(flat).verdict.sentence
+    rising = replace(run.steps[-1], lr=2 * run.steps[-2].lr)
+    short = build(replace(flat, steps=(*run.steps[:-1], rising)))
+    assert "Too early to say whether the model trains" in short.verdict.sentence
+    assert short.verdict.tone is not Tone.BAD
     broken = replace(run, steps=(*run.steps[:-1], replace(run.steps[-1], loss=math.nan)))
     shown = build(broken)
     assert "1 step had a loss that is no number" in shown.verdict.sentence

@@ -141,7 +141,8 @@ def _judge_learning(record: RunRecord) -> _Learning:
         return _judge_preferences((record.evals or record.steps)[-1], broken_steps)
     if not record.evals:
         return _judge_training_loss(record.steps[-1], broken_steps)
-    return _judge_heldout_loss(record.evals[-1], broken_steps)
+    rates = [step.lr for step in record.steps[-2:]]
+    return _judge_heldout_loss(record.evals[-1], broken_steps, is_warming_up=rates[0] < rates[-1])
 
 
 def is_number(loss: float) -> bool:
@@ -176,7 +177,7 @@ def _judge_preferences(last: EvalRecord | StepRecord, broken_steps: int) -> _Lea
     )
 
 
-def _judge_heldout_loss(last: EvalRecord, broken_steps: int) -> _Learning:
+def _judge_heldout_loss(last: EvalRecord, broken_steps: int, *, is_warming_up: bool) -> _Learning:
     gain = last.unigram_entropy - last.heldout_loss
     has_learned = gain > 0 and not broken_steps
     if gain > 0:
@@ -185,7 +186,14 @@ def _judge_heldout_loss(last: EvalRecord, broken_steps: int) -> _Learning:
         position = f"{-gain:.2f} above"
     else:
         position = "not comparable with"
-    subject = "The model trained" if has_learned else "The model did not train"
+    tone = Tone.BAD
+    subject = "The model did not train"
+    if has_learned:
+        tone = Tone.GOOD
+        subject = "The model trained"
+    elif is_warming_up and not broken_steps:
+        tone = Tone.PLAIN
+        subject = "Too early to say whether the model trains, as the learning rate still rises"
     clause = (
         f"{subject}: its held-out loss after {plural(last.step, 'step')} is "
         f"{last.heldout_loss:.3f} nats/token, {position} the unigram entropy of "
@@ -193,7 +201,6 @@ def _judge_heldout_loss(last: EvalRecord, broken_steps: int) -> _Learning:
     )
     if broken_steps:
         clause += f", and {plural(broken_steps, 'step')} had a loss that is no number"
-    tone = Tone.GOOD if has_learned else Tone.BAD
     note = f"nats/token; unigram entropy {last.unigram_entropy:.3f}"
     tile = Tile(label="Held-out loss", value=f"{last.heldout_loss:.3f}", note=note, tone=tone)
     return _Learning(clause=clause, tone=tone, tile=tile)
