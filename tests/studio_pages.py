@@ -66,6 +66,22 @@ def find_faults_of_size(page, width, height):
     return faults
 
 
+def show_controls(page):
+    """Open the form of the job where a screen has it folded."""
+    if not page.locator("#controls").count():
+        return  # a page that stands alone
+    page.locator("#form > *").first.wait_for(state="attached")
+    if not page.locator("#controls[open]").count():
+        page.locator("#controls > summary").click()
+
+
+def show_folded(page):
+    """Open every panel that a phone has folded into its title, once the page stands."""
+    page.wait_for_load_state("networkidle")
+    while page.locator(".unfold:visible").count():
+        page.locator(".unfold:visible").first.click()
+
+
 def find_violations(page):
     """List the rules of axe-core that a page breaks."""
     if not page.evaluate("'axe' in window"):

@@ -1,6 +1,6 @@
-"""Write docs/reference/command_line.md: every verb with its options, from the program's own help.
+"""Write the pages of the command line: every verb with its options, from the program's own help.
 
-`make docs` runs it, and a test compares the page with what it would write, so that neither can
+`make docs` runs it, and a test compares the pages with what it would write, so that neither can
 drift from the command line.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moewright.cli.verbs import build_app
 
-PAGE = Path(__file__).parents[1] / "reference" / "command_line.md"
+FOLDER = Path(__file__).parents[1] / "reference"
 
 _INTRODUCTION = """# The command line
 
@@ -33,17 +33,45 @@ Text output is for people; `--json PATH` writes the same as data, and `--json -`
 output to the data alone: tables go to standard error. `python -m moewright` starts the same
 program.
 """
+# A page of verbs: its title and the verbs. Every verb of the program stands on one of them.
+_PAGES = {
+    "command_line_plan.md": (
+        "Verbs that plan",
+        "plan estimate budget design models hardware capture export",
+    ),
+    "command_line_run.md": (
+        "Verbs that train and measure",
+        "data train finetune chat tune dryrun verify upcycle convert bench fit validate",
+    ),
+    "command_line_watch.md": (
+        "Verbs that look at runs and serve",
+        "report diagnose watch compare check studio mcp completion",
+    ),
+}
 
 
-def render_page() -> str:
-    """Return the text of the page."""
+def render_pages() -> dict[str, str]:
+    """Return the text of every page by its name: the list of verbs, and the pages of verbs."""
     text = build_app().generate_docs(usage_name="moewright")
-    verbs = text[text.index("**Commands**") :]
+    text = text[text.index("**Commands**") :]
     # A usage line names the program that asks: "moewright plan -m docs.tools.command_reference".
-    verbs = re.sub(r"^(moewright .*?) -m [\w.]+", r"\1", verbs, flags=re.MULTILINE)
-    lines = (line.rstrip() for line in f"{_INTRODUCTION}\n{verbs}".splitlines())
-    return "\n".join(lines).rstrip() + "\n"
+    text = re.sub(r"^(moewright .*?) -m [\w.]+", r"\1", text, flags=re.MULTILINE)
+    listed, *sections = re.split(r"^(?=## moewright )", text, flags=re.MULTILINE)
+    verbs = {section.split(maxsplit=3)[2]: section for section in sections}
+    pages = {verb: page for page, (_, names) in _PAGES.items() for verb in names.split()}
+    listed = re.sub(r"\(#(moewright-(\w+))\)", lambda link: f"({pages[link[2]]}#{link[1]})", listed)
+    written = {"command_line.md": f"{_INTRODUCTION}\n{listed}"}
+    for page, (title, names) in _PAGES.items():
+        body = "".join(verbs.pop(verb) for verb in names.split())
+        written[page] = f"# {title}\n\nOf [the command line](command_line.md).\n\n{body}"
+    assert not verbs, f"no page has {', '.join(verbs)}"
+    return {page: _strip(text) for page, text in written.items()}
+
+
+def _strip(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip() + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render_page(), encoding="utf-8")
+    for page, text in render_pages().items():
+        (FOLDER / page).write_text(text, encoding="utf-8")

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from selection import thorough
+from studio_pages import show_controls
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGS = (
     "--headless",
@@ -61,15 +64,26 @@ def cookies(browser, printed_address, studio):
     return kept
 
 
+@pytest.fixture(params=[1440, thorough(820), thorough(390)])
+def screen(request):
+    """Return the width of the screen on which a task is done: one test for each of three."""
+    return request.param
+
+
 @pytest.fixture
 def open_page(request, browser):
-    """Return a function that opens an address; at the end nothing else was asked or complained."""
+    """Return a function that opens an address; at the end nothing else was asked or complained.
+
+    Tests that use the fixture `screen` have their pages at its width. Where the form of the job is
+    folded there, it is opened first, as a reader would.
+    """
+    usual_width = request.getfixturevalue("screen") if "screen" in request.fixturenames else 1440
     cookies = request.getfixturevalue("cookies") if "studio" in request.fixturenames else []
     contexts = []
     complaints = []
     requests = []
 
-    def open_one(address, *, width=1440, scheme="light", offline=False):
+    def open_one(address, *, width=usual_width, scheme="light", offline=False):
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, offline=offline
         )
@@ -80,6 +94,8 @@ def open_page(request, browser):
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(address)
+        if "screen" in request.fixturenames:
+            show_controls(page)
         return page
 
     yield open_one

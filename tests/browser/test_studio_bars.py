@@ -83,7 +83,7 @@ def test_a_timetable_is_painted_soon(studio, open_page):
 
 
 @pytest.mark.waits
-def test_a_newcomer_gets_through_his_tasks(studio, open_page):
+def test_a_newcomer_gets_through_his_tasks(studio, open_page, screen):
     """Each of fifteen tasks is a few clicks from the last, and has its answer in words."""
     page = open_page(f"{studio}?model=Qwen/Qwen3-30B-A3B&on=16xH100&global_batch=512")
     page.set_default_timeout(TASK_MS)

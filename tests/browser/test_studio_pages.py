@@ -60,6 +60,7 @@ def test_pages_write_numbers_as_terminals_do(studio, open_page):
         assert shown == list(map(write, values)), name
 
 
+@pytest.mark.usefixtures("screen")
 def test_a_bar_of_what_if_leads_to_its_job(studio, open_page):
     page = open_page(f"{studio}?{SMALL}&layout={LAYOUT}")
     bars = page.locator("#what-if a.multiple")
@@ -76,6 +77,7 @@ def test_a_bar_of_what_if_leads_to_its_job(studio, open_page):
     assert tile.inner_text() == speed
 
 
+@pytest.mark.usefixtures("screen")
 def test_a_wrong_model_offers_the_nearest_and_words_lead_to_the_glossary(studio, open_page):
     page = open_page(f"{studio}?model=Qwen3-30B-A3&on=16xH100&layout=ep8")
     page.get_by_role("button", name="Use Qwen/Qwen3-30B-A3B").click()
@@ -116,6 +118,7 @@ def test_any_answer_is_a_whole_page(open_page, tmp_path):
     assert find_faults(page) == []
 
 
+@pytest.mark.usefixtures("screen")
 def test_a_search_shows_first_results_then_all_and_loads_the_sliders(studio, open_page):
     page = open_page(f"{studio}top?{TINY}&layout=ep4")
     page.wait_for_selector("#search-answer", timeout=20000)
@@ -137,6 +140,7 @@ def best_layout(plan):
     return format_layout(plan.layout)
 
 
+@pytest.mark.usefixtures("screen")
 def test_the_bubble_of_the_timetable_is_the_estimates(studio, open_page):
     page = open_page(
         f"{studio}timetable?{QWEN}&layout=tp2,ep8,pp32,vpp3,mbs1,recompute=layernorm%2Bmoe_act"
@@ -157,6 +161,7 @@ def test_the_bubble_of_the_timetable_is_the_estimates(studio, open_page):
     assert page.locator("#memory-rank").input_value() == "1"
 
 
+@pytest.mark.usefixtures("screen")
 def test_changes_sum_to_the_difference_and_an_illegal_layout_says_why(studio, open_page):
     query = f"{SMALL}&layout={LAYOUT}&with=tp1,ep8,mbs1,recompute=full&with=tp3,ep8"
     page = open_page(f"{studio}compare?{query}")
@@ -172,6 +177,7 @@ def test_changes_sum_to_the_difference_and_an_illegal_layout_says_why(studio, op
     assert "must divide" in page.locator("section", has_text="C beside A").last.inner_text()
 
 
+@pytest.mark.usefixtures("screen")
 def test_a_budget_names_the_fewest_devices(studio, open_page):
     page = open_page(f"{studio}budget?{TINY}&layout=ep4&tokens=1T&price=2")
     page.wait_for_selector("[data-fewest]:not([data-fewest='0'])", timeout=120000)
@@ -226,6 +232,7 @@ def test_what_is_taken_away_opens_alone(studio, open_page, tmp_path):
     assert find_faults(alone) == []
 
 
+@pytest.mark.usefixtures("screen")
 def test_where_nothing_fits_the_page_says_how_near_it_is_and_what_would_fit(studio, open_page):
     page = open_page(f"{studio}top?model=Mixtral-8x22B-v0.1&on=2xH100&seq_len=4096&global_batch=32")
     page.wait_for_selector("[data-enough]", timeout=90_000)

@@ -6,9 +6,9 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-from studio_pages import QWEN, estimate_json
+from studio_pages import QWEN, estimate_json, show_folded
 
-pytestmark = [pytest.mark.browser, pytest.mark.waits]
+pytestmark = [pytest.mark.browser, pytest.mark.waits, pytest.mark.usefixtures("screen")]
 
 LAYOUT = "tp2,ep8,pp8,vpp2,mbs1,recompute=layernorm+moe_act"
 FIGURES = (
@@ -109,6 +109,7 @@ def test_a_table_is_copied_as_markdown(studio, open_page):
         "navigator.clipboard.writeText = async text => { window.copied = text; }"  # headless: none
     )
     panel = page.locator("section", has=page.get_by_text("Nearest published measurements"))
+    show_folded(page)
     panel.get_by_text("Markdown").click()
     head, rule, *rows = page.evaluate("window.copied").splitlines()
     assert head == "| run | differs in | measured | predicted | error |"

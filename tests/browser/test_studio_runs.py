@@ -9,7 +9,7 @@ from moewright.codec import format_record
 from sample_run import record, step_record, write_run
 from studio_pages import find_violations
 
-pytestmark = [pytest.mark.browser, pytest.mark.waits]
+pytestmark = [pytest.mark.browser, pytest.mark.waits, pytest.mark.usefixtures("screen")]
 ITERATION = (
     " [2026-03-01 12:00:{n:02d}] iteration {n:8d}/ 500 | consumed samples: {n:12d} | elapsed time "
     "per iteration (ms): 22420.0 | throughput per GPU (TFLOP/s/GPU): 216.4 | global batch size: "
