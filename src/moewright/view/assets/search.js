@@ -32,10 +32,13 @@ mw.searchTable = (view, pick) => {
   const full = view.ranked.filter(item => item.kind !== "candidate");
   const body = mw.el("tbody", {class: "ranking"});
   const heads = columns.map(([key, title, show]) => mw.el("th", {scope: "col", class: show ? "n" : null}, mw.el("button", {type: "button", onclick: () => { state.down = state.key === key && !state.down; state.key = key; fill(); }}, title)));
+  /* Cards of a phone have no heads to click. */
+  const order = mw.el("select", {style: "width:auto", onchange: () => { state.key = order.value; state.down = false; fill(); }}, columns.map(([key, title]) => mw.el("option", {value: key}, title)));
   const fill = () => {
     const rows = full.filter(item => (state.verdict === "all" || item.verdict === state.verdict) && (state.grade === "all" || item.grade === state.grade));
     rows.sort((a, b) => (a[state.key] > b[state.key] ? 1 : a[state.key] < b[state.key] ? -1 : 0) * (state.down ? -1 : 1));
     heads.forEach((head, index) => { if (columns[index][0] === state.key) head.setAttribute("aria-sort", state.down ? "descending" : "ascending"); else head.removeAttribute("aria-sort"); });
+    order.value = state.key;
     body.replaceChildren(...rows.map(item => mw.el("tr", {class: item === full[0] ? "best" : ""}, columns.map(([key, , show]) => {
       if (key === "layout") return mw.el("td", {}, mw.layoutCell(item.layout, item.words, pick && (() => pick(item.layout))));
       if (key === "grade") return mw.el("td", {"data-label": "evidence"}, mw.el("span", {class: `badge ${item.verdict}`}, item.verdict), " ", mw.gradeWords[item.grade] || item.grade);
@@ -48,7 +51,7 @@ mw.searchTable = (view, pick) => {
   const choose = (key, names, label) => mw.el("label", {}, `${label} `, mw.el("select", {style: "width:auto", onchange: event => { state[key] = event.target.value; fill(); }}, names.map(name => mw.el("option", {value: name, selected: state[key] === name}, name))));
   fill();
   const table = mw.tableBox(mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, "Ranked layouts"), mw.el("thead", {}, mw.el("tr", {}, heads)), body));
-  return mw.el("div", {}, mw.el("div", {class: "row no-print"}, choose("verdict", ["all", "fits", "uncertain"], "verdict"), choose("grade", ["all", "measured", "combined", "stacked", "formula"], "evidence")), table);
+  return mw.el("div", {}, mw.el("div", {class: "row no-print"}, choose("verdict", ["all", "fits", "uncertain"], "verdict"), choose("grade", ["all", "measured", "combined", "stacked", "formula"], "evidence"), mw.el("label", {}, "sorted by ", order)), table);
 };
 
 /* The fastest layout, and the fastest that somebody ran: what each adds to the other. */
