@@ -272,15 +272,26 @@ def test_the_records_of_a_run_go_with_its_copies_and_come_back(url: str, tmp_pat
 def test_a_destination_is_tried_before_it_is_needed(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert probe_copies(url) == ""
+    assert probe_copies(url, tmp_path / "run") == ""
     assert RemoteFolder(url).list_steps() == []
     (tmp_path / "file").touch()
-    assert "cannot be written" in probe_copies(str(tmp_path / "file" / "copies"))
+    assert "cannot be written" in probe_copies(str(tmp_path / "file" / "copies"), tmp_path / "run")
     monkeypatch.setattr(remote_module, "_PROBE_S", 0.3)
     monkeypatch.setattr(RemoteFolder, "probe", lambda self, note: time.sleep(5))
     begin_s = time.monotonic()
-    assert "no sign of life" in probe_copies(url)
+    assert "no sign of life" in probe_copies(url, tmp_path / "run")
     assert time.monotonic() - begin_s < 2
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "copies/of/it", "../link/copies"])
+@pytest.mark.parametrize("kind", ["", "file://"])
+def test_a_copy_in_the_folder_of_the_run_is_none(kind: str, place: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (tmp_path / "link").symlink_to(run_dir)
+    with pytest.raises(BadInput, match="is in the folder of the run"):
+        probe_copies(f"{kind}{run_dir / place}", run_dir)
+    assert not list(run_dir.iterdir())
 
 
 def test_what_is_purged_here_is_copied_all_the_same(tmp_path: Path) -> None:

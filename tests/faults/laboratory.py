@@ -34,13 +34,17 @@ from moewright.spec.run import Incident
 
 _MOST_STARTS = 4
 _DISK_MIB = 24
+# What the jobs state: how long a rank may be silent within a step, before the first one, and in it.
 _HANG_TIMEOUT_S = 2.5
+_START_TIMEOUT_S = 30.0
+_FIRST_STEP_TIMEOUT_S = 15.0
 # The longest that a silent server may delay the end of a run, and what a busy machine adds to it.
 _MOST_DELAY_S = 60.0 + 30.0
 # The longest until an incident is noted, and until the first step after it, on a busy machine. A
-# silent server is one after its own deadline, and ranks that cannot meet after 120 s.
+# silent server is one after its own deadline, and ranks that do not meet after 60 s. When the first
+# rank begins its first step, others may still be before theirs.
 _MOST_NOTICE_S = 30.0
-_MOST_MEETING_S = 120.0 + 30.0
+_MOST_MEETING_S = 60.0 + 30.0
 _MOST_DOWN_S = 60.0
 _NO_BITE = "no bite"
 _HELD = "held"
@@ -152,6 +156,8 @@ class Laboratory:
             steps=STEPS,
             global_batch=4,
             hang_timeout_s=_HANG_TIMEOUT_S,
+            start_timeout_s=_START_TIMEOUT_S,
+            first_step_timeout_s=_FIRST_STEP_TIMEOUT_S,
             check_every=int(surroundings is Surroundings.ADDRESSES),
         )
         targets = {
@@ -284,8 +290,8 @@ def _add_times(verdict: str, incidents: Sequence[Incident], program: Program) ->
     notice_s = max(0.0, first.unix_s - program.injected_s)
     down_s = first.down_s
     most_s = _MOST_DELAY_S if program.bucket is not None else _MOST_NOTICE_S
-    if program.cell.moment in STARTS:
-        most_s = _MOST_MEETING_S
+    if program.cell.moment in (*STARTS, Moment.FIRST_STEP):
+        most_s = max(most_s, _MOST_MEETING_S)
     if verdict == _HELD and notice_s > most_s:
         verdict = f"noticed after {notice_s:.1f} s"
     if verdict == _HELD and down_s > _MOST_DOWN_S:

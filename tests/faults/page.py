@@ -34,9 +34,10 @@ each other, and the healthy ones stay.
 
 Times, and steps that were repeated, are medians and, in brackets, the most; the time to go on ends
 with the first step after. They were taken on two cores beside other work. A rank that is stopped is
-noticed 5.5 s after its last sign of life: 2.5 s of these jobs (`hang_timeout_s`) and 3 s; a silent
-server after 60 s; ranks that cannot meet after 120 s. The OOM killer takes a rank by a control
-group of its own, where the machine lets one be made (here: cgroup v1, as root).
+noticed 5.5 s after its last sign of life: 2.5 s of these jobs (`hang_timeout_s`) and 3 s; before
+its first step after `start_timeout_s` (120 s in the first 134 tries, 30 s later), in it after
+`first_step_timeout_s` (30 s, then 15 s); a silent server after 60 s. The OOM killer takes a rank by
+a control group of its own, where the machine lets one be made (here: cgroup v1, as root).
 
 {moments}
 

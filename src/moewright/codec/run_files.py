@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 # Of a file that is longer, only its end is read: a resumed run has the records of all its steps.
 _MOST_BYTES = 1 << 22
+_MOST_DAMAGED_LINES = 1000  # of a journal; with more it is none
 
 
 class RecordTail:
@@ -204,7 +205,8 @@ def read_incidents(directory: Path) -> tuple[Incident, ...]:
 def read_journal(directory: Path) -> tuple[tuple[Incident, ...], tuple[BadInput, ...]]:
     """Return the incidents of a run, the oldest first, and what is wrong with the other lines.
 
-    A last line without its end is left out: its writer was killed.
+    A last line without its end is left out, for its writer was killed; so is all after many wrong
+    lines.
     """
     path = directory / INCIDENTS_FILE
     if not path.exists():
@@ -213,9 +215,11 @@ def read_journal(directory: Path) -> tuple[tuple[Incident, ...], tuple[BadInput,
         lines = read_bytes(path).split(b"\n")[:-1]
     except BadInput as error:
         return (), (error,)
-    incidents = []
-    damage = []
+    incidents: list[Incident] = []
+    damage: list[BadInput] = []
     for number, line in enumerate(lines, 1):
+        if len(damage) == _MOST_DAMAGED_LINES:
+            break
         where = f"{path}:{number}"
         try:
             incidents.append(

@@ -128,6 +128,12 @@ class RemoteFolder:
             nearest = "pip install fsspec, with s3fs for s3: and gcsfs for gs:"
             raise BadInput(Reason(field=_FIELD, value=url, rule=rule, nearest=nearest)) from error
 
+    def is_within(self, directory: Path) -> bool:
+        """Tell whether this is a folder of this machine's that is, or is in, `directory`."""
+        if "file" not in self._files.protocol:
+            return False
+        return Path(self._root).resolve().is_relative_to(directory.resolve())
+
     def list_steps(self) -> list[int]:
         """List the steps of which there is a whole copy, the oldest first.
 
@@ -369,13 +375,16 @@ def _refuse_or_tell(url: str, directory: Path, newest: Path | None, rule: str) -
     _tell(f"{url} {rule}: going on from {newest.name}")
 
 
-def probe_copies(url: str) -> str:
-    """Return why no copies can be made at a URL; "" where they can.
+def probe_copies(url: str, run_dir: Path) -> str:
+    """Return why no copies of a run can be made at a URL; "" where they can.
 
     Raises:
-        BadInput: what the URL needs is not installed.
+        BadInput: what the URL needs is not installed, or it is in the folder of the run.
     """
     remote = RemoteFolder(url)
+    if remote.is_within(run_dir):
+        rule = "is in the folder of the run, and would be lost with it"
+        raise BadInput(Reason(field=_FIELD, value=url, rule=rule, nearest="a folder elsewhere"))
     try:
         wait_patiently(remote.probe, _PROBE_S)
     except Exception as error:  # of any kind: each file system has its own

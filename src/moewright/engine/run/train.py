@@ -123,7 +123,7 @@ def train(
     # A checkpoint holds the master weight (fp32) and two moments of every parameter.
     bytes_per_parameter = 4 + stored_nbytes(plan.workload.optimizer)
     require_space(run_dir, bytes_per_parameter * count_parameters(plan.model).total)
-    copy_failure = _probe_copies(plan, must_answer=not steps_done)
+    copy_failure = _probe_copies(plan, run_dir, must_answer=not steps_done)
     hooks = hooks or LaunchHooks()
     report_failure = partial(_report_failure, plan, run_dir, hooks.report_failure)
     hooks.display.begin(plan, run_dir, last_step)
@@ -206,16 +206,17 @@ def _tell_other_weights(plan: Plan, run_dir: Path, steps_done: int) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def _probe_copies(plan: Plan, *, must_answer: bool) -> str:
+def _probe_copies(plan: Plan, run_dir: Path, *, must_answer: bool) -> str:
     """Return why no copies can be made elsewhere, before the first step; "" where they can.
 
     Raises:
-        BadInput: they must be possible: nobody should learn it after a day of training.
+        BadInput: they must be possible, for nobody should learn it after a day of training; or
+            they would be in the folder of the run.
     """
     url = plan.workload.checkpoint.copy_to
     if not url or not _hosts_first_rank():
         return ""
-    failure = probe_copies(url)
+    failure = probe_copies(url, run_dir)
     if failure and must_answer:
         raise BadInput(Reason(field="checkpoint.copy_to", value=url, rule=failure))
     return failure and f"{url} {failure}"
