@@ -488,3 +488,10 @@ def test_what_is_no_file_is_never_opened(
         path = tmp_path / "fifo.csv"
         os.mkfifo(path)
     refusal(capsys, *(argument.format(path=path) for argument in arguments))
+
+
+@pytest.mark.parametrize("verb", ["report", "diagnose", "watch", "compare"])
+def test_a_name_that_no_file_can_have_is_refused(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "File name too long" in refusal(capsys, verb, "a" * 5000)

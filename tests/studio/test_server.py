@@ -108,6 +108,22 @@ def test_nothing_outside_of_the_root_is_read(place, studio):
     why(studio.ask("/api/script?on=H100", body=script))
 
 
+def test_a_run_outside_of_the_root_tells_no_time_and_no_name_is_a_failure(place, studio):
+    (place / "root" / "bare").mkdir()
+    (place / "root" / "bare" / "steps.jsonl").symlink_to(place / "private" / "run" / "steps.jsonl")
+    for name in (
+        place / "private" / "run",
+        "../private/run",
+        "link/run",
+        "bare",
+        "a" * 5000,
+        "%00",
+    ):
+        status, answer = studio.ask(f"/api/run?run={name}")
+        assert (status, answer["stamp"], answer["live"]) == (200, "0", False)
+    assert studio.ask("/api/run?run=runs/mine")[1]["stamp"] != "0"
+
+
 def test_dropped_files_stay_in_the_folder(place, studio):
     before = set(place.rglob("*"))
     hostile = b'{"architectures": ["../../x/Qwen3MoeForCausalLM"], "model_type": "nothing"}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -110,7 +111,9 @@ def _run_verb(arguments: Sequence[str], build_app: Callable[[], App]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except OSError as error:
-        return _report(f"{error.filename or 'system'}: {error.strerror or error}", FAILED)
+        # A name that no file can have is the user's.
+        code = BAD_INPUT if error.errno == errno.ENAMETOOLONG else FAILED
+        return _report(f"{error.filename or 'system'}: {error.strerror or error}", code)
     return code if isinstance(code, int) else DONE
 
 

@@ -202,7 +202,7 @@ class _Studio:
 
     async def send_runs(self, request: Request) -> Response:
         folders = [Path(name) for name in request.query_params.getlist("run")[:_MOST_RUNS]]
-        stamp = await run_in_threadpool(stamp_runs, folders)
+        stamp = await run_in_threadpool(stamp_runs, folders, self._root)
         record = b""
         is_file = await run_in_threadpool(is_other_file, folders)
         if not is_file and stamp.text != request.query_params.get("stamp", ""):

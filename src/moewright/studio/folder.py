@@ -174,17 +174,26 @@ class RunStamp:
     is_live: bool
 
 
-def stamp_runs(folders: Sequence[Path]) -> RunStamp:
-    """Look when the steps of runs were last written."""
-    files = [find_run_folder(folder) / STEPS_FILE for folder in folders]
-    times = [path.stat().st_mtime_ns if path.exists() else 0 for path in files]
+def stamp_runs(folders: Sequence[Path], root: Path) -> RunStamp:
+    """Look when the steps of runs were last written; 0 for what is not below the root."""
+    times = [_find_time_ns(folder, root) for folder in folders]
     is_live = any(time.time() - written / 1e9 < _LIVE_S for written in times)
     return RunStamp(text="-".join(map(str, times)), is_live=is_live)
 
 
+def _find_time_ns(folder: Path, root: Path) -> int:
+    with suppress(OSError, ValueError):
+        path = find_run_folder(folder) / STEPS_FILE
+        if path.resolve().is_relative_to(root.resolve()):
+            return path.stat().st_mtime_ns
+    return 0
+
+
 def is_other_file(folders: Sequence[Path]) -> bool:
     """Return whether what is asked for is no run of ours, but a trace, a log or a script."""
-    return len(folders) == 1 and not is_engine_run(folders[0])
+    with suppress(OSError):  # of a name that no file can have
+        return len(folders) == 1 and not is_engine_run(folders[0])
+    return True
 
 
 def read_runs(folders: Sequence[Path]) -> bytes:
