@@ -21,6 +21,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
 from moewright.spec.record import to_plain_data
 from moewright.spec.stage_string import StageString, parse_stages
+from moewright.spec.units import shorten
 
 T = TypeVar("T")
 
@@ -325,4 +326,4 @@ def format_value(value: object) -> str:
         kind = "table" if isinstance(value, dict) else "list"
         return f"a {kind} of {len(value)}"
     text = json.dumps(value) if isinstance(value, bool | str | None) else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shorten(text)

@@ -16,7 +16,7 @@ from moewright.diagnosis.traces.step_details import ChangeLevel, StepChange, Ste
 from moewright.report.console import make_table
 from moewright.spec.finding import Waterfall
 from moewright.spec.plan import Plan
-from moewright.spec.units import GB, TERA, format_bytes, format_seconds, plural
+from moewright.spec.units import GB, TERA, format_bytes, format_change, format_seconds, plural
 
 _MAX_NAME_WIDTH = 72
 _MAX_TIMERS = 12
@@ -133,8 +133,7 @@ def _waterfall_table(waterfall: Waterfall) -> Table:
         "ideal step", format_seconds(waterfall.ideal_s), ideal_share, "", waterfall.ideal_note
     )
     for drop in waterfall.drops:
-        sign = "+" if drop.seconds >= 0 else "-"
-        amount = f"{sign}{format_seconds(abs(drop.seconds))}"
+        amount = format_change(drop.seconds, format_seconds)
         share = f"{drop.seconds / measured_s:+.1%}"
         table.add_row(drop.name, amount, share, drop.basis, drop.note)
     table.add_row("measured step", format_seconds(measured_s), "100.0%", "measured", "")
@@ -277,11 +276,10 @@ def _change_table(level: ChangeLevel, changes: Sequence[StepChange]) -> Table:
         name = change.name
         if len(name) > _NAME_WIDTH:
             name = f"{name[: _NAME_WIDTH - 1]}…"
-        sign = "+" if change.change_s >= 0 else "-"
         table.add_row(
             name,
             format_seconds(change.before_s),
             format_seconds(change.after_s),
-            f"{sign}{format_seconds(abs(change.change_s))}",
+            format_change(change.change_s, format_seconds),
         )
     return table

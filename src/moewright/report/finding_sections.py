@@ -16,7 +16,7 @@ from moewright.report.document import (
 )
 from moewright.spec.finding import Basis, Finding, Fix, Waterfall
 from moewright.spec.plan import Plan
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_change, format_seconds
 
 _MAX_FINDINGS = 4  # on a terminal
 _FIXES_SHOWN = 3  # without -v
@@ -73,8 +73,8 @@ def list_fix_runs(fix: Fix) -> Iterator[str | Phrase]:
     yield fix.text
     if fix.price is not None:
         price = fix.price
-        sign = "+" if price.peak_bytes >= 0 else "-"
-        change = f"step {price.step_share:+.1%}, memory {sign}{format_bytes(abs(price.peak_bytes))}"
+        memory = format_change(price.peak_bytes, format_bytes)
+        change = f"step {price.step_share:+.1%}, memory {memory}"
         yield " [predicted: "
         yield Phrase(text=change, tone=Tone.GOOD if price.step_share < 0 else Tone.PLAIN)
         yield f", {price.verdict}; layout: "

@@ -20,7 +20,7 @@ from moewright.report.document import (
 )
 from moewright.report.estimate_document import job_title
 from moewright.report.finding_sections import build_advice_section, list_fix_runs
-from moewright.spec.units import format_figures, format_seconds
+from moewright.spec.units import format_change, format_figures, format_seconds
 
 _MAX_GAPS = 6
 _MAX_CLOSERS = 2
@@ -114,7 +114,7 @@ def _list_gaps(comparison: RunComparison) -> DocumentSection:
             gap.name.value,
             format_seconds(gap.measured_s) if gap.is_measured else "",
             format_seconds(gap.predicted_s),
-            f"{'-' if gap.gap_s < 0 else '+'}{format_seconds(abs(gap.gap_s))}",
+            format_change(gap.gap_s, format_seconds),
             f"{gap.gap_s / comparison.measured_step_s:+.1%}",
             "" if gap.is_measured else "not measured",
         )

@@ -17,7 +17,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan, RankingRule, TimeShare, Verdict, WhatIf
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_change, format_seconds
 from moewright.spec.workload import Dtype, Workload
 
 DEPARTURE = "Departs from the usual"  # what sentences on guidelines begin with
@@ -227,7 +227,7 @@ def _compare(other: Estimate, best: Estimate, rule: RankingRule, name: str = _LE
     changes = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in (before | after)}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:_PARTS_SHOWN]
     parts = [
-        f"{part.replace('_', ' ')} {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+        f"{part.replace('_', ' ')} {format_change(seconds, format_seconds)}"
         for part, seconds in largest
         if abs(seconds) > _WORTH_SAYING * best.step_s
     ]

@@ -23,6 +23,11 @@ class Module(StrEnum):
     OTHER = "other"  # what belongs to no module: padding of flat buffers, allowances
 
 
+def saved_component(module: Module) -> Component:
+    """Return what the activations that a module keeps are: of the head, logits."""
+    return Component.LOGITS if module is Module.HEAD else Component.ACTIVATIONS
+
+
 class Component(StrEnum):
     """What memory is used for."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NewType
 
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import shorten
 
 StageString = NewType("StageString", str)
 EVEN_SPLIT = StageString("")  # no layout string: layers are split evenly
@@ -68,7 +69,7 @@ def _parse_times(text: str, symbols: str, start: int) -> tuple[int, int]:
 
 
 def _bad_string(text: str, rule: str) -> BadInput:
-    return BadInput(Reason(field="layout.stages", value=shorten_stages(text), rule=rule))
+    return BadInput(Reason(field="layout.stages", value=shorten(text), rule=rule))
 
 
 def shorten_stages(text: str) -> str:

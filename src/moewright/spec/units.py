@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Context, Decimal
 from enum import StrEnum
@@ -14,6 +15,7 @@ GB = 10**9
 TERA = 10**12
 
 _THREE_FIGURES = Context(prec=3, rounding=ROUND_HALF_UP)
+_MOST_LETTERS = 60  # of a value in a refusal
 
 
 def format_figures(value: float) -> str:
@@ -50,6 +52,17 @@ def format_seconds(value_s: float) -> str:
     if size >= 1e-3:
         return f"{format_figures(value_s * 1e3)} ms"
     return f"{format_figures(value_s * 1e6)} us"
+
+
+def format_change(change: float, form: Callable[[float], str]) -> str:
+    """Return a change with its sign, as `form` writes its size."""
+    sign = "-" if change < 0 else "+"
+    return sign + form(abs(change))
+
+
+def shorten(text: str) -> str:
+    """Return the beginning of a text, as a refusal shows it."""
+    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
 
 def format_count(value: float) -> str:

@@ -44,7 +44,7 @@ from moewright.rules.shapes import shards
 from moewright.rules.timetable import timetable_row
 from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
-from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.ledger import Component, MemoryRow, Module, saved_component
 from moewright.spec.record import copy_with
 from moewright.spec.workload import CrossEntropyKernel, Objective
 
@@ -481,8 +481,7 @@ def saved_rows(live: Array, *, logits: int, transient: int) -> tuple[MemoryRow, 
         (Component.TRANSIENT, Module.OTHER): transient,
     }
     for module, nbytes in zip(MODULES, live.tolist(), strict=True):
-        component = Component.LOGITS if module is Module.HEAD else Component.ACTIVATIONS
-        key = component, module
+        key = saved_component(module), module
         sums[key] = sums.get(key, 0) + int(nbytes)
     return tuple(
         MemoryRow(component=component, module=module, bytes=nbytes)

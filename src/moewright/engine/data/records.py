@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from moewright.codec.foreign import budget
 from moewright.spec.errors import BadInput, Reason
@@ -111,10 +111,16 @@ def _count_chars(value: Any) -> int:
     return 8
 
 
+def _open_unpacked(path: Path) -> IO[bytes]:
+    """Open a file of records, of which one that ends in .gz is packed."""
+    if path.name.lower().endswith(".gz"):
+        return gzip.open(path, "rb")
+    return path.open("rb")
+
+
 def _read_json(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
     """Yield the records of one list, of the one list of an object, or of lines all the same."""
-    open_file = gzip.open if path.name.lower().endswith(".gz") else open
-    with open_file(path, "rb") as file:
+    with _open_unpacked(path) as file:
         first = file.readline(MAX_LINE_CHARS + 1)
         is_lines = False
         if first.lstrip()[:1] == b"{":
@@ -127,7 +133,7 @@ def _read_json(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
     if size > MAX_LINE_CHARS:
         rule = f"is one JSON value of more than {MAX_LINE_CHARS:,} bytes"
         raise BadInput(Reason(field=str(path), rule=rule, nearest="JSON lines, a record each"))
-    with budget(str(path), size, file_bytes=_JSON_MEMORY * size), open_file(path, "rb") as file:
+    with budget(str(path), size, file_bytes=_JSON_MEMORY * size), _open_unpacked(path) as file:
         expansion = _Expansion(path)
         pieces = []
         while piece := file.read(_BATCH_BYTES):
@@ -181,8 +187,7 @@ def _read_table(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _read_json_lines(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
-    open_file = gzip.open if path.name.lower().endswith(".gz") else open
-    with open_file(path, "rb") as file:
+    with _open_unpacked(path) as file:
         number = 0
         is_done = False
         position = 0

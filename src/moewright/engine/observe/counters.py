@@ -37,6 +37,7 @@ from moewright.spec.ledger import (
     MemoryRow,
     Module,
     TimeRow,
+    saved_component,
 )
 
 # The collectives that torch dispatches to process groups, whoever calls them.
@@ -354,7 +355,7 @@ class Counters:
         """Build the ledger of what was counted; `state` is the memory that is held all the time."""
         memory = list(state)
         for module, nbytes in self._peak_saved.items():
-            component = Component.LOGITS if module is Module.HEAD else Component.ACTIVATIONS
+            component = saved_component(module)
             memory.append(MemoryRow(component=component, module=module, bytes=nbytes))
         memory = _add_host_bytes(memory, self.census.most_host_bytes)
         return Ledger(

@@ -55,7 +55,7 @@ def _gather_selection(
     )
     gathered = by_rank[ranks].view(shape)
     counts = gathered.sum(0).permute(1, 2, 0, 3)  # [micro-batch, layer, source rank, expert]
-    experts = runtime.model.moe.experts if runtime.model.moe else 0
+    experts = runtime.model.expert_count
     copies_end = experts + layout.ep
     copies: Any = ()
     if counts_copies(layout):

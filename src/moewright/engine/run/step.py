@@ -144,7 +144,7 @@ def _update_scales(runtime: Runtime) -> None:
 def _sum_expert_loads(state: TrainState, backward: BackwardResult) -> torch.Tensor:
     """Return this rank's rows to each expert in the step [MoE layers, E], of tokens that count."""
     runtime = state.runtime
-    experts = runtime.model.moe.experts if runtime.model.moe else 0
+    experts = runtime.model.expert_count
     loads = backward.expert_counts[:, :, :experts].sum(0)
     if backward.counts_all_tokens:
         return loads

@@ -18,7 +18,8 @@ from itertools import groupby
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.stage_string import Stages, StageString, parse_stages, shorten_stages
+from moewright.spec.stage_string import Stages, StageString, parse_stages
+from moewright.spec.units import shorten
 
 _FIELD = "layout.stages"
 
@@ -160,7 +161,7 @@ def _example_string(model: ModelSpec, layout: Layout) -> str:
 
 
 def _string_reason(rule: str, model: ModelSpec, layout: Layout) -> Reason:
-    value = shorten_stages(layout.stages)
+    value = shorten(layout.stages)
     return Reason(field=_FIELD, value=value, rule=rule, nearest=_example_string(model, layout))
 
 
