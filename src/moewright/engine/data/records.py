@@ -111,7 +111,7 @@ def _count_chars(value: Any) -> int:
     return 8
 
 
-def _open_unpacked(path: Path) -> IO[bytes]:
+def _open_unpacked(path: Path) -> IO[bytes] | gzip.GzipFile:
     """Open a file of records, of which one that ends in .gz is packed."""
     if path.name.lower().endswith(".gz"):
         return gzip.open(path, "rb")
