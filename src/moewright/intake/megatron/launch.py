@@ -102,11 +102,7 @@ _OTHER_MODELS = (
         "the layout to `estimate`",
     ),
 )
-_ADAPTERS = (
-    r"--(no-)?lora-(r|rank|alpha|target-modules|load)\b",
-    "trains adapters, which cannot be planned from a script: name the model, the layout and the "
-    "adapters in a job file",
-)
+_ADAPTERS = re.compile(r"--lora[-_](r|rank|alpha|target[-_]modules|load)")
 _WITHOUT = "it trains without Megatron-core; name the model and the layout to `estimate`"
 _OTHER_TRAINERS = (
     (r"\bverl\.trainer\.", f"is verl's with FSDP: {_WITHOUT}"),
@@ -177,7 +173,7 @@ def find_launch(
     """
     training = [command for command in reading.commands if _trains(command)]
     if training:
-        if named := _match_command(training[0], (*_OTHER_MODELS, _ADAPTERS)):
+        if named := _match_command(training[0], _OTHER_MODELS):
             raise BadInput(Reason(field="script", rule=named))
         words = _program_arguments(training[0].words) or []
         notes = list(reading.notes)
@@ -192,6 +188,7 @@ def find_launch(
                 f"{training[0].line}"
             )
         words = overrides.replace_options(words)
+        _refuse_adapters(words)
         launch = _parse_command(words, _environment(training[0]), notes, folder)
         return replace(launch, written_files=reading.files)
     for command in reading.commands:
@@ -235,6 +232,18 @@ def find_launch(
         elif needed is not None:
             nearest = f"--set {needed[1]}=..."
     raise BadInput(Reason(field="script", rule=rule, nearest=nearest))
+
+
+def _refuse_adapters(words: Sequence[str]) -> None:
+    """Refuse a command that trains adapters; without their options it trains all weights."""
+    names = (word.partition("=")[0] for word in words)
+    option = next(filter(_ADAPTERS.fullmatch, names), "")
+    if option:
+        rule = (
+            "trains adapters, which cannot be planned from a script: name the model, the layout "
+            "and the adapters in a job file"
+        )
+        raise BadInput(Reason(field=option, rule=rule, nearest=f"--set {option}=null"))
 
 
 def _check_decision(training: Sequence[Command]) -> list[str]:
