@@ -58,8 +58,8 @@ def choose_attention(major: int, is_there: Callable[[AttentionBackend], bool]) -
 
 def is_installed(backend: AttentionBackend) -> bool:
     """Tell whether this torch knows an implementation, and its package is installed."""
-    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
-    return backend.implementation in known and find_spec(backend.package) is not None
+    implementations: list[str] = getattr(attention, "list_flash_attention_impls", list)()
+    return backend.implementation in implementations and find_spec(backend.package) is not None
 
 
 def activate_attention(device: torch.device) -> str:
