@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from moewright.cost.memory.model_states import BucketSet
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.job import Job
 from moewright.rules.low_precision import find_recipe
+from moewright.rules.packed_base import FP8_BLOCK, holds_packed, is_packed
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes.fsdp import FsdpUnit
-from moewright.rules.shapes.parameters import count_parameters
+from moewright.rules.shapes.parameters import count_parameters, parameters_by_layer
+from moewright.rules.shapes.shards import local_shape
 from moewright.rules.timetable.paired_passes import can_pair
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, StorageBytes
@@ -242,6 +245,7 @@ def _working_set_bytes(job: Job, weight_bytes: int) -> int:
     """Return the most bytes of what one operation of forward or backward works with."""
     model, workload = job.model, job.workload
     nbytes = 12 * _tokens(job) * max(model.vocab_size, 8 * model.hidden_size) + weight_bytes
+    nbytes += _unpacked_bytes(job)
     recipe = find_recipe(workload)
     if recipe is not None:
         # A CPU converts the largest matrix in fp32, and in int32 where numbers have 4 bits.
@@ -251,6 +255,33 @@ def _working_set_bytes(job: Job, weight_bytes: int) -> int:
             for count, rows, columns in _converted_matrices(job)
         )
     return nbytes
+
+
+def _unpacked_bytes(job: Job) -> int:
+    """Return the most bytes of packed weights that are widened at once.
+
+    A product widens one, whose last blocks are filled up in fp32. What is recomputed keeps those of
+    all its products until its backward has read them.
+    """
+    layout, fine_tuning = job.layout, job.workload.fine_tuning
+    if not holds_packed(job.workload):
+        return 0
+    largest = 0
+    by_layer = []
+    for params in parameters_by_layer(job.model).values():
+        shapes = [
+            local_shape(param, layout)
+            for param in params
+            if is_packed(param.name, param.module, param.shape, fine_tuning)
+        ]
+        by_layer.append(sum(map(prod, shapes)))
+        for *lead, rows, columns in shapes:
+            filled = -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK) * FP8_BLOCK**2
+            largest = max(largest, prod(lead) * filled)
+    recomputed = 0
+    if layout.recompute:
+        recomputed = sum(sorted(by_layer)[-layout.recompute_span :])
+    return activation_nbytes(job.workload) * recomputed + _FP32_BYTES * largest
 
 
 def _converted_matrices(job: Job) -> Iterator[tuple[int, int, int]]:
