@@ -191,11 +191,14 @@ def test_a_long_repair_without_spares_is_waited_for_or_shrunk_from() -> None:
 
 
 def test_energy_is_that_of_nodes_with_the_data_centre_s_overhead() -> None:
-    calendar = by_the_calendar(pue=1.1, grid=0.4)
-    # 0.76 of 10.2 kW for eight.
-    assert calendar.energy_kWh == pytest.approx(
-        calendar.device_hours * 0.76 * 10.2 / 8 * 1.1, rel=1e-3
-    )
+    calendar = by_the_calendar(pue=1.1, grid=0.4, spares=8)
+    # 0.76 of 10.2 kW for eight that compute, and idle nodes of BLOOM's, by what they are rated at.
+    busy_kW, idle_kW = 0.76 * 10.2 / 8, 0.7 / 0.4 * 256_646 / 1_082_990
+    node_kW = idle_kW + (busy_kW - idle_kW) * calendar.computing
+    assert 0.3 < calendar.computing < calendar.goodput + calendar.shares.replay
+    hours = 24 * calendar.days
+    expected_kWh = hours * (64 * node_kW + 8 * idle_kW) * 1.1
+    assert calendar.energy_kWh == pytest.approx(expected_kWh, rel=1e-3)
     assert calendar.co2_kg == pytest.approx(0.4 * calendar.energy_kWh)
     assert by_the_calendar(watts=350.0).energy_kWh < calendar.energy_kWh
 
@@ -209,6 +212,22 @@ def test_the_cheapest_number_of_devices_that_meets_a_deadline_is_best(answer: Bu
     assert in_time.best.days == days[0]
     assert answer.best is not None  # without a deadline, the fewest device-hours of all
     assert answer.best.device_hours == min(line.device_hours for line in answer.lines)
+
+
+def test_the_soonest_number_of_devices_within_a_cost_is_best(answer: Budget) -> None:
+    costs = sorted(line.cost or 0.0 for line in answer.lines)
+    assert replace(answer, max_cost=costs[0] / 2).best is None
+    bounded = replace(answer, max_cost=costs[-2])
+    allowed = [line for line in answer.lines if (line.cost or 0.0) <= costs[-2]]
+    assert bounded.best is not None
+    assert bounded.best.days == min(line.days for line in allowed)
+    assert f"{bounded.best.devices} devices end for at most" in str(
+        build_budget_document(bounded).sections[1].lines[0]
+    )
+    # With a deadline too, it is the cheapest of those that meet both.
+    both = replace(bounded, deadline_days=max(line.days for line in allowed)).best
+    assert both is not None
+    assert both.device_hours == min(line.device_hours for line in allowed)
 
 
 def test_a_hundred_thousand_devices_lose_a_good_part_to_failures() -> None:
@@ -231,6 +250,7 @@ def test_a_hundred_thousand_devices_lose_a_good_part_to_failures() -> None:
         ({"mtbf": "auto", "checkpoint": "never"}, "--checkpoint.*sync or async"),
         ({"spares": 8}, "--spares.*--mtbf"),
         ({"grid": 0.3}, "--grid.*--mtbf"),
+        ({"max_cost": 1e6}, "--max-cost.*--price"),
         ({"mtbf": "auto", "slowdown": float("nan")}, "--slowdown"),
     ],
 )

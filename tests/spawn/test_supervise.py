@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import pytest
 from test_train_run import child_processes, losses, wait_for_step
 
@@ -26,6 +29,7 @@ from moewright.engine.run.run_records import note_failure
 from moewright.engine.run.supervise import RETURN_SIGNAL, Elasticity, supervise
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode, FailureKind, RankFailure
+from moewright.rules.goodput import Interruptions, simulate_failures
 from moewright.spec.plan import Plan
 from moewright.spec.run import IncidentKind
 from moewright.spec.workload import DataSpec
@@ -258,6 +262,59 @@ def test_a_supervised_run_goes_on_by_itself_after_a_kill(data: DataSpec, tmp_pat
     page = write_page(build_report(run_dir), tmp_path / "report.html").read_text()
     assert "1 incident; " in page
     assert incident.message in page
+
+
+def has_gone_on(run_dir: Path, *, incidents: int) -> bool:
+    noted = read_incidents(run_dir)
+    return len(noted) == incidents and noted[-1].resumed_step > 0
+
+
+@pytest.mark.thorough
+def test_the_calendar_of_a_killed_run_is_that_of_the_goodput_model(
+    data: DataSpec, tmp_path: Path
+) -> None:
+    """Steps, saves and recoveries are measured; what is done again and the whole are modelled."""
+    interval, kills, steps = 20, (37, 75, 118), 160
+    workload = make_plan(data, steps=steps).workload
+    checkpoint = replace(workload.checkpoint, every_steps=interval)
+    plan = tiny_jobs.build_plan(replace(workload, checkpoint=checkpoint), "ep2,mbs1", world_size=2)
+    process = start_supervisor(plan, tmp_path)
+    wait_for_step(tmp_path, 1)
+    began_s = start_s = time.monotonic()
+    for number, step in enumerate(kills):
+        wait_for_step(tmp_path, step)
+        os.kill(list_ranks(process)[1], signal.SIGKILL)
+        wait_until(partial(has_gone_on, tmp_path, incidents=number + 1))
+        start_s = time.monotonic()
+    wait_for_step(tmp_path, steps)
+    ended_s = time.monotonic()
+    process.join(120)
+    assert process.exitcode == ExitCode.DONE
+    incidents = read_incidents(tmp_path)
+    kept_s = [record["step_s"] for record in read_steps(tmp_path)]
+    repeated_s = sum(incident.repeated_s for incident in incidents)
+    done = steps + sum(incident.repeated_steps for incident in incidents)
+    step_s = (sum(kept_s) + repeated_s) / done
+    # The last start is not killed: what it takes beyond its steps are its saves.
+    last = incidents[-1].resumed_step
+    saves = (steps - 1) // interval - last // interval
+    save_s = max(0.0, ended_s - start_s - sum(kept_s[last:])) / saves
+    lives_s: list[float] = []
+    for start, incident in zip((0, 20, 60), incidents, strict=True):
+        steps_done = incident.step - 0.5 - start
+        saves_done = (incident.step - 1) // interval - start // interval
+        lives_s += [steps_done * step_s + saves_done * save_s, inf]  # recoveries do not fail
+    lives = iter([*lives_s, inf])
+    # Incidents are over at the end of a step, which the model has among those of the job.
+    recovery_s = fmean(incident.down_s for incident in incidents) - step_s
+    (predicted_s,) = simulate_failures(
+        steps * step_s,
+        Interruptions(mtbf_s=inf, recovery_s=recovery_s, save_s=save_s),
+        interval * step_s,
+        traces=1,
+        draw_lives=lambda count: np.full(count, next(lives)),
+    )
+    assert ended_s - began_s + step_s == pytest.approx(predicted_s, rel=0.05)
 
 
 @pytest.mark.thorough

@@ -62,6 +62,7 @@ class OperationChoices(TypedDict, total=False):
     repair: float
     slowdown: float
     deadline: float
+    max_cost: float
     watts: float
     pue: float
     grid: float
@@ -100,16 +101,23 @@ class Budget(Record):
     lines: tuple[BudgetLine, ...]
     without_layout: tuple[int, ...]
     deadline_days: float = 0.0  # 0: none
+    max_cost: float = 0.0  # 0: any
 
     @property
     def best(self) -> BudgetLine | None:
-        """The line of fewest device-hours that meets the deadline, None where none does."""
-        in_time = [line for line in self.lines if self._meets_deadline(line)]
-        return min(in_time, key=_count_device_hours, default=None)
+        """The line that meets the deadline and the highest cost, None where none does.
 
-    def _meets_deadline(self, line: BudgetLine) -> bool:
-        days = line.days if line.calendar is None else line.calendar.days
-        return not self.deadline_days or days <= self.deadline_days
+        It is that of fewest device-hours; with a highest cost alone, that of fewest days.
+        """
+        allowed = [line for line in self.lines if self._is_allowed(line)]
+        is_by_days = self.max_cost and not self.deadline_days
+        key = _count_days if is_by_days else _count_device_hours
+        return min(allowed, key=key, default=None)
+
+    def _is_allowed(self, line: BudgetLine) -> bool:
+        is_in_time = not self.deadline_days or _count_days(line) <= self.deadline_days
+        cost = line.cost if line.calendar is None else line.calendar.cost
+        return is_in_time and (not self.max_cost or (cost or 0.0) <= self.max_cost)
 
     def title(self) -> str:
         """Return model, tokens, batch and where the price is from."""
@@ -227,6 +235,7 @@ def compute_budget(
         lines=tuple(lines),
         without_layout=tuple(without_layout),
         deadline_days=options.deadline,
+        max_cost=options.max_cost,
     )
 
 
@@ -294,6 +303,10 @@ def _count_device_hours(line: BudgetLine) -> float:
     return line.device_hours if line.calendar is None else line.calendar.device_hours
 
 
+def _count_days(line: BudgetLine) -> float:
+    return line.days if line.calendar is None else line.calendar.days
+
+
 def _step_times(plan: Plan, batch_sizes: Sequence[int]) -> list[float]:
     """Return seconds of a step with each of these global batches, in ascending order.
 
@@ -325,7 +338,7 @@ def build_budget_document(budget: Budget) -> Document:
     sections = [_build_figures(budget)]
     if calendars:
         sections.append(build_calendar_section(calendars))
-    if budget.deadline_days:
+    if budget.deadline_days or budget.max_cost:
         sections.append(DocumentSection(lines=(_describe_best(budget),)))
     return Document(
         heading=f"{budget.title()}: {budget.lines[0].steps:,} steps",
@@ -334,15 +347,15 @@ def build_budget_document(budget: Budget) -> Document:
 
 
 def _describe_best(budget: Budget) -> str:
-    """Say which number of devices meets the deadline with the fewest device-hours."""
+    """Say which number of devices is best within the deadline and the highest cost."""
     best = budget.best
+    bounds = [f"within {budget.deadline_days:g} days"] * bool(budget.deadline_days)
+    bounds += [f"for at most {budget.max_cost:,.0f}"] * bool(budget.max_cost)
+    limits = " and ".join(bounds)
     if best is None:
-        return f"No number of devices above ends within {budget.deadline_days:g} days."
-    days = best.days if best.calendar is None else best.calendar.days
-    return (
-        f"{best.devices:,} devices end within {budget.deadline_days:g} days with the fewest "
-        f"device-hours: {days:.3g} days."
-    )
+        return f"No number of devices above ends {limits}."
+    reason = "with the fewest device-hours" if budget.deadline_days else "soonest"
+    return f"{best.devices:,} devices end {limits} {reason}: {_count_days(best):.3g} days."
 
 
 def _build_figures(budget: Budget) -> DocumentSection:

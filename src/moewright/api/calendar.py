@@ -21,6 +21,7 @@ _RANGES = {
     "repair": (0.0, 1e4),
     "slowdown": (0.0, 10.0),
     "deadline": (0.0, 1e5),
+    "max_cost": (0.0, 1e15),
     "watts": (0.0, 1e5),
     "pue": (1.0, 5.0),
     "grid": (0.0, 5.0),
@@ -80,10 +81,13 @@ def _check_options(options: BudgetOptions) -> None:
             raise _refuse(name, f"{value:g}", rule, near)
     if options.spares is not None and options.spares < 0:
         raise _refuse("spares", str(options.spares), "must be 0 or more", "0")
+    if options.max_cost and options.price is None:
+        cost = f"{options.max_cost:g}"
+        raise _refuse("max_cost", cost, "counts only with --price", "--price 2.5")
     if not options.mtbf:
         for name in ("checkpoint", "spares", *_RANGES):
             value = getattr(options, name)
-            if name != "deadline" and value != getattr(defaults, name):
+            if name not in ("deadline", "max_cost") and value != getattr(defaults, name):
                 raise _refuse(name, str(value), "counts only with --mtbf", "--mtbf auto")
 
 

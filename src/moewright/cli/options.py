@@ -148,6 +148,9 @@ class CalendarOptions(BudgetOptions):
         Share by which stragglers lengthen steps, such as 0.03.
     deadline
         Days by which training has to end: the cheapest number of devices that meets it is named.
+    max_cost
+        The most that training may cost, in the money of --price: the number of devices that ends
+        soonest for it is named, or with --deadline the cheapest that meets both.
     watts
         Watts that a device is rated at; its datasheet's when not given.
     pue

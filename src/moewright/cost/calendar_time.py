@@ -33,7 +33,7 @@ from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.hardware import Fabric, NetworkKind
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Plan
+from moewright.spec.plan import Plan, TimePart
 from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import SaveMode, Workload
 
@@ -74,6 +74,7 @@ class Reliability:
     recovery_s: Sourced
     storage_Bps_a_device: Sourced
     node_power_share: Sourced
+    idle_power_share: Sourced
     board_watts: tuple[tuple[str, float], ...]
 
     @property
@@ -110,6 +111,7 @@ def read_reliability() -> Reliability:
         recovery_s=_read_sourced(data["recovery"], "seconds"),
         storage_Bps_a_device=_read_sourced(data["storage"], "Bps_a_device"),
         node_power_share=_read_sourced(data["node_power"], "share"),
+        idle_power_share=_read_sourced(data["idle_power"], "share"),
         board_watts=tuple(watts.items()),
     )
 
@@ -134,6 +136,19 @@ _DEVIATIONS_80 = NormalDist().inv_cdf(0.9)
 # Domains whose ranks are of no use without the others: a failure takes all of them out.
 _WHOLE_DOMAINS = (NetworkKind.NVL36, NetworkKind.NVL72)
 _MOST_SPARES = 4096
+# Parts of a step in which devices wait.
+_WAITS = frozenset(
+    {
+        TimePart.OFFLOAD,
+        TimePart.EP_COMM,
+        TimePart.TP_COMM,
+        TimePart.CP_COMM,
+        TimePart.PP_COMM,
+        TimePart.DP_COMM,
+        TimePart.BUBBLE,
+        TimePart.HOST,
+    }
+)
 _FORWARD_SHARE = 1 / 3  # of a step, that an evaluation of one global batch takes
 
 
@@ -173,8 +188,10 @@ class CalendarTime:
     """A training by the calendar, with shares of it; `goodput` is that of training alone.
 
     `running` is the share of a whole job's throughput that missing parts leave, and `days_80` holds
-    the days with a probability of 80 % as far as steps, failure rates and luck go. Energy is of
-    whole nodes, with the data centre's overhead; 0 where the power of the part is not known.
+    the days with a probability of 80 % as far as steps, failure rates and luck go. `node_watts` are
+    those of a device with its share of the node, in the mean over the calendar, of which it
+    computes in `computing`; energy has the data centre's overhead too, and that of idle spares. It
+    is 0 where the power of the part is not known.
     """
 
     devices: int
@@ -198,6 +215,8 @@ class CalendarTime:
     days_80: tuple[float, float]
     device_hours: float  # spares too
     cost: float | None  # of them, None without a price
+    computing: float
+    node_watts: float
     energy_kWh: float
     co2_kg: float  # 0 without the grid's intensity
 
@@ -227,8 +246,12 @@ def estimate_calendar(
     factor = exp(_DEVIATIONS_80 * spread)
     days = total_s / _DAY_S
     device_hours = (devices + spares * unit) * total_s / _HOUR_S
-    watts = operations.board_watts * facts.node_power_share.value
-    energy_kWh = device_hours * watts / 1000 * operations.pue
+    computing = (shares.training + shares.replay) * running * _computing_share(plan)
+    idle_watts = operations.board_watts * facts.idle_power_share.value
+    busy_watts = operations.board_watts * facts.node_power_share.value
+    node_watts = idle_watts + (busy_watts - idle_watts) * computing
+    watts = devices * node_watts + spares * unit * idle_watts
+    energy_kWh = watts / 1000 * total_s / _HOUR_S * operations.pue
     least_rate, most_rate = operations.rate_range
     return CalendarTime(
         devices=devices,
@@ -252,9 +275,17 @@ def estimate_calendar(
         days_80=(days / factor, days * factor),
         device_hours=device_hours,
         cost=None if operations.price is None else operations.price * device_hours,
+        computing=computing,
+        node_watts=node_watts,
         energy_kWh=energy_kWh,
         co2_kg=energy_kWh * operations.grid_kg_per_kWh,
     )
+
+
+def _computing_share(plan: Plan) -> float:
+    """Return the share of a step in which devices compute."""
+    waits_s = sum(share.seconds for share in plan.estimate.shares if share.part in _WAITS)
+    return max(0.0, 1 - waits_s / plan.estimate.step_s)
 
 
 def unit_devices(fabric: Fabric, devices: int) -> int:

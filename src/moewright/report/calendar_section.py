@@ -126,8 +126,12 @@ def _list_notes(calendars: Sequence[CalendarTime]) -> Iterator[str]:
     if first.evaluation_days:
         yield f"Evaluations take {first.evaluation_days:.3g} days on {first.devices:,} devices."
     if first.energy_kWh:
-        share = facts.node_power_share
-        yield f"Power: {share.value:.3g} of the devices' rated watts ({share.source})."
+        busy, idle = facts.node_power_share, facts.idle_power_share
+        yield (
+            f"Power: a node takes {busy.value:.3g} of its devices' rated watts while they compute "
+            f"({busy.source}) and {idle.value:.3g} while they wait ({idle.source}); on "
+            f"{first.devices:,} devices they compute in {first.computing:.0%} of the calendar."
+        )
 
 
 def _format_hours(seconds: float) -> str:

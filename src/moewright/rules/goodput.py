@@ -21,6 +21,7 @@ which is Daly's (2006, eq. 13) with the recovery R lengthened by L.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, exp, expm1, inf, log, log1p, sqrt
 
@@ -139,22 +140,24 @@ def compute_goodput(interruptions: Interruptions, interval_s: float | None = Non
     )
 
 
+DrawLives = Callable[[int], Array]
+
+
 def simulate_failures(
     work_s: float,
     interruptions: Interruptions,
     interval_s: float,
     *,
     traces: int,
-    seed: int = 0,
+    draw_lives: DrawLives,
 ) -> Array:
-    """Return the calendar seconds of so many drawn histories of a job [traces].
+    """Return the calendar seconds of so many histories of a job [traces].
 
-    `work_s` are its seconds of training. Planned stops are left out. Every history goes from
-    failure to failure: it keeps what was durable and begins again after a recovery, in which it may
-    fail too.
+    `work_s` are its seconds of training. Planned stops are left out. `draw_lives(n)` are the
+    seconds until each of n jobs fails next [n]. Every history goes from failure to failure: it
+    keeps what was durable and begins again after a recovery, in which it may fail too.
     """
-    draws = np.random.default_rng(seed)
-    save_s, mtbf_s = interruptions.save_s, interruptions.mtbf_s
+    save_s = interruptions.save_s
     segment_s = interval_s + save_s
     total_s = np.zeros(traces)
     kept_s = np.zeros(traces)
@@ -163,7 +166,7 @@ def simulate_failures(
         left_s = work_s - kept_s[open_traces]
         saves = np.maximum(np.ceil(left_s / interval_s - 1e-9) - 1, 0)
         finish_s = left_s + saves * save_s
-        life_s = draws.exponential(mtbf_s, len(open_traces))
+        life_s = draw_lives(len(open_traces))
         fails = life_s < finish_s
         total_s[open_traces] += np.minimum(life_s, finish_s)
         open_traces, life_s = open_traces[fails], life_s[fails]
@@ -171,7 +174,7 @@ def simulate_failures(
         kept_s[open_traces] += interval_s * np.maximum(durable, 0)
         recovering = open_traces
         while len(recovering):
-            life_s = draws.exponential(mtbf_s, len(recovering))
+            life_s = draw_lives(len(recovering))
             total_s[recovering] += np.minimum(life_s, interruptions.recovery_s)
             recovering = recovering[life_s < interruptions.recovery_s]
     return total_s

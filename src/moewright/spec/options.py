@@ -90,6 +90,7 @@ class BudgetOptions:
     repair: float = 24.0  # hours
     slowdown: float = 0.0  # share that stragglers add to a step
     deadline: float = 0.0  # days
+    max_cost: float = 0.0  # in the money of the price
     watts: float = 0.0  # of a device
     pue: float = 1.2
     grid: float = 0.0  # kg of CO2 a kWh
