@@ -10,12 +10,14 @@ import pytest
 
 import moewright as mw
 import sample_run
+from moewright.api.design_document import build_design_view
 from moewright.api.designing import Design, fit_own_level
 from moewright.api.requests import read_plan_request
 from moewright.cli.main import main
-from moewright.cost.loss_laws import describe_shape, find_law
+from moewright.cost.loss_laws import describe_shape, find_law, find_reference
 from moewright.intake.hf import read_config
 from moewright.spec.options import WorkloadOptions
+from moewright.view.design_view import ShapeRole
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,10 @@ def test_every_shape_is_within_its_bounds_and_sees_what_its_speed_allows(answer:
 
 
 def test_no_shape_of_the_front_beats_another_in_everything(answer: Design) -> None:
-    keys = [(shape.prediction.loss, shape.total, shape.active) for shape in answer.front]
+    keys = [
+        (shape.prediction.loss, shape.total, shape.active, shape.serving_bytes)
+        for shape in answer.front
+    ]
     for mine in keys:
         for other in keys:
             assert mine == other or any(m < o for m, o in zip(mine, other, strict=True))
@@ -58,6 +63,17 @@ def test_what_is_served_fits_where_it_has_to(answer: Design) -> None:
     assert answer.serving.devices == 1
     assert answer.serving.memory_bytes < 0.9 * 80e9
     assert answer.serving.weight_bytes == 2 * answer.chosen.total
+
+
+def test_published_models_of_the_size_stand_beside_the_chosen_shape(answer: Design) -> None:
+    view = build_design_view(answer)
+    roles = [point.role for point in view.points]
+    assert roles.count(ShapeRole.CHOSEN) == 1
+    assert roles.count(ShapeRole.FRONT) == len(answer.front) - 1
+    for shape in answer.published:
+        assert answer.chosen.total / 2 <= shape.total <= answer.chosen.total * 2
+        assert shape.tokens == pytest.approx(shape.tokens_per_s * shape.days * 86400 * 0.95)
+        assert shape.model.name in {point.name for point in view.points}
 
 
 def test_the_planner_reads_the_files(answer: Design, folder: Path) -> None:
@@ -80,6 +96,9 @@ def test_transformers_loads_the_config(answer: Design, folder: Path) -> None:
     ("choices", "rule"),
     [
         ({}, "--days.*--tokens"),
+        ({"days": 3.0, "until": 2.0}, "--days.*--until"),
+        ({"until": -1.0}, "--until.*above 0"),
+        ({"days": 3.0, "served_tokens": "many"}, "--served-tokens"),
         ({"days": 3.0, "tokens": "1T"}, "--days.*--tokens"),
         ({"days": -1.0}, "--days.*above 0"),
         ({"days": 3.0, "goodput": 1.5}, "--goodput"),
@@ -107,6 +126,40 @@ def test_a_folder_that_is_no_run_sets_no_level(tmp_path: Path) -> None:
     with pytest.raises(mw.BadInput):
         fit_own_level((tmp_path,))
     assert fit_own_level(()) == 0.0
+
+
+def test_every_shape_trains_to_the_loss_and_the_first_that_has_it_is_chosen() -> None:
+    answer = mw.design(on="8xH100", until=2.3, max_total="2.6B", served_tokens="1T")
+    for shape in answer.front:
+        assert shape.prediction.loss == pytest.approx(2.3, abs=1e-4)
+        seconds = shape.days * 86400 * answer.options.goodput
+        assert shape.tokens == pytest.approx(shape.tokens_per_s * seconds)
+    lives = [shape.life_hours for shape in answer.front]
+    assert answer.chosen.life_hours == min(lives)
+    serving = answer.serving
+    decoding_h = 1e12 / serving.tokens_per_s * serving.devices / 3600
+    training_h = answer.chosen.days * 24 * 8
+    assert answer.chosen.life_hours == pytest.approx(training_h + decoding_h)
+    assert answer.chosen.serving_bytes == serving.memory_bytes
+    # More tokens of the same shape have a lower loss, by every law.
+    longer = mw.design(on="8xH100", until=2.25, max_total="2.2B")
+    by_name = {shape.model.name: shape for shape in answer.front}
+    both = [shape for shape in longer.front if shape.model.name in by_name]
+    assert both
+    assert all(by_name[shape.model.name].tokens < shape.tokens for shape in both)
+
+
+def test_a_loss_that_no_tokens_give_is_refused_with_the_least() -> None:
+    with pytest.raises(
+        mw.BadInput, match=r"--until=0.5.*never.*nearest legal value: 1\."
+    ) as refusal:
+        mw.design(on="8xH100", until=0.5)
+    least = float(str(refusal.value).rsplit(" ", 1)[1])
+    shape = describe_shape(mw.model("Qwen3-30B-A3B"), 1.0)
+    reached = find_reference(shape, least)
+    assert reached is not None
+    assert reached.tokens > 1e13
+    assert find_law("joint").predict(reached) == pytest.approx(least, abs=1e-4)
 
 
 def test_the_verb_prints_the_front_and_writes_json(

@@ -193,6 +193,21 @@ def test_a_budget_names_the_fewest_devices(studio, open_page):
     assert "logarithmic" in page.locator("main").inner_text()
 
 
+@pytest.mark.thorough
+def test_a_design_draws_its_shapes_beside_published_models(studio, open_page):
+    page = open_page(f"{studio}design?model=Qwen3-30B-A3B&on=8xH100&days=7&max_total=8B")
+    page.wait_for_selector("h1:has-text('7 days on 8')", timeout=120000)
+    text = page.locator("main").inner_text()
+    answer = mw.design(on="8xH100", days=7, max_total="8B")
+    assert answer.chosen.model.name in text
+    assert answer.published
+    assert all(shape.model.name in text for shape in answer.published)
+    assert page.locator("main canvas, main svg").count() >= 1
+    page.locator("#max_total").fill("lots")
+    page.locator("#design").click()
+    page.wait_for_selector("text=--max-total", timeout=60000)
+
+
 def test_what_is_taken_away_opens_alone(studio, open_page, tmp_path):
     page = open_page(f"{studio}share?{SMALL}&layout={LAYOUT}")
     with page.expect_download() as taken:

@@ -1,10 +1,11 @@
-"""A design as a document: the front, the chosen shape with its serving, and what each law says."""
+"""A design as a document and as a page: the front, the chosen shape, and what each law says."""
 
 from __future__ import annotations
 
 from moewright.api.designing import Design, describe_level
 from moewright.cost.loss_laws import DENSE_LAW, read_laws
 from moewright.report.document import (
+    Column,
     Document,
     DocumentSection,
     Extent,
@@ -17,6 +18,7 @@ from moewright.report.document import (
 )
 from moewright.search.design import DesignedShape
 from moewright.spec.units import format_bytes, format_count, format_seconds
+from moewright.view.design_view import DesignView, ShapePoint, ShapeRole
 
 _SHOWN = 12  # shapes of the front in a short answer
 
@@ -28,6 +30,7 @@ def build_design_document(design: Design) -> Document:
         sections=(
             _build_front(design),
             _build_choice(design),
+            _build_published(design),
             _build_laws(design),
         ),
         hint="-v shows the whole front, what each law predicts, and where it is extrapolated.",
@@ -35,9 +38,11 @@ def build_design_document(design: Design) -> Document:
 
 
 def _build_front(design: Design) -> DocumentSection:
-    columns = (*words("shape"), *numbers("total", "active", "tokens", "days", "loss", "interval"))
-    rows = [_list_cells(shape) for shape in design.front]
-    reference: tuple[Line, ...] = () if design.like is None else _list_cells(design.like)
+    has_life = bool(design.options.served_tokens)
+    rows = [_list_cells(shape, has_life=has_life) for shape in design.front]
+    reference: tuple[Line, ...] = ()
+    if design.like is not None:
+        reference = _list_cells(design.like, has_life=has_life)
     notes = [
         f"{design.tried:,} shapes, of which {design.timed} were estimated in template layouts; "
         "the first has a full plan.",
@@ -50,13 +55,19 @@ def _build_front(design: Design) -> DocumentSection:
             f"{len(design.chosen.prediction.by_law)} laws: its loss is extrapolated."
         )
     return DocumentSection(
-        title="No shape beats these in loss, days, and total and active parameters",
-        table=build_table(columns, rows, short=_SHOWN, total=reference),
+        title="No shape beats these in loss, days, parameters and memory of serving",
+        table=build_table(_list_columns(design), rows, short=_SHOWN, total=reference),
         notes=tuple(notes),
     )
 
 
-def _list_cells(shape: DesignedShape) -> tuple[Line, ...]:
+def _list_columns(design: Design) -> tuple[Column, ...]:
+    names = ("total", "active", "tokens", "days", "loss", "interval", "serving")
+    life = ("life, h",) * bool(design.options.served_tokens)
+    return (*words("shape"), *numbers(*names, *life))
+
+
+def _list_cells(shape: DesignedShape, *, has_life: bool) -> tuple[Line, ...]:
     prediction = shape.prediction
     return (
         shape.model.name,
@@ -66,6 +77,8 @@ def _list_cells(shape: DesignedShape) -> tuple[Line, ...]:
         f"{shape.days:.3g}",
         f"{prediction.loss:.3f}",
         f"{prediction.low:.3f}-{prediction.high:.3f}",
+        format_bytes(shape.serving_bytes),
+        *(f"{shape.life_hours:,.0f}",) * has_life,
     )
 
 
@@ -77,7 +90,7 @@ def _build_choice(design: Design) -> DocumentSection:
         experts = f"{moe.experts}, {moe.router.top_k} a token, {moe.ffn_size:,} wide"
     estimate = design.plan.estimate
     return DocumentSection(
-        title=f"Least loss: {model.name}",
+        title=f"{_name_goal(design)}: {model.name}",
         facts=(
             ("width, layers", f"{model.hidden_size:,}, {model.layers}"),
             ("heads", f"{model.attention.heads} of {model.attention.head_dim}"),
@@ -103,6 +116,26 @@ def _build_choice(design: Design) -> DocumentSection:
     )
 
 
+def _build_published(design: Design) -> DocumentSection:
+    """Build what published models of about the chosen size would come to, trained as it is."""
+    has_life = bool(design.options.served_tokens)
+    rows = [_list_cells(shape, has_life=has_life) for shape in design.published]
+    chosen = _list_cells(design.chosen, has_life=has_life)
+    note = "Their shapes on these devices, not the losses that their publishers trained them to."
+    return DocumentSection(
+        title="Published models of about its size, trained like it",
+        table=build_table(_list_columns(design), rows, total=chosen),
+        notes=(note,) if rows else ("The catalogue has none that fits.",),
+        extent=Extent.LONG,
+    )
+
+
+def _name_goal(design: Design) -> str:
+    if not design.options.until:
+        return "Least loss"
+    return "Fewest device-hours" if design.options.served_tokens else "Fewest days"
+
+
 def _build_laws(design: Design) -> DocumentSection:
     losses = dict(design.chosen.prediction.by_law)
     rows = [
@@ -116,4 +149,35 @@ def _build_laws(design: Design) -> DocumentSection:
         table=build_table(columns, rows),
         notes=tuple(f"outside: {text}" for text in design.chosen.prediction.outside),
         extent=Extent.LONG,
+    )
+
+
+def build_design_view(design: Design) -> DesignView:
+    """Build the answer as a page draws it."""
+    front = [shape for shape in design.front if shape.model != design.chosen.model]
+    published = list(design.published)
+    if design.like is not None:
+        published.append(design.like)
+    roles = (
+        (ShapeRole.CHOSEN, [design.chosen]),
+        (ShapeRole.FRONT, front),
+        (ShapeRole.PUBLISHED, published),
+    )
+    points = {
+        shape.model.name: _build_point(role, shape) for role, shapes in roles for shape in shapes
+    }
+    return DesignView(document=build_design_document(design), points=tuple(points.values()))
+
+
+def _build_point(role: ShapeRole, shape: DesignedShape) -> ShapePoint:
+    prediction = shape.prediction
+    return ShapePoint(
+        role=role,
+        name=shape.model.name,
+        total=shape.total,
+        active=shape.active,
+        tokens=shape.tokens,
+        days=shape.days,
+        loss=prediction.loss,
+        interval=(prediction.low, prediction.high),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, log2
+from operator import itemgetter
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -12,14 +14,18 @@ from moewright.api.requests import PlanRequest, read_hardware, read_plan_request
 from moewright.codec import format_layout, read_run, write_json, write_text
 from moewright.codec.numbers import parse_count
 from moewright.cost.loss_laws import (
+    LEVEL_LAW,
+    TOKENS_RANGE,
     LossPrediction,
     Shape,
     describe_shape,
     find_law,
+    find_reference,
     fit_level,
     predict_losses,
 )
 from moewright.cost.serving import Serving, estimate_serving
+from moewright.intake import catalogue
 from moewright.intake.hf import build_config
 from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.rules.shapes.parameters import count_parameters
@@ -42,7 +48,10 @@ from moewright.spec.workload import Workload
 
 DEFAULT_LIKE = "Qwen3-30B-A3B"
 _DAY_S = 86400.0
+_HOUR_S = 3600.0
 _TIMED_A_SIZE = 4  # shapes that are estimated in template layouts, for a factor of two in size
+_PUBLISHED_SHOWN = 4
+_MOST_LOSS = 20.0  # nats; that of a vocabulary that nobody has
 _SERVING_SHARE = 0.9  # of a device's memory that weights and caches may take
 
 
@@ -51,12 +60,14 @@ class DesignChoices(TypedDict, total=False):
 
     days: float
     tokens: str
+    until: float
     goodput: float
     max_total: str
     max_active: str
     serve: str
     context: int
     batch: int
+    served_tokens: str
     fit_loss: tuple[Path, ...]
     out: Path
 
@@ -68,7 +79,7 @@ class Design(Record):
     `chosen` is of its full plan, the others of template layouts. `tried` counts the shapes, `timed`
     those that fit among the ones that were estimated. `level` is what own runs lie above the law
     whose level is taken. `like` is the loss of the model that the shapes were made like, as far as
-    it fits.
+    it fits, and `published` are models of about the size of the chosen one, trained as it is.
     """
 
     request: PlanRequest
@@ -81,11 +92,14 @@ class Design(Record):
     serving: Serving
     level: float
     like: DesignedShape | None
+    published: tuple[DesignedShape, ...]
 
     def title(self) -> str:
         """Return the hardware, the time or the tokens, and the shape of least loss."""
         hardware = self.request.hardware
         goal = f"{self.options.days:g} days" if self.options.days else self.options.tokens
+        if self.options.until:
+            goal = f"to a loss of {self.options.until:g}"
         return f"{goal} on {hardware.count:,} x {hardware.device.name}: {self.chosen.model.name}"
 
     def to_rows(self) -> list[Row]:
@@ -100,6 +114,8 @@ class Design(Record):
                 "loss": shape.prediction.loss,
                 "low": shape.prediction.low,
                 "high": shape.prediction.high,
+                "serving_bytes": shape.serving_bytes,
+                "life_hours": shape.life_hours,
             }
             for shape in self.front
         ]
@@ -120,7 +136,7 @@ def design(
         like: the model whose family, attention, router and vocabulary the shapes have.
         seq_len: tokens a sequence.
         global_batch: sequences a step.
-        **choices: `days` or `tokens`, and the other options of `moewright design`.
+        **choices: `days`, `tokens` or `until`, and the other options of `moewright design`.
 
     Raises:
         BadInput: something cannot be used, or no shape fits.
@@ -147,37 +163,35 @@ def compute_design(
         BadInput: something cannot be used, or no shape fits.
     """
     goal = _read_goal(options)
-    serving = read_hardware(options.serve) if options.serve else None
     level = fit_own_level(options.fit_loss)
     request = read_plan_request(like, on, workload)
     if request.model.moe is None:
         rule = f"{request.model.name} has no experts"
         raise BadInput(Reason(field="--like", value=str(like), rule=rule, nearest=DEFAULT_LIKE))
-    shapes = [
-        shape
-        for shape in list_shapes(request.model, goal)
-        if serving is None or _can_serve(shape, serving, options)
-    ]
+    if options.until:
+        goal = replace(goal, reference=_find_until(request.model, options.until, level))
+    life = _read_life(request, options)
+    shapes = [shape for shape in list_shapes(request.model, goal) if life.can_serve(shape)]
     if not shapes:
         raise _nothing_fits(request, "no shape is within the bounds and can be served")
     timed = _time_best(shapes, request, goal)
     like_timed = list(time_shapes([request.model], request.workload, request.hardware, goal))
     described = [describe_shape(shape, tokens) for shape, _, _, tokens in timed]
     described_like = [describe_shape(shape, tokens) for shape, _, _, tokens in like_timed]
-    reference = described_like[0] if described_like else described[0]
+    reference = goal.reference or (described_like[0] if described_like else described[0])
     losses = predict_losses([*described, *described_like], reference, level)
     designed = [
-        _build_shape(row, prediction, goal)
+        _build_shape(row, prediction, goal, life)
         for row, prediction in zip([*timed, *like_timed], losses, strict=True)
     ]
     own, like_shapes = designed[: len(timed)], designed[len(timed) :]
-    best = min(own, key=lambda shape: shape.prediction.loss)
+    best = min(own, key=_choose_key(options))
     plan = find_best(replace(request, model=best.model))
     if plan is None:
         raise _nothing_fits(request, "no layout of the best shape fits surely enough")
-    chosen = _replan(best, plan, goal, reference, level)
+    chosen = _replan(best, plan, goal, life, (reference, level))
     rest = [shape for shape in own if shape is not best]
-    front = sorted(find_front([chosen, *rest]), key=lambda shape: shape.prediction.loss)
+    front = sorted(find_front([chosen, *rest]), key=_choose_key(options))
     answer = Design(
         request=request,
         options=options,
@@ -186,14 +200,10 @@ def compute_design(
         front=tuple(front),
         chosen=chosen,
         plan=plan,
-        serving=estimate_serving(
-            chosen.model,
-            serving or replace(request.hardware, count=_fewest_devices(chosen, request, options)),
-            batch=options.batch,
-            context=options.context,
-        ),
+        serving=life.serve(chosen.model),
         level=level,
         like=like_shapes[0] if like_shapes else None,
+        published=_time_published(chosen, request, goal, life, (reference, level)),
     )
     if options.out is not None:
         write_design(answer, options.out)
@@ -246,12 +256,16 @@ def _format_job(plan: Plan) -> str:
 
 
 def _read_goal(options: DesignOptions) -> DesignGoal:
-    if bool(options.days) == bool(options.tokens):
-        rule = "is needed, or --tokens in its place"
+    if sum(map(bool, (options.days, options.tokens, options.until))) != 1:
+        rule = "is needed, or --tokens or --until in its place"
         raise BadInput(Reason(field="--days", rule=rule, nearest="--days 30"))
     if options.days and not 0 < options.days < 10_000:
         rule = "must be above 0, and below 10000"
         raise BadInput(Reason(field="--days", value=f"{options.days:g}", rule=rule, nearest="30"))
+    if options.until and not 0 < options.until < _MOST_LOSS:
+        value = f"{options.until:g}"
+        rule = f"must be above 0, and below {_MOST_LOSS:g} nats"
+        raise BadInput(Reason(field="--until", value=value, rule=rule, nearest="2"))
     if not 0 < options.goodput <= 1:
         rule = "must be above 0, and at most 1"
         value = f"{options.goodput:g}"
@@ -276,17 +290,72 @@ def _read_goal(options: DesignOptions) -> DesignGoal:
     )
 
 
-def _can_serve(shape: ModelSpec, hardware: Hardware, options: DesignOptions) -> bool:
-    served = estimate_serving(shape, hardware, batch=options.batch, context=options.context)
-    room = _SERVING_SHARE * hardware.count * hardware.device.memory_bytes.value
-    return served.memory_bytes <= room
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Life:
+    """How a model is trained and served: by what devices, how many sequences, how many tokens."""
+
+    training: Hardware
+    serving: Hardware | None  # None: as many of the training's devices as it needs
+    batch: int
+    context: int
+    tokens: float  # that are decoded
+
+    def serve(self, model: ModelSpec) -> Serving:
+        """Return the serving of a model on its devices, or on as few as hold it."""
+        hardware = self.serving or replace(self.training, count=1)
+        served = estimate_serving(model, hardware, batch=self.batch, context=self.context)
+        if self.serving is not None:
+            return served
+        count = max(1, ceil(served.memory_bytes / _serving_room(hardware)))
+        hardware = replace(hardware, count=count)
+        return estimate_serving(model, hardware, batch=self.batch, context=self.context)
+
+    def can_serve(self, model: ModelSpec) -> bool:
+        """Return whether a model fits where it is to be served."""
+        if self.serving is None:
+            return True
+        return self.serve(model).memory_bytes <= _serving_room(self.serving)
+
+    def count_hours(self, training_days: float, served: Serving) -> float:
+        """Return the device-hours of training and of decoding the tokens."""
+        decoding_s = self.tokens / served.tokens_per_s * served.devices
+        return training_days * 24 * self.training.count + decoding_s / _HOUR_S
 
 
-def _fewest_devices(chosen: DesignedShape, request: PlanRequest, options: DesignOptions) -> int:
-    single = replace(request.hardware, count=1)
-    served = estimate_serving(chosen.model, single, batch=options.batch, context=options.context)
-    room = _SERVING_SHARE * request.hardware.device.memory_bytes.value
-    return max(1, -int(-served.memory_bytes // room))
+def _read_life(request: PlanRequest, options: DesignOptions) -> _Life:
+    tokens = options.served_tokens
+    return _Life(
+        training=request.hardware,
+        serving=read_hardware(options.serve) if options.serve else None,
+        batch=options.batch,
+        context=options.context,
+        tokens=float(parse_count(tokens, "--served-tokens")) if tokens else 0.0,
+    )
+
+
+def _serving_room(hardware: Hardware) -> float:
+    return _SERVING_SHARE * hardware.count * hardware.device.memory_bytes.value
+
+
+def _find_until(model: ModelSpec, loss: float, level: float) -> Shape:
+    """Return the model of --like with the tokens that give it the loss."""
+    shape = describe_shape(model, 1.0)
+    reference = find_reference(shape, loss, level)
+    if reference is None:
+        least = find_law(LEVEL_LAW).predict(replace(shape, tokens=TOKENS_RANGE[1])) + level
+        rule = f"{model.name} never has it by the law whose level is taken"
+        nearest = f"{ceil(least * 100) / 100:g}"
+        raise BadInput(Reason(field="--until", value=f"{loss:g}", rule=rule, nearest=nearest))
+    return reference
+
+
+def _choose_key(options: DesignOptions) -> Callable[[DesignedShape], float]:
+    """Return what the chosen shape has least of."""
+    if not options.until:
+        return lambda shape: shape.prediction.loss
+    if options.served_tokens:
+        return lambda shape: shape.life_hours
+    return lambda shape: shape.days
 
 
 TimedShape = tuple[ModelSpec, str, float, float]
@@ -306,7 +375,7 @@ def _time_best(
         raise _nothing_fits(request, "no shape fits in a template layout")
     ranked = rank_by_flops(shapes, workload, goal, rate)
     sizes: dict[int, list[ModelSpec]] = {}
-    for shape, _ in ranked:
+    for shape in ranked:
         sizes.setdefault(count_parameters(shape).total.bit_length(), []).append(shape)
     kept = [shape for group in sizes.values() for shape in group[:_TIMED_A_SIZE]]
     timed = list(time_shapes(kept, workload, hardware, goal))
@@ -326,9 +395,13 @@ def _find_rate(shapes: Sequence[ModelSpec], workload: Workload, hardware: Hardwa
     return None
 
 
-def _build_shape(timed: TimedShape, prediction: LossPrediction, goal: DesignGoal) -> DesignedShape:
+def _build_shape(
+    timed: TimedShape, prediction: LossPrediction, goal: DesignGoal, life: _Life
+) -> DesignedShape:
     model, layout, tokens_per_s, tokens = timed
     counts = count_parameters(model)
+    days = tokens / tokens_per_s / _DAY_S / goal.goodput
+    served = life.serve(model)
     return DesignedShape(
         model=model,
         total=counts.total,
@@ -336,26 +409,57 @@ def _build_shape(timed: TimedShape, prediction: LossPrediction, goal: DesignGoal
         layout=layout,
         tokens_per_s=tokens_per_s,
         tokens=tokens,
-        days=tokens / tokens_per_s / _DAY_S / goal.goodput,
+        days=days,
         prediction=prediction,
+        serving_bytes=served.memory_bytes,
+        life_hours=life.count_hours(days, served),
     )
 
 
 def _replan(
-    best: DesignedShape, plan: Plan, goal: DesignGoal, reference: Shape, level: float
+    best: DesignedShape,
+    plan: Plan,
+    goal: DesignGoal,
+    life: _Life,
+    reference_level: tuple[Shape, float],
 ) -> DesignedShape:
     """Return the shape with the speed of its full plan, and the tokens and loss that follow."""
     tokens_per_s = plan.workload.tokens_per_step / plan.estimate.step_s
-    tokens = goal.tokens or goal.seconds * tokens_per_s
+    tokens = goal.count_tokens(best.model, tokens_per_s) or best.tokens
+    reference, level = reference_level
     (prediction,) = predict_losses([describe_shape(best.model, tokens)], reference, level)
-    return replace(
-        best,
-        layout=format_layout(plan.layout),
-        tokens_per_s=tokens_per_s,
-        tokens=tokens,
-        days=tokens / tokens_per_s / _DAY_S / goal.goodput,
-        prediction=prediction,
+    timed = (best.model, format_layout(plan.layout), tokens_per_s, tokens)
+    return _build_shape(timed, prediction, goal, life)
+
+
+def _time_published(
+    chosen: DesignedShape,
+    request: PlanRequest,
+    goal: DesignGoal,
+    life: _Life,
+    reference_level: tuple[Shape, float],
+) -> tuple[DesignedShape, ...]:
+    """Return published models of about the chosen size in template layouts, the nearest first."""
+    models = _list_published(chosen)
+    reference, level = reference_level
+    timed = list(time_shapes(models, request.workload, request.hardware, goal))
+    described = [describe_shape(model, tokens) for model, _, _, tokens in timed]
+    losses = predict_losses(described, reference, level)
+    return tuple(
+        _build_shape(row, loss, goal, life) for row, loss in zip(timed, losses, strict=True)
     )
+
+
+def _list_published(chosen: DesignedShape) -> list[ModelSpec]:
+    """Return models of the catalogue within a factor of two in total parameters, nearest first."""
+    near: dict[tuple[int, int], tuple[float, ModelSpec]] = {}
+    for model in map(catalogue.model, catalogue.model_names()):
+        counts = count_parameters(model)
+        distance = abs(log2(counts.total / chosen.total))
+        if model.moe is not None and distance <= 1:
+            distance += abs(log2(counts.active / chosen.active))
+            near.setdefault((counts.total, counts.active), (distance, model))
+    return [model for _, model in sorted(near.values(), key=itemgetter(0))[:_PUBLISHED_SHOWN]]
 
 
 def _nothing_fits(request: PlanRequest, rule: str) -> BadInput:

@@ -652,6 +652,9 @@ class ShapeOptions(DesignOptions):
         Days by the calendar that the training may take.
     tokens
         Tokens to train on, such as 2T, in place of --days.
+    until
+        A held-out loss in nats a token to train to, in place of --days: the shape that has it first
+        is chosen.
     goodput
         The share of the calendar that goes into steps (see budget --mtbf).
     max_total
@@ -665,6 +668,9 @@ class ShapeOptions(DesignOptions):
         Tokens of each sequence that is served.
     batch
         Sequences that are served at a time.
+    served_tokens
+        Tokens that the model decodes in its life, such as 10T: device-hours of training and serving
+        together are compared too.
     fit_loss
         Folders of own runs, whose last held-out losses set the level of the prediction.
     out

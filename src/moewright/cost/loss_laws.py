@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from math import log, log2, log10
+from math import exp, log, log2, log10
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -23,6 +23,8 @@ from moewright.spec.model import ModelSpec
 _DATA = Path(__file__).parent / "data" / "loss_laws.toml"
 LEVEL_LAW = "joint"  # whose level is taken
 DENSE_LAW = "dense"
+TOKENS_RANGE = (1e6, 1e15)  # in which a loss is looked for
+_TOKENS_PRECISION = 1e-6  # of their logarithm
 
 Coefficients = Mapping[str, float]
 
@@ -243,6 +245,36 @@ def fit_level(runs: Iterable[tuple[Shape, float]], name: str = LEVEL_LAW) -> flo
     """
     law = find_law(name)
     return fmean(loss - law.predict(shape) for shape, loss in runs)
+
+
+def find_reference(shape: Shape, loss: float, level: float = 0.0) -> Shape | None:
+    """Return the shape with tokens for a loss by the level's law, None where it never has it."""
+    law = find_law(LEVEL_LAW)
+    return _find_tokens(shape, lambda trained: law.predict(trained) + level - loss)
+
+
+def find_tokens(shape: Shape, reference: Shape) -> Shape | None:
+    """Return the shape with the tokens that give it the reference's loss, None where none do.
+
+    The mean over the laws decides, as in `predict_losses`.
+    """
+    laws = [law for law in read_laws() if law.name != DENSE_LAW]
+    wanted = fmean(law.predict(reference) for law in laws)
+    return _find_tokens(shape, lambda trained: fmean(law.predict(trained) for law in laws) - wanted)
+
+
+def _find_tokens(shape: Shape, excess: Callable[[Shape], float]) -> Shape | None:
+    """Return the shape with the tokens at which a loss, which falls with them, has no excess."""
+    low, high = map(log, TOKENS_RANGE)
+    if excess(replace(shape, tokens=exp(high))) > 0:
+        return None
+    while high - low > _TOKENS_PRECISION:
+        middle = (low + high) / 2
+        if excess(replace(shape, tokens=exp(middle))) > 0:
+            low = middle
+        else:
+            high = middle
+    return replace(shape, tokens=exp(high))
 
 
 def predict_losses(

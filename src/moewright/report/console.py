@@ -72,7 +72,7 @@ def print_defaults(console: Console, defaults: Sequence[str]) -> None:
 def print_fact(console: Console, name: str, text: Text) -> None:
     """Print a text behind its name, wrapped beside it; nothing where there is no text."""
     for place, line in enumerate(text.wrap(console, console.width - NAME_WIDTH)):
-        head = Text(f"{'' if place else name:{NAME_WIDTH}}")
+        head = Text(f"{'' if place else name:{NAME_WIDTH - 1}} ")
         console.print(head.append_text(line), soft_wrap=True)
 
 

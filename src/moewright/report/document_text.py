@@ -80,7 +80,7 @@ def _print_fact(console: Console, name: str, value: Line) -> None:
     """Print a value behind its name, wrapped beside it; what is code is whole, to be copied."""
     text = _draw_line(console, value)
     if isinstance(value, Phrase) and value.face is Face.CODE:
-        text = Text(f"{name:{NAME_WIDTH}}").append_text(text)
+        text = Text(f"{name:{NAME_WIDTH - 1}} ").append_text(text)
         console.print(text, soft_wrap=True)
     else:
         print_fact(console, name, text)

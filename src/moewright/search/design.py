@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
-from moewright.cost.loss_laws import LossPrediction, describe_shape, predict_losses
+from moewright.cost.loss_laws import (
+    LossPrediction,
+    Shape,
+    describe_shape,
+    find_tokens,
+    predict_losses,
+)
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.shapes.flops import model_flops_per_token
@@ -41,18 +47,35 @@ _FIT = 0.9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DesignGoal:
-    """The time or the tokens of a training, and what a shape must not exceed; 0: no limit."""
+    """The time, the tokens or the loss of a training, and what a shape must not exceed.
+
+    Zeros are no goals and no limits. Tokens are those of every shape; with a loss each shape sees
+    as many as it needs for that of the reference.
+    """
 
     seconds: float = 0.0  # of steps
     goodput: float = 1.0  # share of the calendar that is steps
     tokens: float = 0.0
+    reference: Shape | None = None  # whose loss is the goal
+
+    def count_tokens(self, model: ModelSpec, tokens_per_s: float) -> float | None:
+        """Return the tokens that a model sees at a speed, None where it never has the loss."""
+        if self.reference is None:
+            return self.tokens or self.seconds * tokens_per_s
+        trained = find_tokens(describe_shape(model, 1.0), self.reference)
+        return None if trained is None else trained.tokens
+
     most_total: float = 0.0  # parameters
     most_active: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DesignedShape:
-    """A shape with its best template layout, and the loss of the tokens that it sees."""
+    """A shape with its best template layout, and the loss of the tokens that it sees.
+
+    `serving_bytes` are weights and caches where it is served, `life_hours` the device-hours of its
+    training and of decoding the tokens that it serves in its life.
+    """
 
     model: ModelSpec
     total: int
@@ -62,15 +85,22 @@ class DesignedShape:
     tokens: float
     days: float
     prediction: LossPrediction
+    serving_bytes: int
+    life_hours: float
 
 
 def list_shapes(base: ModelSpec, goal: DesignGoal) -> Iterator[ModelSpec]:
-    """Yield models like `base` of other width, depth, experts, experts a token and their width."""
+    """Yield models like `base` of other width, depth, experts, experts a token and their width.
+
+    Widths are those of today's models, and in proportion smaller of a base that is smaller.
+    """
     moe = base.moe
     if moe is None:
         return
     per_width = base.attention.heads / base.hidden_size
-    for width in WIDTHS:
+    scale = min(1.0, base.hidden_size / WIDTHS[0])
+    for full_width in WIDTHS:
+        width = round(full_width * scale)
         heads = max(1, round(per_width * width / base.attention.kv_heads))
         attention = replace(base.attention, heads=heads * base.attention.kv_heads)
         for aspect in ASPECTS:
@@ -126,23 +156,28 @@ def estimate_template(
 
 def rank_by_flops(
     shapes: Sequence[ModelSpec], workload: Workload, goal: DesignGoal, flops_per_s: float
-) -> list[tuple[ModelSpec, float]]:
-    """Return the shapes with the tokens that they see at one rate of model FLOPs, best loss first.
+) -> list[ModelSpec]:
+    """Return the shapes at one rate of model FLOPs, best loss first, or least FLOPs to the loss.
 
-    The interval of losses is not needed: the mean over the laws orders them.
+    The interval of losses is not needed: the mean over the laws orders them. Shapes that never have
+    the loss are left out.
     """
-    tokens = [goal.tokens or _count_tokens(shape, workload, goal, flops_per_s) for shape in shapes]
-    described = [describe_shape(shape, count) for shape, count in zip(shapes, tokens, strict=True)]
-    middle = described[len(described) // 2]
-    losses = [prediction.loss for prediction in predict_losses(described, middle)]
-    order = sorted(range(len(shapes)), key=losses.__getitem__)
-    return [(shapes[place], tokens[place]) for place in order]
-
-
-def _count_tokens(
-    shape: ModelSpec, workload: Workload, goal: DesignGoal, flops_per_s: float
-) -> float:
-    return goal.seconds * flops_per_s / model_flops_per_token(shape, workload.seq_len)
+    speeds = [flops_per_s / model_flops_per_token(shape, workload.seq_len) for shape in shapes]
+    counts = [goal.count_tokens(shape, speed) for shape, speed in zip(shapes, speeds, strict=True)]
+    able = [
+        (shape, tokens, tokens / speed)
+        for shape, tokens, speed in zip(shapes, counts, speeds, strict=True)
+        if tokens is not None
+    ]
+    if not able:
+        return []
+    if goal.reference is not None:
+        keys = [seconds for _, _, seconds in able]
+    else:
+        described = [describe_shape(shape, tokens) for shape, tokens, _ in able]
+        middle = described[len(described) // 2]
+        keys = [prediction.loss for prediction in predict_losses(described, middle)]
+    return [able[place][0] for place in sorted(range(len(able)), key=keys.__getitem__)]
 
 
 def time_shapes(
@@ -155,11 +190,16 @@ def time_shapes(
             continue
         layout, estimated = fastest
         tokens_per_s = workload.tokens_per_step / estimated.step_s
-        yield shape, layout, tokens_per_s, goal.tokens or goal.seconds * tokens_per_s
+        tokens = goal.count_tokens(shape, tokens_per_s)
+        if tokens is not None:
+            yield shape, layout, tokens_per_s, tokens
 
 
 def find_front(shapes: Sequence[DesignedShape]) -> list[DesignedShape]:
-    """Return the shapes that none other beats in loss, days, and total and active parameters."""
+    """Return the shapes that none other beats in all of their figures.
+
+    They are loss, days, total and active parameters, memory of serving and hours of a life.
+    """
     return [
         shape
         for shape in shapes
@@ -168,7 +208,12 @@ def find_front(shapes: Sequence[DesignedShape]) -> list[DesignedShape]:
 
 
 def _dominates(other: DesignedShape, shape: DesignedShape) -> bool:
-    figures = (shape.prediction.loss, shape.days, shape.total, shape.active)
-    other_figures = (other.prediction.loss, other.days, other.total, other.active)
+    figures, other_figures = map(_list_figures, (shape, other))
     no_worse = all(first <= second for first, second in zip(other_figures, figures, strict=True))
     return no_worse and other_figures != figures
+
+
+def _list_figures(shape: DesignedShape) -> tuple[float, ...]:
+    loss = round(shape.prediction.loss, 6)  # equal where a loss is the goal
+    sizes = (shape.total, shape.active, shape.serving_bytes)
+    return (loss, shape.days, *sizes, shape.life_hours)

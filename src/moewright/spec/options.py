@@ -171,7 +171,7 @@ class TuningAxis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DesignOptions:
-    """What a model is designed for: one of `days` and `tokens`, and what bounds its size.
+    """What a model is designed for: `days`, `tokens` or `until`, and what bounds its size.
 
     Zeros are no bounds. `serve` is hardware that has to hold the weights in bf16 with the caches of
     `batch` sequences of `context` tokens.
@@ -179,11 +179,13 @@ class DesignOptions:
 
     days: float = 0.0
     tokens: str = ""
+    until: float = 0.0  # held-out loss, nats a token
     goodput: float = 0.95
     max_total: str = ""  # parameters
     max_active: str = ""
     serve: str = ""
     context: int = 8192
     batch: int = 64
+    served_tokens: str = ""  # decoded over the model's life
     fit_loss: tuple[Path, ...] = ()  # folders of runs whose losses set the level
     out: Path | None = None  # a folder for config.json, plan.json and job.toml

@@ -67,7 +67,7 @@ _MOST_COMPARED = 3
 _MOST_RUNS = 8
 _MOST_THREADS = 8
 _GONE = 499  # as nginx calls it
-_TASKS = ("search", "budget", "diagnosis")
+_TASKS = ("search", "budget", "design", "diagnosis")
 _SUFFIXES = (".json", ".json.gz", ".gz", ".log", ".txt", ".sqlite")  # of traces and logs
 _T = TypeVar("_T")
 

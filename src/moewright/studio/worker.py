@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moewright.api.design_document import build_design_view
+from moewright.api.designing import compute_design
 from moewright.api.diagnosing import diagnose_file, read_logged_sizes, view_diagnosis
 from moewright.api.views import view_budget, view_search
 from moewright.spec.errors import BadInput, Reason, lacks_memory
+from moewright.spec.options import DesignOptions
 from moewright.spec.units import format_bytes
 from moewright.studio.confinement import Confinement
 from moewright.studio.folder import StudioFolder
@@ -26,6 +29,7 @@ from moewright.studio.queries import (
     read_query,
 )
 from moewright.studio.wire import encode_data, encode_failure, encode_record, encode_refusal
+from moewright.view.design_view import DesignView
 from moewright.view.run_view import DiagnosisView
 
 # A small job, whose search fills the caches of tables and imports before anybody asks.
@@ -92,12 +96,27 @@ def _answer(task: str, params: Mapping[str, Any], confinement: Confinement) -> I
             tokens = params.get("tokens", "")
             views = view_budget(read_query(params), tokens=tokens, price=price)
             yield from map(encode_record, views)
+        case "design":
+            yield encode_record(_design(params))
         case "diagnosis":
             yield encode_record(_diagnose(path, params))
         case "model":
             yield encode_data(read_dropped_model(StudioFolder(confinement.folder), path))
         case "script":
             yield encode_data(read_dropped_script(path, params))
+
+
+def _design(params: Mapping[str, Any]) -> DesignView:
+    """Return the shapes that a page asks for, like the model of its job and on its devices.
+
+    Raises:
+        BadInput: a goal cannot be used, or no shape fits.
+    """
+    query = read_query(params)
+    goals = {name: read_number(params, name) or 0.0 for name in ("days", "until")}
+    bounds = {name: params.get(name, "") for name in ("tokens", "max_total", "serve")}
+    options = DesignOptions(**goals, **bounds)
+    return build_design_view(compute_design(query.on, query.model, query.options, options))
 
 
 def _diagnose(path: Path, params: Mapping[str, Any]) -> DiagnosisView:

@@ -103,6 +103,7 @@ PAGES = (  # that scripts fill
     ("timetable", "Timetable"),
     ("compare", "Compare"),
     ("budget", "Budget"),
+    ("design", "Design"),
     ("runs", "Runs"),
     ("share", "Share"),
 )

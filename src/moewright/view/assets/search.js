@@ -146,4 +146,21 @@ mw.render.BudgetView = (view, root, act, pick) => {
       points.map(point => [mw.count(point.devices), mw.layoutCell(point.layout, point.words, pick && (() => pick(point.layout, point.devices))), mw.seconds(point.step_s), mw.count(point.steps), mw.digits(point.days), `${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])}`, mw.count(point.device_hours), ...(view.first_tokens < view.tokens_per_step ? [mw.digits(point.ramp_days)] : []), ...(view.price ? [mw.count(point.cost)] : [])]), "Budget by number of devices"),
       view.without_layout.length ? mw.el("p", {class: "note"}, `No layout fits surely enough: ${view.without_layout.join(", ")} devices.`) : ""));
 };
+/* ---- a design: losses of shapes by size ---- */
+mw.render.DesignView = (view, root) => {
+  const roles = [["chosen", "chosen shape", mw.palette.time.experts, 16], ["front", "no shape beats it", mw.palette.time.attention, 9], ["published", "published models, trained alike", mw.colour("quiet"), 9]];
+  const describe = point => `<b>${mw.escape(point.name)}</b><br>${mw.tokens(point.total)} parameters, ${mw.tokens(point.active)} active<br>${mw.tokens(point.tokens)} tokens in ${mw.digits(point.days)} days<br>loss ${point.loss.toFixed(3)} (${point.interval.map(end => end.toFixed(3)).join(" to ")})`;
+  const option = () => ({
+    grid: {left: 8, right: 24, top: 36, bottom: 30, containLabel: true},
+    legend: {top: 0, textStyle: {color: mw.colour("ink")}, data: roles.map(role => role[1])},
+    xAxis: {type: "log", name: "parameters", nameLocation: "middle", nameGap: 26, ...mw.axis({axisLabel: {formatter: value => mw.tokens(value)}})},
+    yAxis: {type: "value", scale: true, name: "predicted loss, nats", ...mw.axis({axisLabel: {formatter: value => value.toFixed(2)}})},
+    tooltip: mw.tooltip(item => describe(item.data.point), "item"),
+    series: roles.map(([role, title, colour, size]) => ({type: "scatter", name: title, symbolSize: size, itemStyle: {color: colour},
+      data: view.points.filter(point => point.role === role).map(point => ({value: [point.total, point.loss], point}))})),
+  });
+  const answer = mw.el("div");
+  mw.render.Document(view.document, answer);
+  root.append(answer.firstChild, mw.panel("Loss by size", mw.chart("Predicted losses of shapes by their parameters, with published models trained alike", 320, option)), ...answer.childNodes);
+};
 mw.tokens = value => { for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6]]) if (value >= scale) return `${mw.digits(value / scale)}${unit}`; return mw.count(value); };

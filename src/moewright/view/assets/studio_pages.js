@@ -79,6 +79,32 @@ studio.pages.budget = () => {
   }).catch(error => { if (error.name !== "AbortError") state.textContent = error.message; });
 };
 
+/* Shapes of a model: one of days, tokens and a loss is the goal; the model and devices are those of the job. */
+studio.pages.design = () => {
+  const fields = [["days", "Days of the training", "30"], ["tokens", "or tokens, such as 2T", ""], ["until", "or a loss in nats", ""], ["max_total", "Most parameters, such as 40B", ""], ["serve", "Devices that serve it, such as 1xH200", ""]];
+  const inputs = fields.map(([name, , hint]) => mw.el("input", {type: "text", id: name, value: studio.query.get(name) || "", placeholder: hint}));
+  const state = mw.el("p", {class: "note", role: "status"});
+  const read = () => Object.fromEntries(fields.map(([name], place) => [name, inputs[place].value.trim()]));
+  const start = () => { const goal = read(); studio.go(goal.days || goal.tokens || goal.until ? goal : {...goal, days: "30"}); };
+  const form = mw.panel("Which shape of model is best to train here?", mw.el("div", {class: "fields"},
+    fields.map(([name, title], place) => mw.el("div", {}, mw.el("label", {for: name}, title), inputs[place])),
+    mw.el("div", {class: "row all"}, mw.el("button", {type: "button", class: "primary", id: "design", onclick: start}, "Compare shapes"), state)));
+  studio.fill(form);
+  if (!["days", "tokens", "until"].some(name => studio.query.get(name))) return;
+  const cancel = new AbortController();
+  studio.leave = () => cancel.abort();
+  const params = studio.job();
+  for (const [name] of fields) if (studio.query.get(name)) params.set(name, studio.query.get(name));
+  state.textContent = "shapes in template layouts, then a full search for the best …";
+  studio.stream("/api/task/design", params, cancel.signal, view => {
+    if (cancel.signal.aborted) return;
+    const root = mw.el("div");
+    mw.render[view.kind](view, root, studio.mend);
+    state.textContent = "";
+    studio.fill(form, ...root.childNodes);
+  }).catch(error => { if (error.name !== "AbortError") state.textContent = error.message; });
+};
+
 studio.targets = [["megatron", "Megatron-LM script"], ["bridge", "Megatron Bridge recipe"], ["torchtitan", "torchtitan configuration"], ["slurm", "Slurm script"], ["k8s", "Kubernetes TrainJob"], ["torchrun", "torchrun (our engine)"]];
 studio.pages.share = async () => {
   const params = studio.job();
