@@ -14,8 +14,10 @@ from moewright.api.design_document import build_design_view
 from moewright.api.designing import Design, fit_own_level
 from moewright.api.requests import read_plan_request
 from moewright.cli.main import main
+from moewright.codec import parse_layout
 from moewright.cost.loss_laws import describe_shape, find_law, find_reference
 from moewright.intake.hf import read_config
+from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.spec.options import WorkloadOptions
 from moewright.view.design_view import ShapeRole
 
@@ -83,6 +85,13 @@ def test_the_planner_reads_the_files(answer: Design, folder: Path) -> None:
     request = read_plan_request(folder / "job.toml", "", WorkloadOptions())
     assert request.model.layers == answer.chosen.model.layers
     assert request.hardware.count == 8
+    # The engine runs the layout that the job states, and that of plan.json may need a library.
+    if request.layout_text:
+        layout = parse_layout(request.layout_text, world_size=8)
+        assert not any(unsupported_layout(layout, model=request.model, workload=request.workload))
+    else:
+        plan = answer.plan
+        assert any(unsupported_layout(plan.layout, model=plan.model, workload=plan.workload))
     assert json.loads((folder / "plan.json").read_text())["fingerprint"] == answer.plan.fingerprint
 
 

@@ -27,6 +27,7 @@ from moewright.cost.loss_laws import (
 from moewright.cost.serving import Serving, estimate_serving
 from moewright.intake import catalogue
 from moewright.intake.hf import build_config
+from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.search.design import (
@@ -237,14 +238,16 @@ def write_design(answer: Design, folder: Path) -> None:
 
 
 def _format_job(plan: Plan) -> str:
+    """Return the job of a plan; a layout that this engine does not run is left to its planner."""
     workload = plan.workload
+    layout: tuple[str, ...] = ()
+    if not any(unsupported_layout(plan.layout, model=plan.model, workload=workload)):
+        layout = ("[layout]", f'text = "{format_layout(plan.layout)}"', "")
     lines = (
         "[model]",
         'config = "config.json"',
         "",
-        "[layout]",
-        f'text = "{format_layout(plan.layout)}"',
-        "",
+        *layout,
         "[train]",
         f"nproc = {plan.hardware.count}",
         f'hardware = "{plan.hardware.name}"',
