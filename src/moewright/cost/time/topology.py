@@ -136,17 +136,16 @@ def _ring_slowdown(
         if not crosses.any():
             continue
         sender, receiver = source[crosses] // level.devices, target[crosses] // level.devices
+        flows = float(np.bincount(sender).max())
         match level.wiring:
-            case Wiring.TREE:
-                flows = np.bincount(sender)
-            case Wiring.RAIL:  # a message takes the rail of its target
+            case Wiring.RAIL:
                 rail = target[crosses] % domain_size
-                up = np.bincount(sender * domain_size + rail)
-                flows = np.append(up, np.bincount(receiver * domain_size + rail))
+                up, down = (unit * domain_size + rail for unit in (sender, receiver))
+                flows = float(max(np.bincount(up).max(), np.bincount(down).max())) * domain_size
             case Wiring.DRAGONFLY:
-                pairs = sender * (receiver.max() + 1) + receiver
-                flows = np.unique(pairs, return_counts=True)[1]
-        most = max(most, flows.max() / _link_ports(level, domain_size, members))
+                pairs = np.unique(sender * (receiver.max() + 1) + receiver, return_counts=True)[1]
+                flows = _choose_routes(flows, pairs, _count_units(level, members))
+        most = max(most, flows / _unit_ports(level))
     return most / port_flows
 
 
@@ -156,38 +155,46 @@ def _exchange_slowdown(
     """Return how much longer it takes than over ports alone that all members send to each other."""
     is_rail = levels[0].wiring is Wiring.RAIL
     if is_rail:
-        port_flows = _count_rail_flows(members, domain_size, domain_size)[0].max()
+        port_flows = int(_count_rail_flows(members, domain_size, domain_size)[0].max())
     else:
-        port_flows = members.shape[1] - _Counts.of(members // domain_size).members.min()
+        port_flows = members.shape[1] - int(_Counts.of(members // domain_size).members.min())
     most = float(port_flows)
     for level in levels:
         units = members // level.devices
         counts = _Counts.of(units)
+        leaving = counts.members * (members.shape[1] - counts.members)
+        flows = float(np.bincount(counts.unit, weights=leaving).max())
         match level.wiring:
-            case Wiring.TREE:
-                leaving = counts.members * (members.shape[1] - counts.members)
-                flows = np.bincount(counts.unit, weights=leaving)
             case Wiring.RAIL:
-                flows = np.append(*_count_rail_flows(members, domain_size, level.devices))
+                rails = _count_rail_flows(members, domain_size, level.devices)
+                flows = float(np.append(*rails).max()) * domain_size
             case Wiring.DRAGONFLY:
-                flows = _count_pairs(units)
-        most = max(most, flows.max() / _link_ports(level, domain_size, members))
+                flows = _choose_routes(flows, _count_pairs(units), _count_units(level, members))
+        most = max(most, flows / _unit_ports(level))
     return most / port_flows if port_flows else 1.0
 
 
-def _link_ports(level: TopologyLevel, domain_size: int, members: Array) -> float:
-    """Return what one link of a level carries, in ports.
+def _choose_routes(leaving: float, pairs: Array, units: int) -> float:
+    """Return the flows over all links of a dragonfly's unit by the better of its two routes.
+
+    The direct one takes the one link to the target's unit; by the other every message makes a
+    detour over a unit at random, so that all links carry twice what leaves (Kim et al., Technology-
+    Driven, Highly-Scalable Dragonfly Topology, ISCA 2008).
+    """
+    return min(float(pairs.max()) * (units - 1), 2 * leaving)
+
+
+def _count_units(level: TopologyLevel, members: Array) -> int:
+    return int(members.max()) // level.devices + 1
+
+
+def _unit_ports(level: TopologyLevel) -> float:
+    """Return what all links of a unit to others carry, in ports.
 
     A unit of a tree has one link, a unit of rails one for each place in a domain, and a dragonfly's
     one to every other unit.
     """
-    ports = level.devices / level.oversubscription * (1 - level.background)
-    if level.wiring is Wiring.RAIL:
-        return ports / domain_size
-    if level.wiring is Wiring.DRAGONFLY:
-        units = int(members.max()) // level.devices + 1
-        return ports / max(1, units - 1)
-    return ports
+    return level.devices / level.oversubscription * (1 - level.background)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
