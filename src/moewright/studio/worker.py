@@ -113,9 +113,13 @@ def _design(params: Mapping[str, Any]) -> DesignView:
         BadInput: a goal cannot be used, or no shape fits.
     """
     query = read_query(params)
-    goals = {name: read_number(params, name) or 0.0 for name in ("days", "until")}
-    bounds = {name: params.get(name, "") for name in ("tokens", "max_total", "serve")}
-    options = DesignOptions(**goals, **bounds)
+    options = DesignOptions(
+        days=read_number(params, "days") or 0.0,
+        tokens=params.get("tokens", ""),
+        until=read_number(params, "until") or 0.0,
+        max_total=params.get("max_total", ""),
+        serve=params.get("serve", ""),
+    )
     return build_design_view(compute_design(query.on, query.model, query.options, options))
 
 
