@@ -18,7 +18,7 @@ from moewright.calibration.speed import megatron_flops_per_token
 from moewright.diagnosis.waterfall import peak_flops
 from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
-from moewright.spec.workload import Dtype, Task
+from moewright.spec.workload import Dtype, Routing, Task
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "src" / "moewright" / "diagnosis" / "data" / "published_runs.csv"
@@ -27,8 +27,9 @@ _TABLES = ROOT / "tests" / "published" / "data"
 _COLUMNS = (
     *("id", "model", "device", "devices", "precision", "seq_len", "layout"),
     *("tp", "cp", "pp", "ep", "measured", "predicted", "error"),
-    *("flops_per_token", "mfu", "source"),
+    *("flops_per_token", "mfu", "load", "source"),
 )
+_LOADS = {"true": Routing.BALANCED, "false": Routing.LEARNED}
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 
 
@@ -63,6 +64,7 @@ def render_file() -> str:
                 "predicted": f"{predicted:g}",
                 "error": f"{predicted / measured - 1:.4f}",
                 **_count_flops(row, measured),
+                "load": _LOADS.get(row["force_balance"], ""),
                 "source": row["source"],
             }
         )

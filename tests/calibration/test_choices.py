@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import exp
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moewright.calibration.splits import SpeedPair, score_choices
@@ -46,6 +48,23 @@ def test_the_pick_of_an_inverted_prediction_is_the_slowest(pairs: list[SpeedPair
     pick = summary.jobs[0].by_prediction
     assert pick.regret == pytest.approx(1 - min(measured) / max(measured))
     assert pick.error == pytest.approx(1e6 / min(measured) ** 2 - 1)
+
+
+def test_a_pick_is_off_by_more_than_its_job_where_the_ranking_errs(pairs: list[SpeedPair]) -> None:
+    noise = np.random.default_rng(5).normal(0.0, 0.3, len(pairs))
+    erring = [
+        SpeedPair(row=pair.row, measured=pair.measured, predicted=pair.measured * exp(error))
+        for pair, error in zip(pairs, noise, strict=True)
+    ]
+    summary = score_choices(erring)
+    assert summary is not None
+    of_moe, of_all = summary.biases
+    assert (of_moe.name, of_all.name) == ("moe", "all")
+    (job,) = summary.jobs
+    assert of_moe.jobs == of_all.jobs == 1
+    assert of_moe.error == pytest.approx(job.by_prediction.error)
+    assert of_moe.error > of_moe.job_error + 0.1
+    assert of_moe.expected >= 0
 
 
 def test_few_layouts_are_no_choice(pairs: list[SpeedPair]) -> None:

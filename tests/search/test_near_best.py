@@ -10,8 +10,10 @@ import pytest
 
 import moewright as mw
 from moewright.api.planning import Plans
+from moewright.api.recommending import find_published_figure
 from moewright.codec import read_json, write_json
 from moewright.cost.evidence import count_proofs, layout_choices, read_measured_choices
+from moewright.diagnosis.published import Nearness, find_nearest_runs, find_published_run
 from moewright.rules.job import plan_job
 from moewright.search.ranking import NearBest, ProvenChoices, bound_s
 from moewright.search.screening import Screener
@@ -38,6 +40,27 @@ def test_both_answers_are_written_and_read(plans: Plans, tmp_path: Path) -> None
     assert best.proven.trainers
     write_json(tmp_path / "plan.json", best)
     assert read_json(Plan, tmp_path / "plan.json") == best
+
+
+def test_a_run_that_was_forced_to_an_even_load_stands_beside_an_even_load_too() -> None:
+    text = "pp8,vpp4,ep16,mbs1,dispatcher=hybridep,recompute=mla_up_proj,layout='Et*3|(t*2|)*29m|L'"
+    job = {"on": "256xGB300", "global_batch": 4096}
+    figures = []
+    for load in (None, "balanced"):
+        plan = mw.estimate("DeepSeek-V3", text, load=load, **job)
+        figures.append(find_published_figure(plan, plan.estimate.tokens_per_s_per_device))
+    learned, even = figures
+    assert learned.id == even.id
+    assert find_published_run(learned.id).is_balanced
+    assert learned.even_ratio == pytest.approx(even.ratio)
+    assert even.even_ratio == 0  # nothing else to stand beside
+
+
+def test_a_run_of_no_stated_precision_does_not_differ_in_it() -> None:
+    plan = mw.estimate("Qwen3-30B-A3B", "ep8,mbs1,recompute=full", on="8xB200")
+    (run,) = find_nearest_runs(plan, 1)
+    assert run.precision == ""
+    assert run.nearness is Nearness.SAME
 
 
 def test_the_proven_answer_made_the_choices_of_a_run_on_the_part(plans: Plans) -> None:

@@ -10,10 +10,11 @@ from moewright.api.checking import check
 from moewright.api.comparison import PlanComparison, compare
 from moewright.api.designing import Design, design
 from moewright.api.diagnosing import Diagnosis, diagnose, read_run
+from moewright.api.job_axes import plan
 from moewright.api.judging import judge
 from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.measuring import FitResult, SweepResult, fit, sweep, validate
-from moewright.api.planning import Plans, WhyNot, estimate, plan, why_not
+from moewright.api.planning import Plans, WhyNot, estimate, why_not
 from moewright.api.run_comparisons import (
     StepChanges,
     TraceReplays,

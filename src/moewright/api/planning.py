@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, Unpack
 
 from moewright.api.comparison import summarize_plan
 from moewright.api.recommending import recommend_fast, recommend_proven
@@ -30,13 +29,14 @@ from moewright.search.misfit import explain_imbalance
 from moewright.search.ranking import bound_s, is_safe, to_ranked_layout
 from moewright.search.search import DOES_NOT_FIT, SearchResult, build_plan, search
 from moewright.search.space import Objections, no_objections
+from moewright.search.switches import explain_switches
 from moewright.search.what_if import find_fewest
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.options import SearchOptions, WorkloadOptions
-from moewright.spec.plan import Estimate, Plan, RankingRule
+from moewright.spec.plan import Estimate, JobChoice, Plan, RankingRule
 from moewright.spec.record import Record, Row
 from moewright.spec.units import plural
 from moewright.spec.workload import Dtype, Routing
@@ -44,16 +44,6 @@ from moewright.spec.workload import Dtype, Routing
 MAX_TOP = 100  # each is estimated in full
 FIT_PROBABILITIES = (0.5, 0.999)
 RISKS = (0.001, 0.5)
-
-
-class PlanChoices(TypedDict, total=False):
-    """The keywords of `plan` that choose among layouts."""
-
-    layout: str
-    fit_probability: float
-    risk: float
-    fewest: bool
-    runs_on: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -78,6 +68,7 @@ class Plans(Record):
     why: tuple[str, ...]
     rejected: tuple[tuple[str, int], ...]  # rule and how many layouts broke it
     search: SearchResult
+    choices: tuple[JobChoice, ...] = ()  # where the plan chose a precision or a batch
 
     def title(self) -> str:
         """Return what was planned, whether the best plan is good, and what its step goes to."""
@@ -117,56 +108,6 @@ class WhyNot(Record):
 
     def __repr__(self) -> str:
         return "\n".join((self.title(), *self.lines))
-
-
-def plan(
-    model: str | Path | ModelSpec,
-    *,
-    on: str | Hardware = "",
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Dtype | str | None = None,
-    load: Path | str | float | None = None,
-    top: int = 5,
-    **choices: Unpack[PlanChoices],
-) -> Plans:
-    """Rank the layouts of a model, or of a job file, on some hardware by predicted step time.
-
-    Layouts that fit with a probability of `fit_probability` come first, ranked by the seconds that
-    a step exceeds with a probability of `risk`.
-
-    Args:
-        model: a name, a config.json or its folder, a job .toml, or a ModelSpec.
-        on: count x device, such as "256xH800", or a Hardware; a job brings its own.
-        seq_len: tokens a sequence; 4096 when neither this nor a job says it.
-        global_batch: sequences a step; 16 a device when neither this nor a job says it.
-        precision: "bf16" when neither this nor a job says it.
-        load: "balanced", the hottest expert rank's rows over the mean, or a file of measured
-            tokens by expert; published runs when neither this nor a job says it.
-        top: how many layouts to return.
-        **choices: `layout`, layout text whose keys are pinned; `fewest`, to plan for the fewest
-            devices, up to those of `on`, on which a layout is safe; `fit_probability` (0.9) and
-            `risk` (0.1) of the ranking; `runs_on`, "engine", "megatron" or "torchtitan", to take
-            layouts that this trainer starts.
-
-    Raises:
-        BadInput: something cannot be used, or no layout is legal and fits.
-
-    Example:
-        >>> import moewright as mw
-        >>> plans = mw.plan("Qwen3-30B-A3B", on="8xH100", top=2)
-        >>> len(plans), plans.best.layout.world_size
-        (2, 8)
-    """
-    options = workload_options(seq_len, global_batch, precision, load)
-    request = read_plan_request(model, on, options)
-    search_options = SearchOptions(top=top, **_check_choices(choices))
-    result = search_request(request, Path(_file_name(model)), search_options)
-    if result.best is None:
-        raise explain_empty_search(
-            result.request, result.search, Path(_file_name(model)), layout=search_options.layout
-        )
-    return result
 
 
 def plan_for_training(request: PlanRequest, job: Path) -> Plan:
@@ -213,7 +154,8 @@ def workload_options(
     )
 
 
-def _file_name(model: str | Path | ModelSpec) -> str:
+def file_name(model: str | Path | ModelSpec) -> str:
+    """Return what refusals call a model by: its file, or its name."""
     return model.name if isinstance(model, ModelSpec) else str(model)
 
 
@@ -259,6 +201,7 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
             *explain.explain_precision(best),
             *explain.explain_unused(best),
             *explain_imbalance(best),
+            *explain_switches(best),
         )
     return Plans(
         request=request,
@@ -304,14 +247,6 @@ def _insert_own(plans: tuple[Plan, ...], own: Plan | None, rule: RankingRule) ->
     if rank(own) < rank(plans[0]):
         return (own, *plans)
     return (plans[0], *sorted((*plans[1:], own), key=rank))
-
-
-def _check_choices(choices: PlanChoices) -> PlanChoices:
-    """Raise TypeError for a keyword that is no choice of `plan`, as Python does for others."""
-    unknown = set(choices) - set(PlanChoices.__annotations__)
-    if unknown:
-        raise TypeError(f"plan() got an unexpected keyword argument {min(unknown)!r}")
-    return choices
 
 
 def _check_options(options: SearchOptions) -> None:
@@ -468,7 +403,7 @@ def estimate_request(
         chosen = layout or request.layout_text
         spell = to_options("--layout")
         if request.layout_text and not layout:
-            spell = to_job_keys(Path(_file_name(model)))
+            spell = to_job_keys(Path(file_name(model)))
     with translate_fields(spell):
         chosen = _as_layout(chosen, world_size=request.hardware.count)
         return (

@@ -52,6 +52,11 @@ def find_published_figure(plan: Plan, tokens_per_s: float) -> PublishedFigure | 
     if run.nearness not in (Nearness.SAME, Nearness.NEAR):
         return None
     fastest = find_fastest_run(plan)
+    ratio = tokens_per_s / run.measured
+    uneven = plan.estimate.imbalance
+    even_ratio = 0.0
+    if run.is_balanced and uneven.even_step_s:
+        even_ratio = ratio * plan.estimate.step_s / uneven.even_step_s
     return PublishedFigure(
         id=run.id,
         model=run.model,
@@ -59,9 +64,10 @@ def find_published_figure(plan: Plan, tokens_per_s: float) -> PublishedFigure | 
         devices=run.devices,
         layout=run.layout,
         tokens_per_s_per_device=run.measured,
-        ratio=tokens_per_s / run.measured,
+        ratio=ratio,
         differs=run.differs,
         source=run.source,
         best_tokens_per_s_per_device=fastest.measured if fastest else 0.0,
         ratio_of_best=tokens_per_s / fastest.measured if fastest else 0.0,
+        even_ratio=even_ratio,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moewright.codec.data_paths import parse_data_paths
+from moewright.codec.numbers import parse_count
 from moewright.intake import catalogue, hub
 from moewright.intake.job import JobFile, read_job
 from moewright.intake.job_workload import (
@@ -32,7 +33,8 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.options import WorkloadOptions
+from moewright.spec.names import closest_match
+from moewright.spec.options import JobAxes, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.workload import (
     BatchRampSpec,
@@ -137,6 +139,41 @@ def read_lora_rank(text: str) -> int | None:
     if not digits.isdecimal() or int(digits) < 1:
         raise BadInput(Reason(field="--lora", value=text, rule="must be a rank", nearest="r=16"))
     return int(digits)
+
+
+ANY_PRECISION = "any"
+
+
+def read_axes(
+    precision: Dtype | str | None, global_batch: int | str | None
+) -> tuple[Dtype | None, int | None, JobAxes]:
+    """Return a format and a batch, and which of the two a plan may choose.
+
+    "any" lets it choose the format, "512..4096" the batch, of which the largest is returned.
+
+    Raises:
+        BadInput: there is no such format, or the range is none.
+    """
+    axes = JobAxes()
+    if precision == ANY_PRECISION:
+        axes = replace(axes, any_precision=True)
+        precision = None
+    elif precision is not None and precision not in tuple(Dtype):
+        rule = f"must be one of {', '.join(Dtype)}, or {ANY_PRECISION} where plan chooses"
+        nearest = closest_match(precision, [*Dtype, ANY_PRECISION])
+        raise BadInput(Reason(field="precision", value=precision, rule=rule, nearest=nearest))
+    if isinstance(global_batch, str):
+        least, is_range, most = global_batch.partition("..")
+        batches = [parse_count(part, "global_batch") for part in (least, most) if part]
+        if is_range and (len(batches) < 2 or not 1 <= batches[0] < batches[1]):
+            rule = "must be LEAST..MOST, from 1 up"
+            raise BadInput(
+                Reason(field="global_batch", value=global_batch, rule=rule, nearest="512..4096")
+            )
+        if is_range:
+            axes = replace(axes, batches=(batches[0], batches[1]))
+        global_batch = batches[-1] if batches else parse_count("", "global_batch")
+    return None if precision is None else Dtype(precision), global_batch, axes
 
 
 def change_training(workload: Workload, options: WorkloadOptions) -> Workload:

@@ -10,10 +10,10 @@ than rows at large (the winner's curse). Only measured layouts can be picked her
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp
+from itertools import combinations
+from math import exp, expm1, log
 from statistics import fmean
 
 import numpy as np
@@ -22,8 +22,9 @@ from moewright.calibration.measured_row import MeasuredRow, RowStatement
 from moewright.codec import format_layout
 from moewright.cost.constants import Constants
 from moewright.cost.evidence import (
-    MeasuredChoices,
-    count_missing,
+    JOIN,
+    error_covariance,
+    expected_optimism,
     list_choices,
     step_bound,
     step_deviation,
@@ -261,6 +262,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float6
 
 
 MIN_CHOICES = 5  # layouts of one job that make a choice
+_MIN_PICKED_FROM = 2  # layouts of one job whose pick tells of a bias
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,6 +293,22 @@ class ChoiceScore:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PickBias:
+    """How far predictions of picks are off, in the mean over jobs of two measured layouts or more.
+
+    All are predicted over measured speeds less 1, by means of logarithms: `error` of the pick,
+    `job_error` of all layouts of its job, and `expected` what a search says a pick from so many is
+    off by (cost.evidence.expected_optimism). The pick's own bias is the error over that of its job.
+    """
+
+    name: str
+    jobs: int
+    error: float
+    job_error: float
+    expected: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceSummary:
     """The choices of a table, with their means; errors are absolute."""
 
@@ -299,21 +317,42 @@ class ChoiceSummary:
     regret_by_bound: float
     error_by_prediction: float
     error_by_bound: float
+    biases: tuple[PickBias, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Option:
-    """A layout of a job: speeds are means over its runs."""
+    """A layout of a job: speeds are means over its runs, `log_error` is that of its prediction.
+
+    `unproven` are its choices, and pairs of them, that no run of another job made.
+    """
 
     layout: str
+    row: MeasuredRow
+    choices: tuple[str, ...]
+    unproven: tuple[str, ...]
     measured: float
     predicted: float
     bound: float
 
+    @property
+    def log_error(self) -> float:
+        return log(self.predicted / self.measured)
+
 
 def score_choices(pairs: Sequence[SpeedPair]) -> ChoiceSummary | None:
     """Replay every job of at least MIN_CHOICES layouts; None where there is none."""
-    jobs = tuple(_replay_jobs(pairs))
+    replayed = _list_options(pairs)
+    jobs = tuple(
+        ChoiceScore(
+            job=job,
+            layouts=len(options),
+            by_prediction=_judge(max(options, key=lambda option: option.predicted), options),
+            by_bound=_judge(max(options, key=lambda option: option.bound), options),
+        )
+        for job, options in replayed.items()
+        if len(options) >= MIN_CHOICES
+    )
     if not jobs:
         return None
     return ChoiceSummary(
@@ -322,32 +361,79 @@ def score_choices(pairs: Sequence[SpeedPair]) -> ChoiceSummary | None:
         regret_by_bound=fmean(job.by_bound.regret for job in jobs),
         error_by_prediction=fmean(abs(job.by_prediction.error) for job in jobs),
         error_by_bound=fmean(abs(job.by_bound.error) for job in jobs),
+        biases=tuple(_measure_biases(list(replayed.values()))),
     )
 
 
-def _replay_jobs(pairs: Sequence[SpeedPair]) -> Iterator[ChoiceScore]:
-    by_job: dict[str, dict[str, list[SpeedPair]]] = {}
-    for pair in pairs:
+def _list_options(pairs: Sequence[SpeedPair]) -> dict[str, list[_Option]]:
+    """Return the layouts of each job, sorted by job."""
+    made = _MadeChoices([pair.row for pair in pairs])
+    by_job: dict[str, dict[str, list[int]]] = {}
+    for place, pair in enumerate(pairs):
         layouts = by_job.setdefault(_describe_job(pair), {})
-        layouts.setdefault(format_layout(pair.row.layout), []).append(pair)
+        layouts.setdefault(format_layout(pair.row.layout), []).append(place)
+    options = {}
     for job, layouts in sorted(by_job.items()):
-        if len(layouts) < MIN_CHOICES:
-            continue
         # What the job's own rows measured is not known when it is planned.
-        others = count_choices(pair.row for pair in pairs if _describe_job(pair) != job)
-        options = [_join_runs(layout, runs, others) for layout, runs in layouts.items()]
-        yield ChoiceScore(
-            job=job,
-            layouts=len(options),
-            by_prediction=_judge(max(options, key=lambda option: option.predicted), options),
-            by_bound=_judge(max(options, key=lambda option: option.bound), options),
-        )
+        own = [place for places in layouts.values() for place in places]
+        unproven = made.list_unproven([places[0] for places in layouts.values()], own)
+        options[job] = [
+            _join_runs(layout, [pairs[place] for place in places], made.rows[places[0]], missing)
+            for (layout, places), missing in zip(layouts.items(), unproven, strict=True)
+        ]
+    return options
 
 
-def count_choices(rows: Iterable[MeasuredRow]) -> MeasuredChoices:
-    """Count the runs by the choices that they made."""
-    counts = Counter(frozenset(list_choices(row.job, row.hardware)) for row in rows)
-    return MeasuredChoices(runs=tuple(counts.items()))
+class _MadeChoices:
+    """The choices of measured rows, and which of a row's no row outside its job made."""
+
+    def __init__(self, rows: Sequence[MeasuredRow]) -> None:
+        self.rows = [list_choices(row.job, row.hardware) for row in rows]
+        self._names = sorted({name for names in self.rows for name in names})
+        made = [[name in set(names) for name in self._names] for names in self.rows]
+        self._made = np.array(made, dtype=float).reshape(len(self.rows), len(self._names))
+        self._counts = self._made.T @ self._made
+
+    def list_unproven(self, places: Sequence[int], own: Sequence[int]) -> Iterator[tuple[str, ...]]:
+        """Yield the choices and pairs of rows that none but their `own` rows made."""
+        counts = self._counts - self._made[own].T @ self._made[own]
+        has_run = counts.diagonal() > 0
+        for place in places:
+            chosen = np.flatnonzero(self._made[place])
+            missing = [self._names[name] for name in chosen if not has_run[name]]
+            pairs = [
+                f"{self._names[first]}{JOIN}{self._names[second]}"
+                for first, second in combinations(chosen, 2)
+                if has_run[first] and has_run[second] and not counts[first, second]
+            ]
+            yield (*missing, *pairs)
+
+
+def _measure_biases(replayed: Sequence[Sequence[_Option]]) -> Iterator[PickBias]:
+    """Yield the bias of picks among MoE layouts, among dense ones, and among all."""
+    jobs = [options for options in replayed if len(options) >= _MIN_PICKED_FROM]
+    of_moe = [options for options in jobs if options[0].row.model.moe is not None]
+    of_dense = [options for options in jobs if options[0].row.model.moe is None]
+    for name, part in (("moe", of_moe), ("dense", of_dense), ("all", jobs)):
+        if part:
+            picks = [max(options, key=lambda option: option.predicted) for options in part]
+            job_errors = [fmean(option.log_error for option in options) for options in part]
+            yield PickBias(
+                name=name,
+                jobs=len(part),
+                error=expm1(fmean(pick.log_error for pick in picks)),
+                job_error=expm1(fmean(job_errors)),
+                expected=expm1(fmean(_expect_optimism(options) for options in part)),
+            )
+
+
+def _expect_optimism(options: Sequence[_Option]) -> float:
+    covariance = error_covariance(
+        [option.choices for option in options],
+        [option.unproven for option in options],
+        Constants(options[0].row.hardware),
+    )
+    return expected_optimism([1 / option.predicted for option in options], covariance)
 
 
 def _describe_job(pair: SpeedPair) -> str:
@@ -362,14 +448,19 @@ def _describe_job(pair: SpeedPair) -> str:
     )
 
 
-def _join_runs(layout: str, runs: Sequence[SpeedPair], others: MeasuredChoices) -> _Option:
+def _join_runs(
+    layout: str, runs: Sequence[SpeedPair], choices: tuple[str, ...], unproven: tuple[str, ...]
+) -> _Option:
     row = runs[0].row
-    choices = list_choices(row.job, row.hardware)
-    missing = count_missing(others.support(choices))
+    pairs = sum(JOIN in name for name in unproven)
+    missing = (len(unproven) - pairs, pairs)
     deviation = float(step_deviation(Constants(row.hardware), *missing))
     predicted = fmean(run.predicted for run in runs)
     return _Option(
         layout=layout,
+        row=row,
+        choices=choices,
+        unproven=unproven,
         measured=fmean(run.measured for run in runs),
         predicted=predicted,
         bound=predicted / float(step_bound(1.0, deviation, DEFAULT_RULE.risk)),

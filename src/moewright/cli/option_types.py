@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, Token
 
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
-from moewright.spec.workload import FrozenPart
+from moewright.spec.workload import Dtype, FrozenPart
 
 # An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
 SetOption = Annotated[
@@ -74,6 +74,12 @@ def _read_parts(_: type, tokens: Sequence[Token]) -> tuple[FrozenPart, ...]:
     return tuple(FrozenPart(name) for name in names)
 
 
+def _read_text(_: type, tokens: Sequence[Token]) -> str:
+    """Return an option's text, which the package reads; the type lists what completes it."""
+    (token,) = tokens
+    return str(token.value)
+
+
 def _read_counts(_: type, tokens: Sequence[Token]) -> tuple[int, ...]:
     """Return as many counts as there are tokens."""
     return tuple(_read_count(int, (token,)) for token in tokens)
@@ -94,6 +100,9 @@ ShellWords = Annotated[str, Parameter(allow_leading_hyphen=True)]
 OptionalLength = Annotated[int | None, Parameter(converter=_read_length)]
 OptionalCount = Annotated[int | None, Parameter(converter=_read_count)]
 OptionalCounts = Annotated[tuple[int, int, int] | None, Parameter(converter=_read_counts)]
+PrecisionChoice = Annotated[
+    Dtype | Literal["any"] | None, Parameter(name="--precision", converter=_read_text)
+]
 LoraRank = Annotated[int | None, Parameter(name="--lora", converter=_read_rank)]
 # Parts by commas, which the help does not list a second time.
 FrozenParts = Annotated[

@@ -7,7 +7,7 @@ for its type: annotations are read by the names of this module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,6 +23,7 @@ from moewright.cli.option_types import (
     OptionalCount,
     OptionalCounts,
     OptionalLength,
+    PrecisionChoice,
     Quiet,
     SetOption,
     ShellWords,
@@ -34,6 +35,7 @@ from moewright.spec.options import (
     BudgetOptions,
     DesignOptions,
     FineTuningOptions,
+    JobAxes,
     Launcher,
     RunOptions,
     SearchOptions,
@@ -112,6 +114,36 @@ class PlanningOptions(BatchOptions):
     steps: OptionalCount = None
     tokens: OptionalCount = None
     lengths: Path | None = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxesOptions(PlanningOptions):
+    """Options that describe the workload, and what of it a plan may choose.
+
+    Parameters
+    ----------
+    batches
+        Sequences a step, such as 512 or 1k; 16 a device when neither this nor a job says it. A
+        range, such as 512..4096, lets the plan choose: up to your critical batch, where a
+        token teaches as much in any of them.
+    format
+        Compute precision; bf16 when neither this nor a job says it; any lets the plan choose among
+        those that the devices multiply in.
+    """
+
+    global_batch: NoOption = None
+    precision: NoOption = None
+    batches: Annotated[str | None, Parameter(name="--global-batch")] = None
+    format: PrecisionChoice = None
+
+    def split(self) -> tuple[WorkloadOptions, JobAxes]:
+        """Return the workload with its largest batch, and what of it may vary."""
+        from moewright.api.requests import read_axes, translate_fields
+
+        with translate_fields(lambda field: f"--{field.replace('_', '-')}"):
+            precision, global_batch, axes = read_axes(self.format, self.batches)
+        return replace(self, precision=precision, global_batch=global_batch), axes
 
 
 @Parameter(name="*")

@@ -11,6 +11,7 @@ from moewright.cli.exit_codes import DOES_NOT_FIT
 from moewright.cli.option_types import JsonOption
 from moewright.cli.options import (
     AnswerOptions,
+    AxesOptions,
     BatchOptions,
     BudgetOutputs,
     CalendarOptions,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _NO_PLANNING = PlanningOptions()
+_NO_AXES = AxesOptions()
 _DEFAULT_RANKING = RankingOptions()
 _SHORT = AnswerOptions()
 
@@ -43,7 +45,7 @@ def plan(
     /,
     *,
     on: str = "",
-    workload: PlanningOptions = _NO_PLANNING,
+    workload: AxesOptions = _NO_AXES,
     ranking: RankingOptions = _DEFAULT_RANKING,
     answer: AnswerOptions = _SHORT,
     json: JsonOption = None,
@@ -64,17 +66,19 @@ def plan(
         Write the best plan (model, workload, hardware, layout, estimate) to this file; "-": to
         standard output, and the tables to standard error.
     """
-    from moewright.api.planning import explain_empty_search, search_request
+    from moewright.api.job_axes import search_axes
+    from moewright.api.planning import explain_empty_search
     from moewright.api.planning import why_not as find_objections
     from moewright.api.requests import read_plan_request, to_options, translate_fields
     from moewright.api.views import view_plans
     from moewright.codec import parse_layout
 
-    request = read_plan_request(model, on, workload)
+    stated, axes = workload.split()
+    request = read_plan_request(model, on, stated)
     # A layout that cannot be read is refused before the search, which may take a while.
     with translate_fields(to_options("--why-not")):
         parse_layout(ranking.why_not, world_size=request.hardware.count)
-    plans = search_request(request, Path(model), ranking)
+    plans = search_axes(request, Path(model), axes, ranking)
     objections: tuple[str, ...] = ()
     if ranking.why_not:
         objections = tuple(find_objections(plans, ranking.why_not).lines)
@@ -84,7 +88,7 @@ def plan(
             misfits = _print_misfit(console, plans, ranking.layout)
         with write_answer(None, None, html=answer.html if misfits else None, views=lambda: misfits):
             pass
-        raise explain_empty_search(request, plans.search, Path(model), layout=ranking.layout)
+        raise explain_empty_search(plans.request, plans.search, Path(model), layout=ranking.layout)
     with write_answer(
         plans.best, json, html=answer.html, views=lambda: view_plans(plans)
     ) as console:
@@ -116,7 +120,7 @@ def _print_answer(
     """Print the ranking, what its first rests on, and who starts each plan."""
     from moewright.api.running import describe_trainers
     from moewright.report.console import print_defaults
-    from moewright.report.plan_text import print_plans
+    from moewright.report.plan_text import print_choices, print_plans
 
     print_defaults(console, plans.request.defaults)
     print_plans(
@@ -128,6 +132,7 @@ def _print_answer(
         rejected=plans.rejected,
         verbose=verbose,
     )
+    print_choices(console, plans.choices, plans.request.workload)
     for line in describe_trainers(plans.plans):
         console.print(line, soft_wrap=True)
     if plans.best:
@@ -189,6 +194,7 @@ def estimate(
     from moewright.report.estimate_document import build_estimate_parts, build_verdict
     from moewright.report.trace import write_trace
     from moewright.search.misfit import explain_imbalance
+    from moewright.search.switches import explain_switches
     from moewright.spec.plan import Verdict
 
     better = None
@@ -225,6 +231,8 @@ def estimate(
             sections = (build_verdict(plan, judgement), *build_estimate_parts(plan))
             print_sections(console, sections, verbose=script.verbose)
         _print_measured_load(console, plan, estimate_even_routing(plan))
+        for line in explain_switches(plan):
+            console.print(line, soft_wrap=True, markup=False)
         if script.verbose:
             for line in explain_imbalance(plan):
                 console.print(line, soft_wrap=True, markup=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.spec.plan import Plan
 from moewright.spec.units import plural
+from moewright.spec.workload import Routing
 
 _DATA = Path(__file__).parent / "data" / "published_runs.csv"
 _SHOWN = 3
@@ -55,6 +56,7 @@ class PublishedRun:
     differs: str = ""
     mfu: float = 0.0
     source: str = ""
+    is_balanced: bool = False  # the load of the experts was forced to be even
     nearness: Nearness = Nearness.FAR
 
 
@@ -87,6 +89,7 @@ def _read_rows() -> tuple[_Row, ...]:
                 error=float(cells["error"]),
                 mfu=float(cells["mfu"] or 0),
                 source=cells["source"],
+                is_balanced=cells["load"] == Routing.BALANCED,
             )
             rows.append(
                 _Row(
@@ -150,8 +153,11 @@ def _has_device(row: _Row, plan: Plan) -> bool:
 def _has_format(run: PublishedRun, plan: Plan) -> bool:
     """Return whether a run multiplied numbers of a plan's format, whatever their scales.
 
-    Sources write scales beside the format: "fp8 (current scaling)", "fp8-blockwise".
+    Sources write scales beside the format: "fp8 (current scaling)", "fp8-blockwise"; those that say
+    nothing may have had any.
     """
+    if not run.precision:
+        return True
     return re.split(r"[^a-z0-9]", run.precision, maxsplit=1)[0] == plan.workload.precision.value
 
 

@@ -32,11 +32,13 @@ from moewright.spec.plan import (
     Estimate,
     Evidence,
     EvidenceGrade,
+    JobChoice,
     Plan,
     RankingRule,
     Recommendation,
 )
 from moewright.spec.units import format_bytes, format_figures, format_seconds, plural
+from moewright.spec.workload import Workload
 
 _RANKING_COLUMNS = (
     "",
@@ -49,6 +51,7 @@ _RANKING_COLUMNS = (
     "margin",
     "verdict",
 )
+_CHOICE_COLUMNS = ("precision", "global batch", "step", "tok/s/dev", "published runs", "layout")
 _DETAILS = (
     DEPARTURE,
     REMEDY,
@@ -130,6 +133,28 @@ def print_ranking(console: Console, plans: Sequence[Plan], *, picked: Sequence[P
         console.print(text)
 
 
+def print_choices(console: Console, choices: Sequence[JobChoice], chosen: Workload) -> None:
+    """Print the best layout of each precision and batch that a plan chose among."""
+    if len(choices) < 2:
+        return
+    table = make_table(*_CHOICE_COLUMNS, text_columns=("precision", "layout"))
+    for choice in choices:
+        is_chosen = (choice.precision, choice.global_batch) == (
+            chosen.precision,
+            chosen.global_batch,
+        )
+        figures = ("", "")
+        text = choice.refusal
+        if choice.layout is not None:
+            text = format_layout(choice.layout).replace(",", ", ")
+            speed = format_figures(choice.tokens_per_s_per_device)
+            figures = (format_seconds(choice.step_s), speed)
+        mark = "> " if is_chosen else ""
+        names = (f"{mark}{choice.precision.value}", f"{choice.global_batch:,}")
+        table.add_row(*names, *figures, str(choice.runs), Text(text))
+    console.print(table)
+
+
 def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan]) -> Iterable[str]:
     """Yield lines on what the first plan rests on, what is faster, and the job's own layout."""
     first = plans[0]
@@ -200,6 +225,12 @@ def _describe_expectation(answer: Recommendation) -> str:
         return text
     name = f"{run.model.rpartition('/')[2]} on {run.devices:,} x {run.device}"
     text += f"; {run.ratio:.2f} x the nearest published run, {name}"
+    # The name says how many devices.
+    differs = [part for part in run.differs.split(", ") if part and not part[0].isdigit()]
+    if differs:
+        text += f" ({', '.join(differs)})"
+    if run.even_ratio:
+        text += f", {run.even_ratio:.2f} x with the even load that it was forced to have"
     if run.is_exceeded:
         text += f"; {run.ratio_of_best:.2f} x the fastest published of the model on this part"
     return text

@@ -45,6 +45,7 @@ def _list_sections(score: Score) -> Iterator[DocumentSection]:
         yield _list_groups(summary)
     if summary.choices:
         yield _list_choices(summary.choices)
+        yield _list_biases(summary.choices)
     yield _count_verdicts(summary)
     yield from _list_worst(score.rows)
     if summary.skipped:
@@ -107,6 +108,27 @@ def _list_choices(choices: ChoiceSummary) -> DocumentSection:
                 f"{choices.regret_by_bound:.1%}",
                 f"{choices.error_by_prediction:.1%}",
                 f"{choices.error_by_bound:.1%}",
+            ),
+        ),
+        extent=Extent.LONG,
+    )
+
+
+def _list_biases(choices: ChoiceSummary) -> DocumentSection:
+    return DocumentSection(
+        title="Picks: predicted over measured speed of the layout predicted best",
+        table=build_table(
+            (*words("jobs"), *numbers("count", "pick", "its job", "pick over its job", "expected")),
+            (
+                (
+                    bias.name,
+                    str(bias.jobs),
+                    f"{bias.error:+.1%}",
+                    f"{bias.job_error:+.1%}",
+                    f"{(1 + bias.error) / (1 + bias.job_error) - 1:+.1%}",
+                    f"{bias.expected:+.1%}",
+                )
+                for bias in choices.biases
             ),
         ),
         extent=Extent.LONG,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from moewright.codec import format_layout, format_layout_changes, parse_layout
 from moewright.cost.estimate import estimate
 from moewright.rules.job import Job
-from moewright.rules.limits.legality import check_legality
+from moewright.rules.limits.legality import check_legality, check_precision
 from moewright.search.ranking import bound_s
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
@@ -18,7 +18,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan, RankingRule, TimeShare, Verdict, WhatIf
 from moewright.spec.units import format_bytes, format_change, format_seconds
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import NARROW_FORMATS, Dtype, Workload
 
 DEPARTURE = "Departs from the usual"  # what sentences on guidelines begin with
 SECOND = "The second takes"
@@ -93,17 +93,39 @@ def explain_bound(plan: Plan) -> tuple[str, ...]:
 
 
 def explain_precision(plan: Plan) -> tuple[str, ...]:
-    """Say what a format of fewer bits makes of the step beside bf16 in the same layout."""
+    """Say what a format of fewer bits makes of the step in the same layout.
+
+    A plan in one stands beside bf16; any other beside the fastest of those that the devices have.
+    """
     precision = plan.workload.precision
-    if not precision.is_narrow or plan.estimate.untimed:
+    if plan.estimate.untimed:
         return ()
-    wide = replace(plan.workload, precision=Dtype.BF16)
+    if precision.is_narrow:
+        other = _estimate_in(plan, Dtype.BF16)
+        if other is None:  # the layout exists in fewer bits alone
+            return ()
+        comparison = _compare(plan.estimate, other, plan.rule, "in bf16")
+        return (f"In {precision} the layout takes {comparison}.",)
+    if not plan.hardware.device.kind.is_accelerator:
+        return ()
+    others = {dtype: _estimate_in(plan, dtype) for dtype in NARROW_FORMATS}
+    timed = {dtype: other for dtype, other in others.items() if other and not other.untimed}
+    if not timed:
+        return ()
+    fastest = min(timed, key=lambda dtype: timed[dtype].step_s)
+    comparison = _compare(timed[fastest], plan.estimate, plan.rule)
+    return (f"In {fastest} the layout takes {comparison}; --precision any compares formats.",)
+
+
+def _estimate_in(plan: Plan, precision: Dtype) -> Estimate | None:
+    """Return the estimate of a plan's layout in another format; None where it is not legal."""
+    workload = replace(plan.workload, precision=precision)
+    if check_precision(workload, plan.hardware):
+        return None
     try:
-        other = estimate(plan.model, wide, plan.hardware, plan.layout)
-    except BadInput:  # the layout exists in fewer bits alone
-        return ()
-    comparison = _compare(plan.estimate, other, plan.rule, "in bf16")
-    return (f"In {precision} the layout takes {comparison}.",)
+        return estimate(plan.model, workload, plan.hardware, plan.layout)
+    except BadInput:
+        return None
 
 
 def explain_unused(plan: Plan) -> tuple[str, ...]:

@@ -40,6 +40,17 @@ class WorkloadOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JobAxes:
+    """What of the job itself a plan may choose.
+
+    `batches` are the least and the most sequences a step, None where the workload says how many.
+    """
+
+    any_precision: bool = False
+    batches: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """What a launch file says of a run beyond its plan; "" and None leave it to the plan.
 

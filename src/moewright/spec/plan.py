@@ -12,7 +12,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.options import SearchOptions
 from moewright.spec.record import Record, Row
 from moewright.spec.units import GIB, SourceKind
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Dtype, Workload
 
 
 class Verdict(StrEnum):
@@ -221,12 +221,32 @@ class RankedLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JobChoice:
+    """A format and a batch that a plan chose among, with the best layout that is safe in them.
+
+    `runs` counts the published runs on the part in the format. Without a `layout` the `refusal`
+    says why there is none, and the figures are zeros.
+    """
+
+    precision: Dtype
+    global_batch: int
+    runs: int
+    layout: Layout | None = None
+    refusal: str = ""
+    step_s: float = 0.0
+    bound_s: float = 0.0  # what it is ranked by
+    tokens_per_s_per_device: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedFigure:
     """The published run that is most like a layout, and how the layout stands to what ran.
 
     Speeds are tokens/s a device. `ratio` is the layout's expected speed over this run's,
     `ratio_of_best` over that of the fastest published run of the model on the part in the
-    precision, 0 where there is none. `differs` says in what the run is another job.
+    precision, 0 where there is none. `even_ratio` is the ratio with an even load of the experts,
+    where the run was forced to have one and the layout is not, else 0. `differs` says in what the
+    run is another job.
     """
 
     id: str
@@ -240,6 +260,7 @@ class PublishedFigure:
     source: str = ""
     best_tokens_per_s_per_device: float = 0.0
     ratio_of_best: float = 0.0
+    even_ratio: float = 0.0
 
     @property
     def is_exceeded(self) -> bool:

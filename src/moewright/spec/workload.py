@@ -26,7 +26,11 @@ class Dtype(StrEnum):
     @property
     def is_narrow(self) -> bool:
         """Whether products convert their operands to less than 16 bits; the rest stays in 16."""
-        return self in (Dtype.FP8, Dtype.MXFP8, Dtype.NVFP4)
+        return self in NARROW_FORMATS
+
+
+# Formats of fewer than 16 bits, those with a scale a block first.
+NARROW_FORMATS = (Dtype.MXFP8, Dtype.FP8, Dtype.NVFP4)
 
 
 class TensorScaling(StrEnum):

@@ -24,14 +24,12 @@ from moewright.spec.errors import Reason
 from moewright.spec.hardware import Device, Hardware
 from moewright.spec.layout import DEFAULT_LAYOUT, LAYOUT_FIELDS, DispatcherKind, Layout, RankOrder
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import NARROW_FORMATS, Dtype, Workload
 
 # Larger numbers are typing errors, as beyond the bounds of a layout's own fields.
 _MAX_WORLD = 2**20
 _MAX_SEQ_LEN = 2**27
 _MAX_BATCH = 2**24
-# Formats of fewer than 16 bits, those with a scale a block first.
-_NARROW_FORMATS = (Dtype.MXFP8, Dtype.FP8, Dtype.NVFP4)
 # Every layout that is priced is checked: what is legal of each field is built once.
 _WHOLE_NUMBERS = tuple(
     (field, field.facts.levels or range(field.least, field.facts.most + 1))
@@ -92,7 +90,7 @@ def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...
         return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=Dtype.FP16),)
     if not dtype.is_narrow or not device.kind.is_accelerator or multiplies_in(device, dtype):
         return ()
-    formats = [narrow for narrow in _NARROW_FORMATS if multiplies_in(device, narrow)]
+    formats = [narrow for narrow in NARROW_FORMATS if multiplies_in(device, narrow)]
     rule = f"{device.name} multiplies no numbers of fewer than 16 bits"
     if formats:
         rule = f"{device.name} does not multiply in it, only in {' and '.join(formats)}"

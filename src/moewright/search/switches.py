@@ -1,0 +1,117 @@
+"""Switches of a job beside its layout: what each, and all together, make of a step and a peak.
+
+Vendors' figures are of jobs whose load is forced to be even, whose gradients and moments have 16
+bits, whose experts are fused kernels. A plan is of the job as it trains, so that a figure of theirs
+above the plan's may be of another job; the layout stays the same here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moewright.cost.estimate import estimate
+from moewright.spec.errors import BadInput
+from moewright.spec.plan import Estimate, Plan
+from moewright.spec.units import GIB, format_bytes, format_figures, format_seconds
+from moewright.spec.workload import (
+    Dtype,
+    ExpertKernels,
+    MatrixUpdate,
+    NarrowedProducts,
+    Routing,
+    Workload,
+)
+
+SWITCHES = "As vendors' benchmarks set the job"  # what the sentence on switches begins with
+_WORTH_SAYING = 0.005  # of the step
+_WORTH_SAYING_BYTES = GIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSwitch:
+    """A switch of a job, with the job as it is with the switch set."""
+
+    name: str
+    workload: Workload
+
+
+def list_switches(plan: Plan, workload: Workload) -> Iterator[JobSwitch]:
+    """Yield the switches that benchmarks set and the workload of a plan does not."""
+    optimizer = workload.optimizer
+    has_experts = bool(plan.model.moe_layer_count)
+    trainer = workload.trainer
+    if has_experts and workload.routing is not Routing.BALANCED:
+        yield JobSwitch(name="an even load", workload=replace(workload, routing=Routing.BALANCED))
+    if workload.grad_dtype is Dtype.FP32:
+        yield JobSwitch(name="bf16 gradients", workload=replace(workload, grad_dtype=Dtype.BF16))
+    if optimizer.matrix_update is MatrixUpdate.ADAMW and optimizer.moment_dtypes == (
+        Dtype.FP32,
+        Dtype.FP32,
+    ):
+        narrow = replace(optimizer, moment_dtype=Dtype.BF16)
+        yield JobSwitch(name="bf16 moments", workload=replace(workload, optimizer=narrow))
+    if not workload.precision.is_narrow:
+        return
+    if has_experts and trainer.expert_kernels is ExpertKernels.GROUPED:
+        fused = replace(trainer, expert_kernels=ExpertKernels.FUSED)
+        yield JobSwitch(name="fused experts", workload=replace(workload, trainer=fused))
+    if NarrowedProducts.HEAD not in trainer.narrowed:
+        narrowed = replace(trainer, narrowed=(*trainer.narrowed, NarrowedProducts.HEAD))
+        head = f"the head in {workload.precision}"
+        yield JobSwitch(name=head, workload=replace(workload, trainer=narrowed))
+
+
+def explain_switches(plan: Plan) -> tuple[str, ...]:
+    """Say what switches of the job make of a plan's step and peak, in the same layout.
+
+    A switch that moves neither is left out. No vendor's figure is of a CPU.
+    """
+    own = plan.estimate
+    if own.untimed or not plan.hardware.device.kind.is_accelerator:
+        return ()
+    texts: list[str] = []
+    together = plan.workload
+    for switch in list_switches(plan, plan.workload):
+        other = _estimate_under(plan, switch.workload)
+        text = _describe_change(other, own) if other else ""
+        if text:
+            texts.append(f"{switch.name} {text}")
+            together = _set_switch(plan, together, switch.name)
+    if not texts:
+        return ()
+    line = f"{SWITCHES}, in the same layout: {', '.join(texts)}"
+    everything = _estimate_under(plan, together) if len(texts) > 1 else None
+    if everything:
+        speed = format_figures(everything.tokens_per_s_per_device)
+        line += (
+            f"; together {format_seconds(everything.step_s)} a step, {speed} tokens/s a device, "
+            f"a peak of {format_bytes(everything.peak_bytes)}"
+        )
+    return (f"{line}.",)
+
+
+def _set_switch(plan: Plan, workload: Workload, name: str) -> Workload:
+    """Return a workload with the switch of that name set."""
+    return next(item.workload for item in list_switches(plan, workload) if item.name == name)
+
+
+def _estimate_under(plan: Plan, workload: Workload) -> Estimate | None:
+    """Return the estimate of a plan's layout under a workload; None where it is not legal."""
+    try:
+        return estimate(plan.model, workload, plan.hardware, plan.layout)
+    except BadInput:
+        return None
+
+
+def _describe_change(other: Estimate, own: Estimate) -> str:
+    """Say by how much a step and a peak change; "" where neither changes by much."""
+    texts = []
+    change = other.step_s / own.step_s - 1
+    if abs(change) > _WORTH_SAYING:
+        texts.append(f"{change:+.1%}")
+    saved_bytes = own.peak_bytes - other.peak_bytes
+    if abs(saved_bytes) > _WORTH_SAYING_BYTES:
+        sign = "-" if saved_bytes > 0 else "+"
+        texts.append(f"{sign}{format_bytes(abs(saved_bytes))}")
+    return f"({', '.join(texts)})" if texts else ""
