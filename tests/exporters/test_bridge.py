@@ -29,8 +29,9 @@ from moewright.codec import parse_layout
 from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
 from moewright.intake import catalogue
 from moewright.intake.megatron.read import interpret_launch, read_launch
-from moewright.rules.job import Job
+from moewright.rules.job import Job, plan_job
 from moewright.rules.limits.legality import check_legality
+from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import (
     AttentionBackend,
@@ -281,6 +282,29 @@ def test_no_model_that_bridge_registers_is_refused_for_that():
     for name in registered:
         rules = [reason.rule for reason in bridge_refusals(planned("ep1", name=name))]
         assert not any("converts no" in rule for rule in rules)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "allenai/OLMoE-1B-7B-0924",  # norms over all heads
+        "MiniMaxAI/MiniMax-M2",
+        "nvidia/Nemotron-3-Nano-30B-A3B",  # a hybrid
+        "Qwen/Qwen3-Next-80B-A3B",
+        "zai-org/GLM-5",  # an indexer
+    ],
+)
+def test_models_that_bridge_builds_by_its_own_code_start_although_megatron_has_no_flags(name):
+    plan = planned("ep2", name=name)
+    assert megatron_refusals(plan_job(plan), plan.hardware)
+    assert built(plan).model.hf == name
+
+
+def test_hybrids_are_cut_evenly_and_a_kinds_of_router_that_core_lacks_stay_refused():
+    hybrid = planned("ep2,pp2,vpp2", name="nvidia/Nemotron-3-Nano-30B-A3B")
+    assert [reason.field for reason in bridge_refusals(hybrid)] == ["layout.vpp"]
+    grouped = planned("ep2", name="deepseek-ai/DeepSeek-V2")
+    assert "model.moe.router.group_scores" in [reason.field for reason in bridge_refusals(grouped)]
 
 
 def test_a_length_is_always_there_and_whole_graphs_do_not_look_at_their_values():

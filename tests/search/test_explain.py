@@ -1,8 +1,10 @@
 """Sentences on a plan: what they say is what the estimate says."""
 
 import moewright as mw
-from moewright.search.explain import explain_unused
+from moewright.cost.evidence import count_runs_in
+from moewright.search.explain import explain_precision, explain_unused
 from moewright.spec.units import format_seconds
+from moewright.spec.workload import Dtype
 
 
 def test_the_next_step_of_interleaving_and_context_is_said_with_its_own_estimate():
@@ -20,3 +22,14 @@ def test_the_next_step_of_interleaving_and_context_is_said_with_its_own_estimate
     assert "bubble -" in interleaved
     whole = mw.estimate("Qwen3-30B-A3B", "ep8,mbs1,recompute=full", on="16xH100")
     assert [line.split(":")[0] for line in explain_unused(whole)] == ["One step further, cp2"]
+
+
+def test_a_plan_in_16_bits_names_the_fastest_format_that_somebody_ran_on_the_part():
+    plan = mw.estimate("Qwen3-30B-A3B", "ep8,mbs1,recompute=full", on="8xB200")
+    (line,) = explain_precision(plan)
+    name = line.split()[1]
+    assert count_runs_in(Dtype(name), plan.hardware)
+    other = mw.estimate("Qwen3-30B-A3B", plan.layout, on="8xB200", precision=name).estimate
+    assert f"takes {format_seconds(other.step_s)} a step" in line
+    alone = mw.estimate("Qwen3-30B-A3B", "ep8,mbs1,recompute=full", on="16xA100")
+    assert explain_precision(alone) == ()  # it multiplies in no format of 8 bits

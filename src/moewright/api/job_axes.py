@@ -21,7 +21,7 @@ from moewright.api.planning import (
     workload_options,
 )
 from moewright.api.requests import PlanRequest, read_axes, read_plan_request
-from moewright.cost.evidence import read_measured_choices
+from moewright.cost.evidence import count_runs_in
 from moewright.rules.limits.legality import check_precision
 from moewright.rules.limits.trainers import TargetTrainer, job_refusals
 from moewright.search.ranking import bound_s
@@ -179,7 +179,7 @@ def _try_choice(request: PlanRequest, options: SearchOptions) -> JobChoice:
     choice = JobChoice(
         precision=workload.precision,
         global_batch=workload.global_batch,
-        runs=_count_runs(request),
+        runs=count_runs_in(workload.precision, request.hardware),
     )
     rule = RankingRule(fit_probability=options.fit_probability, risk=options.risk)
     try:
@@ -204,13 +204,6 @@ def _try_choice(request: PlanRequest, options: SearchOptions) -> JobChoice:
         bound_s=bound_s(plan.estimate, rule),
         tokens_per_s_per_device=plan.estimate.tokens_per_s_per_device,
     )
-
-
-def _count_runs(request: PlanRequest) -> int:
-    """Count the published runs on the part in the format of a request."""
-    part = f"part={request.hardware.device.name.split()[0]}"
-    precision = f"precision={request.workload.precision.value}"
-    return read_measured_choices().count_runs((part, precision))
 
 
 def _pick(choices: list[JobChoice]) -> JobChoice:

@@ -269,6 +269,12 @@ def count_proofs(job: Job, hardware: Hardware) -> int:
     return alike.count_runs(layout_choices(job.layout, hardware))
 
 
+def count_runs_in(precision: Dtype, hardware: Hardware) -> int:
+    """Count the published runs on a part that multiplied in a format."""
+    part = f"part={hardware.device.name.split()[0]}"
+    return read_measured_choices().count_runs((part, f"precision={precision.value}"))
+
+
 def count_missing(evidence: Evidence) -> tuple[int, int]:
     """Count the choices that no run made, and the pairs that no run made together."""
     pairs = sum(JOIN in name for name in evidence.formula)

@@ -21,10 +21,10 @@ from moewright.families.table import find_family
 from moewright.intake import catalogue
 from moewright.intake.megatron.options import MegatronOption, option_table
 from moewright.rules.job import plan_job
-from moewright.rules.limits.megatron_limits import core_refusals
+from moewright.rules.limits.megatron_limits import core_refusals, provider_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Overlap
-from moewright.spec.model import AttentionKind
+from moewright.spec.model import AttentionKind, RecurrentKind
 from moewright.spec.plan import Plan
 from moewright.spec.quoting import Python
 from moewright.spec.workload import DocumentMasking, Dtype, MatrixUpdate, RouterForce, TrainerSpec
@@ -219,6 +219,8 @@ _TAIL = (
     "    pretrain(config(), forward_step)",
 )
 
+# Their models are stacks of a pattern, which no layout of a pipeline cuts.
+_HYBRID_MIXERS = (RecurrentKind.MAMBA, RecurrentKind.MAMBA2)
 _Field = tuple[str, Python]  # its name and its value
 
 
@@ -252,17 +254,24 @@ def render_bridge_recipe(plan: Plan, files: RunFiles = NO_FILES) -> Python:
 def bridge_refusals(plan: Plan) -> Iterator[Reason]:
     """Yield why Megatron Bridge does not start a plan: what Megatron Core does not train, and more.
 
-    What Megatron-LM has no option for, although its configuration has a field, Bridge can say.
+    What Megatron-LM has no option for, although its configuration has a field, Bridge can say, and
+    it builds the models that it converts by code of its own.
     """
-    yield from core_refusals(plan_job(plan), plan.hardware)
     model = plan.model
+    is_converted = find_family(model.family).architecture in _list_converted()
+    find_refusals = provider_refusals if is_converted else core_refusals
+    yield from find_refusals(plan_job(plan), plan.hardware)
     if "/" not in model.name or model.name not in catalogue.model_names():
         rule = "Megatron Bridge takes models by their Hugging Face name"
         nearest = "Qwen/Qwen3-30B-A3B"
         yield Reason(field="model.name", value=model.name, rule=rule, nearest=nearest)
-    elif find_family(model.family).architecture not in _list_converted():
+    elif not is_converted:
         rule = f"Megatron Bridge converts no {model.family}"
         yield Reason(field="model.name", value=model.name, rule=rule, nearest="--to megatron")
+    is_hybrid = model.recurrent is not None and model.recurrent.kind in _HYBRID_MIXERS
+    if is_hybrid and (plan.layout.stages or plan.layout.vpp > 1):
+        rule = "Megatron Bridge cuts hybrid models evenly, a stage a rank"
+        yield Reason(field="layout.vpp", value=str(plan.layout.vpp), rule=rule, nearest="1")
     yield from _check_library(plan)
     ramp = plan.workload.ramp.ramp_start
     if ramp:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from moewright.codec import format_layout, format_layout_changes, parse_layout
 from moewright.cost.estimate import estimate
+from moewright.cost.evidence import count_runs_in
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality, check_precision
 from moewright.search.ranking import bound_s
@@ -95,7 +96,8 @@ def explain_bound(plan: Plan) -> tuple[str, ...]:
 def explain_precision(plan: Plan) -> tuple[str, ...]:
     """Say what a format of fewer bits makes of the step in the same layout.
 
-    A plan in one stands beside bf16; any other beside the fastest of those that the devices have.
+    A plan in one stands beside bf16; any other beside the fastest of those that somebody ran on the
+    part, else of those that it has.
     """
     precision = plan.workload.precision
     if plan.estimate.untimed:
@@ -112,9 +114,12 @@ def explain_precision(plan: Plan) -> tuple[str, ...]:
     timed = {dtype: other for dtype, other in others.items() if other and not other.untimed}
     if not timed:
         return ()
-    fastest = min(timed, key=lambda dtype: timed[dtype].step_s)
+    runs = {dtype: count_runs_in(dtype, plan.hardware) for dtype in timed}
+    fastest = min(timed, key=lambda dtype: (not runs[dtype], timed[dtype].step_s))
     comparison = _compare(timed[fastest], plan.estimate, plan.rule)
-    return (f"In {fastest} the layout takes {comparison}; --precision any compares formats.",)
+    evidence = "" if runs[fastest] else " (nobody published a run of it on this part)"
+    subject = f"In {fastest}{evidence} the layout takes"
+    return (f"{subject} {comparison}; --precision any compares formats.",)
 
 
 def _estimate_in(plan: Plan, precision: Dtype) -> Estimate | None:

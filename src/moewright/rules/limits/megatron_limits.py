@@ -81,7 +81,19 @@ def megatron_refusals(job: Job, hardware: Hardware) -> tuple[Reason, ...]:
 
 def core_refusals(job: Job, hardware: Hardware) -> tuple[Reason, ...]:
     """Return why Megatron Core does not train a legal layout, whatever options a script has."""
-    return (*_core_limits(job), *broken_rules(job), *_check_libraries(job, hardware))
+    return (
+        *_check_features(job.model),
+        *_check_attention(job.model),
+        *provider_refusals(job, hardware),
+    )
+
+
+def provider_refusals(job: Job, hardware: Hardware) -> tuple[Reason, ...]:
+    """Return why Megatron Core does not train a model whose attention and mixers are built for it.
+
+    Bridge has code of its own for the models that it converts, such as norms over all heads.
+    """
+    return (*_check_parts(job), *broken_rules(job), *_check_libraries(job, hardware))
 
 
 def missing_options(job: Job) -> Iterator[Reason]:
@@ -92,9 +104,14 @@ def missing_options(job: Job) -> Iterator[Reason]:
 
 def _core_limits(job: Job) -> Iterator[Reason]:
     """Yield what no configuration of Megatron Core says."""
-    yield from _check_biases(job.model)
     yield from _check_features(job.model)
     yield from _check_attention(job.model)
+    yield from _check_parts(job)
+
+
+def _check_parts(job: Job) -> Iterator[Reason]:
+    """Yield what is against the biases, the router, the layout and the training of a job."""
+    yield from _check_biases(job.model)
     if job.model.moe is not None:
         yield from _check_router(job.model.moe.router)
     yield from _check_layout(job.layout)
