@@ -102,3 +102,7 @@ def test_what_stops_a_plan_that_no_trainer_starts_is_told() -> None:
     (line,) = describe_trainers((graphs,))
     assert "layout.dispatcher=dedup" in line
     assert line.endswith("--runs-on engine plans what moewright itself trains.")
+    sinks = mw.estimate("gpt-oss-120b", "cp2,pp2,ep8,mbs1,dispatcher=deepep", on="16xB200")
+    (line,) = describe_trainers((sinks,))
+    assert "layout.cp_comm=p2p" in line
+    assert "--runs-on megatron plans what it starts." in line

@@ -68,14 +68,16 @@ def describe_trainers(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def _explain_refusals(plan: Plan) -> str:
-    """Say what stops Megatron-LM, and whether other layouts of the job start in this engine."""
+    """Say what stops Megatron-LM, and which trainers start other layouts of the job."""
     reasons = megatron_refusals(plan_job(plan), plan.hardware)
     reason = min(reasons, key=lambda reason: not reason.field.startswith("hardware"))
     text = f"{reason.rule} ({reason.field}={reason.value})."
     nouns = (plan.model, plan.workload, plan.hardware)
-    if job_refusals(TargetTrainer.ENGINE, *nouns):
-        return text
-    return f"{text} --runs-on engine plans what moewright itself trains."
+    if not job_refusals(TargetTrainer.MEGATRON, *nouns):
+        text += f" --runs-on {TargetTrainer.MEGATRON} plans what it starts."
+    if not job_refusals(TargetTrainer.ENGINE, *nouns):
+        text += f" --runs-on {TargetTrainer.ENGINE} plans what moewright itself trains."
+    return text
 
 
 def engine_refusals(plan: Plan) -> tuple[Reason, ...]:
