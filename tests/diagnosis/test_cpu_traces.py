@@ -42,6 +42,24 @@ def event(name, start, length, *, cat="cpu_op", pid=0, tid=1, **args):
     }
 
 
+def test_a_thread_that_sends_messages_works_too(tmp_path):
+    """Gloo's ranges of messages lie on the thread that asks, those of collectives on its own."""
+    events = [
+        event("ProfilerStep#4", 0, 100, cat="user_annotation"),
+        event("aten::mm", 5, 20),
+        event("wait:pp", 30, 10, cat="user_annotation"),
+        event("c10d::recv_", 31, 1, **{"Concrete Inputs": ["", "", "1", "0"]}),
+        event("gloo:recv", 32, 8),
+        event("aten::mm", 50, 20),
+    ]
+    (tmp_path / "a.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    (capture,) = read_traces(tmp_path / "a.json")
+    assert list(capture.kernels.names).count("aten::mm") == 1
+    assert len(capture.kernels.start_s) == 3
+    (message,) = capture.messages
+    assert (message.is_send, message.peer) == (False, 1)
+
+
 def step(pid=0, late=0.0):
     """Return events of 100 ms.
 

@@ -12,7 +12,8 @@ import sample_traces
 
 from moewright.cli.main import main
 from moewright.diagnosis.traces.kineto import read_traces
-from moewright.diagnosis.traces.what_if_trace import TraceWhatIf, parse_speeds, replay_trace
+from moewright.diagnosis.traces.trace_changes import TraceChange, parse_change
+from moewright.diagnosis.traces.what_if_trace import TraceWhatIf, replay_trace
 from moewright.spec.errors import BadInput
 
 GEMM = "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT"
@@ -44,24 +45,31 @@ class Wait:
 class Device:
     """Runs a program as CUDA does: streams in order, events, and a host ahead of its device."""
 
+    has_graphs: bool = False
+    has_overlap: bool = False
     launches: list[tuple[float, float, float, Launch]] = field(default_factory=list)
     syncs: list[tuple[float, float]] = field(default_factory=list)
     marks: list[tuple[float, float]] = field(default_factory=list)
 
     def run(self, program: list[list[Launch | Wait]], speeds: dict[str, float]) -> float:
         """Return the microseconds of all steps."""
-        host, free, ends = 0.0, {}, []
+        host, free, ends, names = 0.0, {}, [], []
         for step in program:
             begin = host
-            for item in step:
+            for place, item in enumerate(step):
                 if isinstance(item, Wait):
                     until = max(host, ends[item.kernel])
                     self.syncs.append((host, until + 3))
                     host = until + 3
                     continue
-                host += item.host_us / speeds.get("host", 1.0)
+                if not (self.has_graphs and place):
+                    host += item.host_us / speeds.get("host", 1.0)
                 length = item.length_us / speeds.get(PARTS[item.name], 1.0)
-                events = (ends[kernel] for kernel in item.waits)
+                waits = item.waits
+                if self.has_overlap:
+                    waits = tuple(kernel for kernel in waits if names[kernel] != REDUCE)
+                names.append(item.name)
+                events = (ends[kernel] for kernel in waits)
                 start = max(host + 4, free.get(item.stream, 0.0) + 1, *events, 0.0)
                 self.launches.append((host, start, length, item))
                 free[item.stream] = start + length
@@ -73,6 +81,8 @@ class Device:
         events = []
         for key, (launched, start, length, item) in enumerate(self.launches):
             args = {"device": 0, "stream": item.stream, "correlation": key}
+            if item.name == REDUCE:
+                args["Process Group Description"] = "DATA_PARALLEL_GROUP"
             kernel = {"ph": "X", "cat": "kernel", "name": item.name, "pid": 0, "tid": item.stream}
             events.append({**kernel, "ts": start, "dur": length, "args": args})
             call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 9}
@@ -136,8 +146,9 @@ def replay(folder: Path, seed: int, change: str) -> tuple[TraceWhatIf, float]:
     device = Device()
     device.run(program, {})
     (capture,) = read_traces(device.write(folder / f"{seed}.json"))
-    speeds = parse_speeds(change)
-    return replay_trace(capture, speeds), Device().run(program, speeds) / 3e6
+    parsed = parse_change(change)
+    changed = Device(has_graphs=parsed.has_graphs, has_overlap=parsed.has_overlap)
+    return replay_trace(capture, parsed), changed.run(program, dict(parsed.speeds)) / 3e6
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -153,9 +164,52 @@ def test_a_changed_program_lies_between_the_bounds(tmp_path: Path, change: str) 
     assert sum(widths) / len(widths) < 0.25
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_graphs_take_the_launches_away(tmp_path: Path, seed: int) -> None:
+    program = [
+        [item for item in step[:-1] if isinstance(item, Launch)] + step[-1:]
+        for step in draw_program(seed)
+    ]
+    device = Device()
+    device.run(program, {})
+    (capture,) = read_traces(device.write(tmp_path / "trace.json"))
+    answer = replay_trace(capture, parse_change("graphs=on"))
+    changed_s = Device(has_graphs=True).run(program, {}) / 3e6
+    assert answer.low_s <= changed_s * 1.01
+    assert answer.high_s >= changed_s * 0.99
+
+
+def test_graphs_of_steps_that_wait_for_the_device_are_refused(tmp_path: Path) -> None:
+    step = [Launch(GEMM, 7, 100.0, 5.0), Wait(0), Launch(GEMM, 7, 100.0, 5.0), Wait(1)]
+    device = Device()
+    device.run([step], {})
+    (capture,) = read_traces(device.write(tmp_path / "trace.json"))
+    with pytest.raises(BadInput, match="the host waits for the device 1 times within a step"):
+        replay_trace(capture, parse_change("graphs=on"))
+
+
+def test_an_overlapped_exchange_of_gradients_lies_between_the_bounds(tmp_path: Path) -> None:
+    """Sums that products wait for run beside them; the step still ends behind the last of them."""
+    step: list[Launch | Wait] = []
+    for layer in range(6):
+        first = 3 * layer
+        step.append(Launch(GEMM, 7, 200.0, 5.0, (first - 1,) if layer else ()))
+        step.append(Launch(ELEMENTWISE, 7, 20.0, 5.0))
+        step.append(Launch(REDUCE, 24, 90.0, 5.0, (first + 1,)))
+    step.append(Wait(17))
+    device = Device()
+    device.run([step], {})
+    (capture,) = read_traces(device.write(tmp_path / "trace.json"))
+    answer = replay_trace(capture, parse_change("overlap=grad"))
+    changed_s = Device(has_overlap=True).run([step], {}) / 1e6
+    assert changed_s < 0.8 * answer.measured_s
+    assert answer.low_s == pytest.approx(changed_s, rel=0.01)
+    assert answer.high_s == pytest.approx(answer.measured_s, rel=0.01)
+
+
 def test_a_sample_is_replayed_as_it_is(tmp_path: Path) -> None:
     (capture,) = read_traces(sample_traces.kineto(tmp_path / "trace.json"))
-    answer = replay_trace(capture, {})
+    answer = replay_trace(capture, TraceChange())
     assert answer.measured_s == pytest.approx(0.1, rel=0.02)
     assert answer.replayed_s == pytest.approx(answer.measured_s, rel=0.001)
     assert answer.low_s == pytest.approx(answer.high_s)
@@ -182,22 +236,27 @@ def test_operations_of_a_cpu_shorten_its_step(tmp_path: Path) -> None:
     path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
     (capture,) = read_traces(path)
     for change, expected_us in (("gemm=2x", 140), ("host=2x", 190), ("gemm=2x,host=2x", 110)):
-        answer = replay_trace(capture, parse_speeds(change))
+        answer = replay_trace(capture, parse_change(change))
         assert answer.replayed_s == pytest.approx(220e-6)
         assert answer.low_s == answer.high_s == pytest.approx(expected_us * 1e-6)
 
 
 def test_what_a_trace_does_not_carry_is_refused() -> None:
-    assert parse_speeds("gemm=2x, host=inf") == {"gemm": 2.0, "host": float("inf")}
+    change = parse_change("gemm=2x, host=inf, graphs=on, ep=4")
+    assert change.speeds == {"gemm": 2.0, "host": float("inf")}
+    assert (change.has_graphs, change.ep, change.schedule) == (True, 4, "")
     for text, message in (
-        ("ep=2x", "is not carried by a trace of one rank"),
+        ("tp=2", "is not carried by a trace"),
+        ("ep=2x", "must be a degree of expert parallelism; nearest legal value: ep=4"),
+        ("graphs=attn", "nearest legal value: graphs=on"),
+        ("schedule=zbh1", "nearest legal value: zb-h1"),
         ("gem=2x", "nearest legal value: gemm"),
         ("gemm", "must say how many times as fast it is; nearest legal value: gemm=2x"),
         ("gemm=0x", "must say how many times"),
         ("gemm=-1", "must say how many times"),
     ):
         with pytest.raises(BadInput, match=message):
-            parse_speeds(text)
+            parse_change(text)
 
 
 def test_the_command_line_says_both_bounds(

@@ -13,16 +13,20 @@ from moewright.api.diagnosing import (
     read_captures,
     read_run,
 )
-from moewright.codec.run_files import TRACE_FOLDER
+from moewright.codec import read_json
+from moewright.codec.run_files import PLAN_FILE, TRACE_FOLDER
 from moewright.diagnosis.run_comparison import RunComparison, compare_with_published
 from moewright.diagnosis.traces.megatron_log import read_log
+from moewright.diagnosis.traces.rank_replay import can_replay_ranks
+from moewright.diagnosis.traces.run_what_if import replay_run
 from moewright.diagnosis.traces.step_details import (
     ChangeLevel,
     StepChange,
     compare_traces,
     list_changes,
 )
-from moewright.diagnosis.traces.what_if_trace import TraceWhatIf, parse_speeds, replay_trace
+from moewright.diagnosis.traces.trace_changes import parse_change
+from moewright.diagnosis.traces.what_if_trace import TraceWhatIf, replay_trace
 from moewright.rules.steady_steps import median_phase_seconds, median_step_s
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
@@ -173,12 +177,17 @@ class TraceReplays(Record):
 
 
 def what_if(path: Path | str, change: str) -> TraceReplays:
-    """Say what a step of a trace would take if parts of it were faster, between two bounds.
+    """Say what a step of a trace would take under a change, between two bounds.
+
+    The ranks of a run of this engine on CPUs are replayed together, so that a faster one is waited
+    for less; other traces one by one.
 
     Args:
         path: a trace of the PyTorch profiler, an Nsight Systems export, a folder of them, or the
             folder of a run with traces.
-        change: parts with how many times as fast they are, "gemm=2x,network=1.5x,host=inf".
+        change: parts with how many times as fast they are ("gemm=2x,network=1.5x,host=inf");
+            "graphs=on", "overlap=grad"; of a run with the traces of all ranks also another degree
+            of expert parallelism ("ep=4") or another schedule ("schedule=1f1b").
 
     Raises:
         BadInput: there is no trace, it marks no steps, or it does not carry the change.
@@ -188,14 +197,18 @@ def what_if(path: Path | str, change: str) -> TraceReplays:
         >>> mw.what_if.__name__  # docs/how_to/diagnose.md has an answer
         'what_if'
     """
-    speeds = parse_speeds(change)
+    parsed = parse_change(change)
     folder = Path(path)
+    plan: Plan | None = None
     if is_engine_run(folder) and (folder / TRACE_FOLDER).is_dir():
+        plan = read_json(Plan, folder / PLAN_FILE)
         folder = folder / TRACE_FOLDER
     if not folder.exists() or is_engine_run(folder) or not is_trace(folder):
         rule = "needs a trace: a log and the record of a run have no times of kernels"
         raise BadInput(Reason(field="--what-if", value=change[:40], rule=rule))
     captures = read_captures(folder)
+    if plan is not None and can_replay_ranks(captures, plan.layout):
+        return TraceReplays(change=change, replays=(replay_run(captures, plan, parsed),))
     return TraceReplays(
-        change=change, replays=tuple(replay_trace(capture, speeds) for capture in captures)
+        change=change, replays=tuple(replay_trace(capture, parsed) for capture in captures)
     )

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from moewright.api.launch_scripts import read_flags, read_logged_flags
 from moewright.api.planning import estimate_request
 from moewright.codec import PLAN_FILE, STEPS_FILE, read_json
+from moewright.diagnosis.rank_records import RECORDS, measure_imbalance, read_rank_records
 from moewright.diagnosis.run_watch import (
     Alarm,
     LoggedFacts,
@@ -38,6 +39,7 @@ from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
 
 _TIMED_STEPS = 60  # on either side of a change whose timers are compared
+_RECORDS_FOLDER = "records"  # of the step recorder, beside a log
 _WEBHOOK_S = 10.0
 _PIECE_BYTES = 1 << 20
 _MEMORY_BYTES = 1 << 20  # at the end of a log, in which the newest report of memory is looked for
@@ -93,6 +95,9 @@ class LogWatcher:
         total = self._series.total
         if not total and self._plan is not None:
             total = self._plan.workload.steps
+        ranks = read_rank_records(self._path.parent / _RECORDS_FOLDER)
+        if self._path.match(RECORDS):
+            ranks = read_rank_records(self._path.parent)
         watch = watch_steps(
             str(self._path),
             self._series.trainer,
@@ -101,6 +106,13 @@ class LogWatcher:
             self._plan,
             total=total,
             has_rates=self._series.has_rates,
+        )
+        ep = 0 if self._plan is None else self._plan.layout.ep
+        watch = replace(
+            watch,
+            ranks=ranks,
+            imbalance=measure_imbalance(ranks, ep),
+            peak_bytes=max(watch.peak_bytes, *(rank.peak_bytes for rank in ranks), 0),
         )
         return raise_alarms(self._name_parts(watch, steps), steps)
 
@@ -147,6 +159,9 @@ def _find_log(path: Path) -> Path:
         return path
     if (path / STEPS_FILE).is_file():
         return path / STEPS_FILE
+    recorded = sorted(path.glob(RECORDS))
+    if recorded:
+        return recorded[0]
     names = ("*.log", "*.out", "*.txt", EVENT_FILES)
     logs = [file for name in names for file in path.glob(name)]
     if not logs:
@@ -196,8 +211,8 @@ def watch(
 
     Args:
         log: a console log of Megatron-LM, Megatron Bridge, NeMo or torchtitan; the folder of a run
-            of this engine; an event file of TensorBoard; or a folder with logs or event files, of
-            which the newest is taken.
+            of this engine; an event file of TensorBoard; the folder of a step recorder; or a folder
+            with logs or event files, of which the newest is taken.
         plan: a plan.json or a job .toml, which says what is expected.
         script: the launch script, in place of a plan.
         model: the model, beside `on` and `layout`, in place of a plan.

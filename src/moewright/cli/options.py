@@ -386,7 +386,8 @@ class DiagnosisOutputs(AnswerOptions):
     what_if
         Of a trace: say what a step would take if parts were faster, such as
         "gemm=2x,network=1.5x,host=inf"; parts are gemm, grouped_gemm, attention, other, copy,
-        network and host.
+        network and host. Or with graphs=on, overlap=grad; of a run with the traces of all ranks
+        also ep=4, schedule=1f1b.
     """
 
     json: JsonOption = None
@@ -432,6 +433,8 @@ class WatchOptions(AnswerOptions):
         Seconds between two looks at the log.
     patience
         End when no step has come for so many seconds; 0: wait for ever.
+    live
+        Draw the state over itself while the log grows, on a terminal.
     webhook
         Post each alarm to this address as JSON, with the `text` that Slack and others show.
     json
@@ -443,6 +446,7 @@ class WatchOptions(AnswerOptions):
     once: Flag = False
     interval: float = 10.0
     patience: float = 0.0
+    live: Flag = False
     webhook: str = ""
     json: JsonOption = None
 

@@ -48,8 +48,8 @@ def watch(
     ----------
     log
         A console log of Megatron-LM, Megatron Bridge, NeMo or torchtitan, "-" for standard input; a
-        run folder of this engine; or a folder of logs or of TensorBoard's event files, of which
-        the newest is taken.
+        run folder of this engine; the folder of a step recorder; or a folder of logs or of
+        TensorBoard's event files, of which the newest is taken.
     plan
         A plan.json or a job .toml: what is expected.
     script
@@ -93,10 +93,12 @@ def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread
     from moewright.api.watching import post_alarm
     from moewright.report.document_text import print_document
     from moewright.report.watch_document import build_watch_document
+    from moewright.report.watch_panel import WatchPanel
 
     told: set[tuple[str, int]] = set()
     shown: RunWatch | None = None
     console = open_console(watching.json)
+    panel = WatchPanel(console) if watching.live and console.is_terminal else None
     try:
         for shown in _look(watcher, watching, reader):
             for alarm in shown.alarms:
@@ -105,17 +107,22 @@ def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread
                 if key in told:
                     continue
                 told.add(key)
-                if not watching.once:
+                if not watching.once and panel is None:
                     console.print(f"{alarm.kind}: {alarm.text}", soft_wrap=True, markup=False)
                 if watching.webhook and (
                     failure := post_alarm(watching.webhook, alarm, shown.source)
                 ):
                     print(f"moewright: {failure}", file=sys.stderr)
-            if not watching.once and sys.stdout.isatty() and watching.json != STANDARD_OUTPUT:
+            if panel is not None:
+                panel.draw(shown)
+            elif not watching.once and sys.stdout.isatty() and watching.json != STANDARD_OUTPUT:
                 console.print(shown.title(), soft_wrap=True, markup=False)
     except KeyboardInterrupt:  # it is how a watch ends
         if shown is None:
             raise
+    finally:
+        if panel is not None:
+            panel.close()
     assert shown is not None
     document = build_watch_document(shown)
     with write_answer(

@@ -19,6 +19,7 @@ from moewright.diagnosis.change_points import (
     find_least_shift,
     find_recurrences,
 )
+from moewright.diagnosis.rank_records import RankRecord, find_stragglers, is_hot
 from moewright.diagnosis.thresholds import MEMORY_SHARE
 from moewright.diagnosis.traces.megatron_log import MemoryReport
 from moewright.diagnosis.traces.megatron_timers import TimerBlock, median_timers
@@ -28,6 +29,7 @@ from moewright.spec.record import Record, Row
 from moewright.spec.units import format_bytes, format_seconds
 
 _LATEST = 50  # steps, of which the speed now is the median
+_RECENT = 400  # steps that a view draws
 _LOSS_WINDOW = 100  # steps of each of the two windows that a rising loss is seen in
 _LOSS_RISE = 0.05  # of the loss, and beyond its noise
 _LOSS_SURE = 4.0  # deviations of the medians' difference
@@ -50,6 +52,8 @@ class AlarmKind(StrEnum):
     SLOW = "slow"  # beyond the plan's interval
     LOSS = "loss"
     MEMORY = "memory"
+    STRAGGLER = "straggler"
+    IMBALANCE = "imbalance"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +94,8 @@ class RunWatch(Record):
     `predicted_s` and `band_s` are the plan's step with the interval of 95 %, zeros without a plan.
     `least_shift` is the least change of the level that is found within 50 steps, as a share;
     infinite where the steps are too noisy for any. `days_left` is 0 where the length is not known.
+    `ranks` are what the step recorder wrote, and `imbalance` the rows of the hottest expert rank
+    over the mean, 0 where nobody counted; `recent_s` are the latest steps.
     """
 
     source: str
@@ -110,6 +116,9 @@ class RunWatch(Record):
     capacity_bytes: int
     days_left: float
     alarms: tuple[Alarm, ...]
+    ranks: tuple[RankRecord, ...] = ()
+    imbalance: float = 0.0
+    recent_s: tuple[float, ...] = ()
 
     def title(self) -> str:
         """Return the step, the speed, and how many alarms there are."""
@@ -181,6 +190,7 @@ def watch_steps(
         capacity_bytes=0 if plan is None else plan.estimate.capacity_bytes,
         days_left=days_left,
         alarms=(),
+        recent_s=tuple(steps_s[-_RECENT:].tolist()),
     )
 
 
@@ -252,6 +262,11 @@ def _list_alarms(watch: RunWatch) -> Iterator[Alarm]:
             f"{format_bytes(watch.capacity_bytes)}"
         )
         yield Alarm(kind=AlarmKind.MEMORY, step=watch.latest, text=text)
+    for _, sentence in find_stragglers(watch.ranks):
+        yield Alarm(kind=AlarmKind.STRAGGLER, step=watch.latest, text=sentence)
+    if is_hot(watch.imbalance):
+        text = f"the hottest expert rank has {watch.imbalance:.2f} times the mean rows"
+        yield Alarm(kind=AlarmKind.IMBALANCE, step=watch.latest, text=text)
 
 
 def describe_change(change: WatchedChange) -> str:

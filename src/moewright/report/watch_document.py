@@ -11,7 +11,6 @@ from moewright.report.document import (
     DocumentSection,
     Face,
     ItemList,
-    Line,
     Phrase,
     Table,
     Tone,
@@ -29,7 +28,7 @@ def build_watch_document(watch: RunWatch) -> Document:
     tone = Tone.BAD if watch.alarms else Tone.GOOD
     heading = watch.title()
     changes = tuple(map(describe_change, watch.changes))
-    sections = [DocumentSection(facts=tuple(_list_facts(watch)))]
+    sections = [DocumentSection(facts=tuple(list_facts(watch)))]
     if watch.alarms:
         alarms = tuple(
             (Phrase(text=f"{alarm.kind}: ", tone=tone, face=Face.STRONG), alarm.text)
@@ -47,7 +46,8 @@ def build_watch_document(watch: RunWatch) -> Document:
     return Document(subject=watch.source, heading=heading, sections=tuple(sections))
 
 
-def _list_facts(watch: RunWatch) -> Iterator[tuple[str, Line]]:
+def list_facts(watch: RunWatch) -> Iterator[tuple[str, str]]:
+    """Yield what is known of a run: its names and a sentence each."""
     of = f" of {watch.total:,}" if watch.total else ""
     yield "trainer", watch.trainer
     yield "step", f"{watch.latest:,}{of}, {watch.steps:,} read"
@@ -71,6 +71,19 @@ def _list_facts(watch: RunWatch) -> Iterator[tuple[str, Line]]:
         yield "memory", f"{format_bytes(watch.peak_bytes)} on the fullest device{expected}"
     if watch.days_left:
         yield "left", f"{watch.days_left:.2f} days at the pace of the latest 500 steps"
+    if watch.ranks:
+        probed = [rank for rank in watch.ranks if rank.probe_s]
+        text = f"{len(watch.ranks):,} recorded"
+        if probed:
+            slowest = max(probed, key=lambda rank: rank.probe_s)
+            fastest = min(rank.probe_s for rank in probed)
+            text += (
+                f"; the slowest device (rank {slowest.rank}) takes "
+                f"{slowest.probe_s / fastest:.2f} of the fastest's time"
+            )
+        yield "ranks", text
+    if watch.imbalance:
+        yield "experts", f"the hottest rank has {watch.imbalance:.2f} times the mean rows"
     yield "sees", describe_least_shift(watch.least_shift)
 
 

@@ -12,6 +12,7 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
+from moewright.spec.frames import build_frame, draw_bars
 from moewright.spec.quoting import Html
 
 Row = Mapping[str, object]
@@ -39,6 +40,25 @@ class Record:
             for name, value in list_changed_fields(self)
             if not isinstance(value, tuple | Mapping) and not is_dataclass(value)
         ]
+
+    def to_frame(self, library: str = "") -> Any:
+        """Return the table as a frame of pandas or polars; of the one installed when not given.
+
+        Raises:
+            BadInput: it is not installed.
+        """
+        return build_frame(self.to_rows(), library)
+
+    def plot(self, column: str = "", library: str = "") -> Any:
+        """Draw a column of the table as bars; the first one with numbers when not given.
+
+        Return the axes of matplotlib or the figure of plotly.
+
+        Raises:
+            BadInput: neither is installed, or the column has no numbers.
+        """
+        title = self.title().splitlines()[0]
+        return draw_bars(self.to_rows(), title=title, column=column, library=library)
 
     def title(self) -> str:
         """Return the line above the table."""

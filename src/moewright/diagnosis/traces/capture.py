@@ -147,6 +147,15 @@ def build_host_ranges(rows: Iterable[tuple[str, float, float]]) -> HostRanges:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """A message that a rank of a CPU's program began to send, or has received, at a time."""
+
+    is_send: bool
+    peer: int  # its place in the group
+    moment_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
     """A record of one rank's device and host.
 
@@ -171,6 +180,7 @@ class Capture:
     grouped_rows: GroupedRows | None = None
     host_ranges: HostRanges | None = None  # None: the tool records none
     trainer_marks: tuple[TrainerMark, ...] = ()
+    messages: tuple[Message, ...] = ()
     notes: tuple[str, ...] = ()
 
 

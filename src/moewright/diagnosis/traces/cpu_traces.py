@@ -22,6 +22,7 @@ from moewright.diagnosis.traces.capture import (
     KernelKind,
     KernelRow,
     KernelTableBuilder,
+    Message,
     collective_in_name,
     kernel_kind,
 )
@@ -43,6 +44,10 @@ from moewright.diagnosis.traces.kineto_events import (
 from moewright.spec.run import WAIT_RANGE_PREFIX
 
 _GLOO = "gloo:"
+_SEND = "c10d::send"
+_RECEIVE = "c10d::recv_"
+_GLOO_RECEIVE = "gloo:recv"
+_GLOO_MESSAGES = ("gloo:send", _GLOO_RECEIVE)
 # Launches of collectives: no work of their own.
 _CALL = re.compile(r"^c10d::|^record_param_comms|^gloo:")
 _LIBRARY = re.compile(r"^(?!autograd::|moewright::)\w+::")
@@ -149,6 +154,7 @@ def _build_capture(
         gc_pauses=to_intervals(host.gc_pauses),
         host_ranges=host.launching_ranges,
         trainer_marks=find_trainer_marks(host.names, builder.channels),
+        messages=tuple(_messages(events)),
         notes=(_NOTE,),
     )
 
@@ -164,7 +170,12 @@ def _operations(events: Sequence[_Event]) -> Iterator[tuple[_Event, KernelKind]]
     Functions, the engine's own), whose time includes the interpreter's, and operations that only
     lead to a matrix product or to attention.
     """
-    gloo_threads = {event.get("tid") for event in events if event["name"].startswith(_GLOO)}
+    gloo_threads = {
+        event.get("tid")
+        for event in events
+        # Messages are sent and received by the thread that asks; collectives have their own.
+        if event["name"].startswith(_GLOO) and event["name"] not in _GLOO_MESSAGES
+    }
     threads: dict[Any, list[_Event]] = defaultdict(list)
     for event in events:
         is_compute = event["cat"] == "cpu_op" and not _CALL.match(event["name"])
@@ -229,6 +240,27 @@ def _communication(
         if event["name"].startswith(_GLOO):
             op = collective_in_name(event["name"].removeprefix(_GLOO))
             yield event, CommChannel(op=op, ranks=ranks, size=len(ranks), kernel=event["name"])
+
+
+def _messages(events: Iterable[_Event]) -> Iterator[Message]:
+    """Yield the messages between two ranks: when a send began, and when what was received came.
+
+    The range of gloo's that follows a call to receive lasts until the message is there.
+    """
+    pending: list[int] = []
+    for event in sorted(events, key=lambda event: event["start"]):
+        name = event["name"]
+        if name in (_SEND, _RECEIVE):
+            try:
+                peer = to_int(event["args"]["Concrete Inputs"][2])
+            except (KeyError, IndexError, TypeError):
+                continue
+            if name == _SEND:
+                yield Message(is_send=True, peer=peer, moment_s=event["start"])
+            else:
+                pending.append(peer)
+        elif name == _GLOO_RECEIVE and pending:
+            yield Message(is_send=False, peer=pending.pop(0), moment_s=event["end"])
 
 
 def _ranks_of_only_group(metadata: Mapping[str, Any]) -> tuple[int, ...]:

@@ -239,6 +239,14 @@ def _parse_engine(line: bytes) -> StepLine | None:
         return None
 
 
+def _parse_recorder(line: bytes) -> StepLine | None:
+    try:
+        record = json.loads(line)
+        return StepLine(number=record["recorded_step"], step_s=record["step_s"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def _to_float(text: bytes) -> float:
     try:
         return float(text.replace(b",", b""))
@@ -252,6 +260,7 @@ _DIALECTS: tuple[tuple[str, bytes, Callable[[bytes], StepLine | None]], ...] = (
     ("NeMo", b"train_step_timing in s", _parse_nemo),
     ("torchtitan", b"tps: ", _parse_torchtitan),
     ("moewright", b'"kind": "step"', _parse_engine),
+    ("the step recorder", b'"recorded_step": ', _parse_recorder),
 )
 
 

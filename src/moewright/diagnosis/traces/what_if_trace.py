@@ -10,7 +10,6 @@ nothing changes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isfinite
@@ -18,29 +17,15 @@ from math import inf, isfinite
 import numpy as np
 
 from moewright.diagnosis.traces.capture import Capture, KernelKind, KernelTable
+from moewright.diagnosis.traces.comm_classes import CommClass, classify_channels
+from moewright.diagnosis.traces.trace_changes import HOST, NETWORK, TraceChange
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.names import closest_match
+from moewright.spec.hardware import Collective
 from moewright.spec.record import Record, Row
 
-HOST = "host"
-NETWORK = "network"
+ALL_RANKS = -1  # as the rank of an answer: all ranks were replayed together
 _SHOWN_S = 6e-6  # after the end of another stream's kernel, a start shows that it waited for that
 _CLOCK_S = 1e-9  # of traces
-_SPEED = re.compile(r"(\d+(?:\.\d+)?|inf)x?")
-# What a trace of one rank does not hold: other shapes, other orders, other ranks.
-_UNCARRIED = (
-    "tp",
-    "ep",
-    "pp",
-    "vpp",
-    "cp",
-    "dp",
-    "mbs",
-    "schedule",
-    "zero",
-    "overlap",
-    "recompute",
-)
 _KINDS = tuple(KernelKind)
 
 
@@ -48,11 +33,13 @@ _KINDS = tuple(KernelKind)
 class TraceWhatIf(Record):
     """The seconds of a step under a change, between two bounds, beside those that were measured.
 
-    `replayed_s` is the step of the unchanged graph; `speeds` say how many times as fast a part is.
+    `replayed_s` is the step of the unchanged graph; `change` is in words, and `speeds` say how many
+    times as fast a part is.
     """
 
     rank: int
     steps: int
+    change: str
     speeds: Mapping[str, float]
     measured_s: float
     replayed_s: float
@@ -61,8 +48,7 @@ class TraceWhatIf(Record):
 
     def title(self) -> str:
         """Return the change."""
-        parts = (f"{name} {speed:g} x as fast" for name, speed in self.speeds.items())
-        return ", ".join(parts)
+        return self.change
 
     def to_rows(self) -> list[Row]:
         """Return one row."""
@@ -77,56 +63,35 @@ class TraceWhatIf(Record):
         ]
 
 
-def parse_speeds(text: str) -> dict[str, float]:
-    """Return how many times as fast parts are: of "gemm=2x,network=1.5x,host=inf".
+def replay_trace(capture: Capture, change: TraceChange) -> TraceWhatIf:
+    """Replay the steps of a capture, unchanged and changed.
 
     Raises:
-        BadInput: it names what a trace does not hold, or no speed.
-    """
-    names = (*(kind.value for kind in KernelKind if kind is not KernelKind.COMMUNICATION),)
-    legal = (*names, NETWORK, HOST)
-    speeds = {}
-    for part in text.split(","):
-        name, _, value = (side.strip() for side in part.partition("="))
-        if name in _UNCARRIED:
-            rule = "is not carried by a trace of one rank: other shapes, orders or ranks ran in it"
-            nearest = "moewright plan, or a trace of such a run"
-            raise BadInput(Reason(field=f"--what-if {name}", rule=rule, nearest=nearest))
-        if name not in legal:
-            rule = f"must be one of {', '.join(legal)}"
-            nearest = closest_match(name, list(legal))
-            raise BadInput(Reason(field=f"--what-if {name[:40]}", rule=rule, nearest=nearest))
-        match = _SPEED.fullmatch(value)
-        if match is None or not float(match[1]) > 0:
-            rule = "must say how many times as fast it is"
-            reason = Reason(
-                field=f"--what-if {name}", value=value[:40], rule=rule, nearest=f"{name}=2x"
-            )
-            raise BadInput(reason)
-        speeds[name] = float(match[1])
-    return speeds
-
-
-def replay_trace(capture: Capture, speeds: Mapping[str, float]) -> TraceWhatIf:
-    """Replay the steps of a capture, unchanged and with parts that are faster.
-
-    Raises:
-        BadInput: the trace marks no steps, or has no kernels in them.
+        BadInput: the trace marks no steps, or has no kernels in them, or it does not hold what the
+            change needs.
     """
     if not capture.steps:
         rule = "marks no steps (ProfilerStep), without which nothing is replayed"
         nearest = "prof.step() after each step"
         raise BadInput(Reason(field=str(capture.path), rule=rule, nearest=nearest))
+    for name, value in (("ep", change.ep), ("schedule", change.schedule)):
+        if value:
+            rule = "needs the traces of all ranks of a run of this engine, beside its plan.json"
+            nearest = f"moewright plan --layout {name}={value}"
+            raise BadInput(Reason(field=f"--what-if {name}", rule=rule, nearest=nearest))
     graph = _Graph(capture)
+    if change.has_graphs:
+        graph.check_captured(str(capture.path))
     count = len(capture.steps)
     return TraceWhatIf(
         rank=capture.rank,
         steps=count,
-        speeds=dict(speeds),
+        change=change.title(),
+        speeds=dict(change.speeds),
         measured_s=graph.measured_s / count,
-        replayed_s=graph.replay({}, waits_for_all=False) / count,
-        low_s=graph.replay(speeds, waits_for_all=False) / count,
-        high_s=graph.replay(speeds, waits_for_all=True) / count,
+        replayed_s=graph.replay(TraceChange(), waits_for_all=False) / count,
+        low_s=graph.replay(change, waits_for_all=False) / count,
+        high_s=graph.replay(replace(change, has_overlap=False), waits_for_all=True) / count,
     )
 
 
@@ -145,6 +110,8 @@ class _Graph:
             table = replace(table, launched_s=np.full(len(table.start_s), np.nan))
         self._table = table
         self._first_s = first_s
+        self._steps = capture.steps
+        self._capture = capture
         self._mark_s = last_s
         self._last_s = max(last_s, float(table.end_s.max()))
         self._syncs = [(float(a), float(b)) for a, b in capture.syncs if first_s <= a < last_s]
@@ -166,17 +133,48 @@ class _Graph:
             return -1
         return int(np.flatnonzero(mask)[np.argmax(table.end_s[mask])])
 
-    def replay(self, speeds: Mapping[str, float], *, waits_for_all: bool) -> float:
+    def check_captured(self, path: str) -> None:
+        """Refuse graphs of steps inside of which the host waits for the device."""
+        for begin_s, end_s in self._captured_spans():
+            waits = [sync for sync in self._syncs if begin_s <= sync[0] < end_s]
+            if waits:
+                rule = (
+                    f"is not carried: the host waits for the device {len(waits)} times within a "
+                    "step, which no graph can hold"
+                )
+                nearest = "host=inf, or a trace of static shapes"
+                reason = Reason(field=f"--what-if graphs of {path}", rule=rule, nearest=nearest)
+                raise BadInput(reason)
+
+    def _captured_spans(self) -> list[tuple[float, float]]:
+        """Return the time from the first launch of each step to its last.
+
+        Where nothing is launched, as on a CPU, that from its first operation to its last.
+        """
+        launched_s = self._table.launched_s
+        if not self._launches:
+            launched_s = self._table.start_s
+        spans = []
+        for begin_s, end_s in self._steps:
+            inside = launched_s[(launched_s >= begin_s) & (launched_s < end_s)]
+            if len(inside):
+                spans.append((float(inside.min()), float(inside.max())))
+        return spans
+
+    def replay(self, change: TraceChange, *, waits_for_all: bool) -> float:
         """Return the seconds of the steps; what a kernel waits for is as its start shows, or all.
 
         Events are taken in the order in which they were, so that all that one depends on is known.
         """
         table = self._table
+        speeds = change.speeds
         lengths_s = self._scale_lengths(speeds)
         host_speed = speeds.get(HOST, 1.0)
         starts_s = np.zeros(len(lengths_s))
         ends_s = np.zeros(len(lengths_s))
-        host = _Host(self._first_s, self._syncs, host_speed)
+        captured = self._captured_spans() if change.has_graphs else []
+        host = _Host(self._first_s, self._syncs, host_speed, captured)
+        aside = self._find_reductions() if change.has_overlap else frozenset[int]()
         launch = 0
         for kernel in range(len(lengths_s)):
             while (
@@ -194,10 +192,13 @@ class _Graph:
                 waits.append(self._before[kernel])
             for other in waits:
                 was_s = max(was_s, float(table.end_s[other]))
-                ready_s = max(ready_s, ends_s[other])
+                if kernel in aside or other not in aside:
+                    ready_s = max(ready_s, ends_s[other])
             lag_s = max(0.0, float(table.start_s[kernel]) - was_s)
             if not is_launched:  # what the thread did between two operations
                 lag_s /= host_speed
+                if any(begin < table.start_s[kernel] <= end for begin, end in captured):
+                    lag_s = 0.0
             starts_s[kernel] = ready_s + lag_s
             ends_s[kernel] = starts_s[kernel] + lengths_s[kernel]
         if self._launches:
@@ -206,6 +207,23 @@ class _Graph:
             idle_s = max(0.0, self._mark_s - float(table.end_s.max()))
             end_s = float(ends_s.max()) + idle_s / host_speed
         return max(float(ends_s.max()), end_s) - self._first_s
+
+    def _find_reductions(self) -> frozenset[int]:
+        """Return the kernels that exchange gradients: nothing waits for them but the step's end."""
+        table = self._table
+        is_reduction = [
+            channel.op in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+            and told.comm is CommClass.DP
+            for channel, told in zip(
+                self._capture.channels, classify_channels(self._capture, None), strict=True
+            )
+        ]
+        if not any(is_reduction):
+            rule = "is not carried: no exchange is known to be that of gradients"
+            nearest = "network=inf"
+            raise BadInput(Reason(field="--what-if overlap", rule=rule, nearest=nearest))
+        known = np.array([*is_reduction, False], dtype=bool)[table.channel_index]
+        return frozenset(np.flatnonzero(known).tolist())
 
     def _scale_lengths(self, speeds: Mapping[str, float]) -> np.ndarray:
         lengths_s = self._table.end_s - self._table.start_s
@@ -220,12 +238,19 @@ class _Graph:
 class _Host:
     """The host's clock: it runs between launches, and waits where it synchronised."""
 
-    def __init__(self, first_s: float, syncs: list[tuple[float, float]], speed: float) -> None:
+    def __init__(
+        self,
+        first_s: float,
+        syncs: list[tuple[float, float]],
+        speed: float,
+        captured: list[tuple[float, float]],
+    ) -> None:
         self._was_s = first_s
         self._now_s = first_s
         self._syncs = syncs
         self._next = 0
         self._speed = speed
+        self._captured = captured  # spans in which a graph launches, and the host nothing
 
     def go_to(
         self, moment_s: float, ends_s: np.ndarray, old_ends_s: np.ndarray, awaited: list[int]
@@ -248,7 +273,11 @@ class _Host:
         return self._now_s
 
     def _run_to(self, moment_s: float) -> None:
-        self._now_s += max(0.0, moment_s - self._was_s) / self._speed
+        free_s = sum(
+            max(0.0, min(moment_s, end_s) - max(self._was_s, begin_s))
+            for begin_s, end_s in self._captured
+        )
+        self._now_s += max(0.0, moment_s - self._was_s - free_s) / self._speed
         self._was_s = max(self._was_s, moment_s)
 
 

@@ -1,0 +1,70 @@
+"""Records as frames and charts of the libraries that are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import pytest
+
+from moewright.spec import frames
+from moewright.spec.errors import BadInput
+from moewright.spec.record import Record, Row
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Sample(Record):
+    """A record of three rows, one of which lacks a value."""
+
+    def to_rows(self) -> list[Row]:
+        return [
+            {"name": "a", "step_s": 1.5, "colour": Colour.RED, "parts": (1, 2)},
+            {"name": "b", "step_s": None, "colour": Colour.RED},
+            {"name": "c", "step_s": 2.5, "colour": Colour.RED, "fits": True},
+        ]
+
+
+@pytest.mark.parametrize("library", frames.FRAMES)
+def test_a_frame_has_the_values_of_the_rows(library: str) -> None:
+    module = pytest.importorskip(library)
+    frame = Sample().to_frame(library)
+    assert isinstance(frame, module.DataFrame)
+    assert list(frame.columns) == ["name", "step_s", "colour", "parts", "fits"]
+    assert list(frame["name"]) == ["a", "b", "c"]
+    assert frame["step_s"].sum() == 4.0
+    assert next(iter(frame["parts"])) == "1+2"
+
+
+@pytest.mark.parametrize("library", frames.CHARTS)
+def test_a_chart_has_a_bar_for_each_row(library: str) -> None:
+    pytest.importorskip(library)
+    if library == "matplotlib":
+        importlib.import_module("matplotlib").use("Agg")
+    chart = Sample().plot(library=library)
+    bars: Any = chart.patches if library == "matplotlib" else chart.data[0].x
+    assert len(bars) == 3
+
+
+def test_what_is_not_installed_or_has_no_numbers_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(BadInput, match="nearest legal value: pandas"):
+        Sample().to_frame("dask")
+    monkeypatch.setattr(frames, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="pandas or polars, which is not installed"):
+        Sample().to_frame()
+    monkeypatch.setattr(frames, "find_spec", lambda name: name)
+    with pytest.raises(BadInput, match="nearest legal value: step_s"):
+        Sample().plot("colour")
+
+
+def test_columns_are_plain_values() -> None:
+    columns = frames.build_columns(Sample().to_rows())
+    assert columns["colour"] == ["red"] * 3
+    assert columns["fits"] == [None, None, True]
