@@ -20,6 +20,7 @@ from moewright.api.run_comparisons import (
     TraceReplays,
     compare_run,
     compare_steps,
+    forecast_loads,
     what_if,
 )
 from moewright.api.running import export, export_traces, train
@@ -59,6 +60,7 @@ __all__ = [
     "export",
     "export_traces",
     "fit",
+    "forecast_loads",
     "hardware",
     "judge",
     "model",

@@ -15,6 +15,7 @@ from moewright.api.diagnosing import (
 )
 from moewright.codec import read_json
 from moewright.codec.run_files import PLAN_FILE, TRACE_FOLDER
+from moewright.diagnosis.load_forecast import LoadForecast, forecast_run
 from moewright.diagnosis.run_comparison import RunComparison, compare_with_published
 from moewright.diagnosis.traces.megatron_log import read_log
 from moewright.diagnosis.traces.rank_replay import can_replay_ranks
@@ -212,3 +213,24 @@ def what_if(path: Path | str, change: str) -> TraceReplays:
     return TraceReplays(
         change=change, replays=tuple(replay_trace(capture, parsed) for capture in captures)
     )
+
+
+def forecast_loads(run: Path | str, horizon: int = 1000) -> LoadForecast:
+    """Forecast the load of a run's experts, and say which placement of them would pay.
+
+    Args:
+        run: the folder of a run of this engine that has recorded the loads of its routers.
+        horizon: steps ahead.
+
+    Raises:
+        BadInput: there is no such run, it has too few records, or all experts lie on every rank.
+
+    Example:
+        >>> import moewright as mw
+        >>> mw.forecast_loads.__name__  # docs/how_to/place_experts.md has an answer
+        'forecast_loads'
+    """
+    if horizon < 1:
+        rule = "must be at least one step"
+        raise BadInput(Reason(field="--horizon", value=str(horizon), rule=rule, nearest="1000"))
+    return forecast_run(read_run(Path(run)), horizon)

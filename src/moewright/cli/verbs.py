@@ -11,6 +11,7 @@ from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import compare, diagnose, report
 from moewright.cli.export import capture, export
+from moewright.cli.forecast import forecast
 from moewright.cli.plan import budget, design, estimate, plan
 from moewright.cli.serve import mcp, studio
 from moewright.cli.train import finetune, train, upcycle
@@ -44,6 +45,7 @@ def build_app() -> App:
     app.command(report)
     app.command(diagnose)
     app.command(watch)
+    app.command(forecast)
     app.command(compare)
     app.command(check)
     app.command(studio)

@@ -28,7 +28,7 @@ Meeting = tuple[str, tuple[int, ...], int]  # a group's name, its ranks, the num
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Item:
+class _RankItem:
     """A piece of a rank's step: host work before it, then an operation or a wait."""
 
     start_s: float
@@ -79,7 +79,7 @@ class RankGraph:
         """How many steps the traces mark."""
         return len(self._captures[0].steps)
 
-    def _list_items(self, capture: Capture) -> Iterator[_Item]:
+    def _list_items(self, capture: Capture) -> Iterator[_RankItem]:
         """Yield the operations and waits of a rank's steps, those inside of others left out."""
         first_s, last_s = capture.steps[0][0], capture.steps[-1][1]
         table = capture.kernels
@@ -101,14 +101,14 @@ class RankGraph:
             free_s = end_s
             kind = _KINDS[int(table.kind_index[row])]
             if kind is not KernelKind.COMMUNICATION:
-                yield _Item(start_s=start_s, end_s=end_s, kind=kind)
+                yield _RankItem(start_s=start_s, end_s=end_s, kind=kind)
                 continue
             group = capture.channels[int(table.channel_index[row])].group
             ranks = group_ranks(self._layout, group, capture.rank)
             if group != _PIPELINE:
                 meeting = (group, ranks, counts[group])
                 counts[group] += 1
-                yield _Item(
+                yield _RankItem(
                     start_s=start_s,
                     end_s=end_s,
                     kind=kind,
@@ -128,7 +128,7 @@ class RankGraph:
                     sender = (peer, capture.rank, received[peer])
                     received[peer] += 1
                     messages.remove(message)
-            yield _Item(
+            yield _RankItem(
                 start_s=start_s,
                 end_s=end_s,
                 kind=kind,
@@ -206,7 +206,7 @@ class RankGraph:
         """Return when the last rank had come to a collective; None: it is not known."""
         return self._arrivals.get(meeting)
 
-    def time_message(self, item: _Item) -> float | None:
+    def time_message(self, item: _RankItem) -> float | None:
         """Return what the message took that an item waits for; None: nobody sent it in the steps.
 
         Of one that was there already it is only known that it took less; it takes what others do.
@@ -244,7 +244,7 @@ class _RankRun:
 
     def __init__(
         self,
-        items: Sequence[_Item],
+        items: Sequence[_RankItem],
         capture: Capture,
         graph: RankGraph,
         change: TraceChange,
@@ -281,7 +281,7 @@ class _RankRun:
             self._arrived = False
         return self._next != begin or arrived != self._arrived
 
-    def _pass(self, item: _Item, board: _Board) -> bool:
+    def _pass(self, item: _RankItem, board: _Board) -> bool:
         if not self._arrived:
             self._now_s += self._scale_host(self._was_s, item.start_s)
             self._was_s = item.start_s
@@ -297,7 +297,7 @@ class _RankRun:
         self._clock.append((self._was_s, self._now_s))
         return True
 
-    def _end_of(self, item: _Item, board: _Board) -> float | None:
+    def _end_of(self, item: _RankItem, board: _Board) -> float | None:
         """Return when an item is over; None: others must come first."""
         length_s = item.end_s - item.start_s
         speeds = self._change.speeds
@@ -327,7 +327,7 @@ class _RankRun:
             return self._now_s
         return max(self._now_s, max(arrivals) + taken_s)
 
-    def _ready_s(self, item: _Item) -> float:
+    def _ready_s(self, item: _RankItem) -> float:
         """Return when a collective can begin: where the rank is, or inside of its last backward."""
         if not (self._change.has_overlap and item.backward is not None):
             return self._now_s
