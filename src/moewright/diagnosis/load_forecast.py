@@ -284,9 +284,9 @@ def _count_moves(plan: Plan, workload: Workload, layout: Layout) -> tuple[int, i
         slots: Sequence[int] = place_balanced(counts, ep)
         if layout.spare:
             slots = place_with_replicas(counts, ep, layout.spare).slots
-        local, held = len(slots) // ep, len(counts) // ep
+        local, block = len(slots) // ep, len(counts) // ep
         for slot, expert in enumerate(slots):
-            received[slot // local] += expert // held != slot // local
+            received[slot // local] += expert // block != slot // local
     states = predict_rank_ledger(
         Job(model=plan.model, workload=plan.workload, layout=plan.layout), rank=0, selection=None
     )

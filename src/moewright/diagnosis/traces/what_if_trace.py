@@ -222,8 +222,8 @@ class _Graph:
             rule = "is not carried: no exchange is known to be that of gradients"
             nearest = "network=inf"
             raise BadInput(Reason(field="--what-if overlap", rule=rule, nearest=nearest))
-        known = np.array([*is_reduction, False], dtype=bool)[table.channel_index]
-        return frozenset(np.flatnonzero(known).tolist())
+        mask = np.array([*is_reduction, False], dtype=bool)[table.channel_index]
+        return frozenset(np.flatnonzero(mask).tolist())
 
     def _scale_lengths(self, speeds: Mapping[str, float]) -> np.ndarray:
         lengths_s = self._table.end_s - self._table.start_s
