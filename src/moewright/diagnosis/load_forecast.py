@@ -138,7 +138,8 @@ def forecast_shares(history: Floats, ahead: float, trend: float) -> Floats:
     span = min(ahead, float(len(half)))
     end = half.mean(axis=0) + slopes * sure * (centred[-1] + trend * span)
     ahead_shares: Floats = np.exp(end - end.max())
-    return ahead_shares / ahead_shares.sum()
+    ahead_shares /= ahead_shares.sum()
+    return ahead_shares
 
 
 def forecast_factor(history: Floats, ahead: float, ep: int, trend: float) -> float:
@@ -205,7 +206,7 @@ def forecast_run(record: RunRecord, horizon: int) -> LoadForecast:
         rows = [
             step.loads[index].counts
             for step in logged
-            if len(step.loads) > index and sum(step.loads[index].counts)
+            if len(step.loads) > index and any(step.loads[index].counts)
         ]
         layers.append(_forecast_layer(load.layer, rows, horizon / every, ep))
     workload = replace(
@@ -251,11 +252,11 @@ def _price_placements(plan: Plan, workload: Workload) -> tuple[float, tuple[Plac
     base = replace(plan.layout, expert_placement=ExpertPlacement.CONTIGUOUS, spare=0)
     step_s = estimate(plan.model, workload, plan.hardware, base).step_s
     offers = []
-    for text, changes in (
-        ("expert_placement=balanced", {"spare": 0}),
-        ("expert_placement=balanced,spare=1", {"spare": 1}),
+    for text, spare in (
+        ("expert_placement=balanced", 0),
+        ("expert_placement=balanced,spare=1", 1),
     ):
-        layout = replace(base, expert_placement=ExpertPlacement.BALANCED, **changes)
+        layout = replace(base, expert_placement=ExpertPlacement.BALANCED, spare=spare)
         if check_legality(Job(model=plan.model, workload=workload, layout=layout)):
             continue
         predicted = estimate(plan.model, workload, plan.hardware, layout)
