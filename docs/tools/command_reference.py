@@ -45,7 +45,7 @@ _PAGES = {
     ),
     "command_line_watch.md": (
         "Verbs that look at runs and serve",
-        "report diagnose watch compare check studio mcp completion",
+        "report diagnose watch forecast compare check studio mcp completion",
     ),
 }
 
