@@ -1,6 +1,7 @@
-"""Take the pictures of the studio's pages for the docs, wide, on a phone, and dark.
+"""Take the pictures of the studio's pages for the docs: on a desk, a tablet, a phone, and dark.
 
-`make pictures` runs it after `make train`; it needs chromium and playwright.
+`make pictures` runs it after `make train`; names of pages take theirs alone. It needs chromium and
+playwright.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ _JOB = "model=Qwen/Qwen3-235B-A22B&on=256xH800&seq_len=4096&global_batch=2048&pr
 _LAYOUT = "layout=tp2,ep8,pp8,vpp2,mbs1,recompute=full"
 _SMALL = "model=Qwen/Qwen3-30B-A3B&on=16xH100&seq_len=4096&global_batch=512&precision=bf16"
 _LOOKS = (  # of each picture: what its name ends with, width, height, colours
-    ("", 1400, 900, "light"),
+    ("", 1440, 900, "light"),
+    ("_tablet", 820, 1180, "light"),
     ("_phone", 390, 844, "light"),
-    ("_dark", 1400, 900, "dark"),
+    ("_dark", 1440, 900, "dark"),
 )
 _PAGES = (  # name, address, what says that it is ready
     ("plan", f"?{_JOB}&{_LAYOUT}", "#verdict:not([data-quality='unjudged'])"),
@@ -43,8 +45,8 @@ _PAGES = (  # name, address, what says that it is ready
 _ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
 
-def main() -> None:
-    """Start a studio, and take every picture."""
+def main(names: list[str]) -> None:
+    """Start a studio, and take the pictures of the pages that are named, or of all."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -56,7 +58,8 @@ def main() -> None:
         address = re.search(r"(http://[^/]+/)\?(token=\S+)", studio.stdout.readline())
         assert address is not None
         browser = player.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS))
-        for (name, query, ready), (look, width, height, scheme) in product(_PAGES, _LOOKS):
+        pages = [page for page in _PAGES if not names or page[0] in names]
+        for (name, query, ready), (look, width, height, scheme) in product(pages, _LOOKS):
             page = browser.new_page(
                 viewport={"width": width, "height": height}, color_scheme=scheme
             )
@@ -71,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
