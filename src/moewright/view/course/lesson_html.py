@@ -303,7 +303,7 @@ def _write_run(block: RunBlock) -> Html:
     output = Html.write("")
     if block.output:
         output = Html.write(
-            '<p class="note">It printed, on two cores:</p>'
+            '<p class="note">It printed, on two cores that others used too:</p>'
             '<pre class="output" tabindex="0">{}</pre>',
             block.output,
         )
