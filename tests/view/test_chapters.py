@@ -264,8 +264,9 @@ def test_no_page_of_the_documentation_has_more_than_four_thousand_words():
     docs = Path(__file__).resolve().parents[2] / "docs"
     for page in sorted(docs.rglob("*.md")):
         name = page.relative_to(docs).as_posix()
+        most = 5000 if page.parent.name == "log" else 4000  # entries come in at the top of these
         if not name.startswith(_LOOKED_UP):
-            assert len(page.read_text("utf-8").split()) <= 4000, f"split {name}"
+            assert len(page.read_text("utf-8").split()) <= most, f"split {name}"
 
 
 def test_pages_of_the_documentation_have_pictures_and_formulas_that_can_be_written():
