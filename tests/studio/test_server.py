@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlencode
@@ -181,6 +182,21 @@ def test_workers_end_when_nobody_waits_and_are_few(studio):
     (ready,) = studio.workers()
     time.sleep(0.5)
     assert studio.workers() == [ready]  # nobody's search goes on
+
+
+def test_connections_that_ask_nothing_do_not_keep_the_places_of_others(studio):
+    silent = [socket.create_connection(("127.0.0.1", studio.port)) for _ in range(80)]
+    for connection in silent:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+    with closing(studio.connect()) as connection:
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 503
+    for connection in silent:
+        connection.settimeout(30)
+        connection.recv(4096)  # its end, after a refusal where there was one
+    assert studio.ask("/api/runs")[0] == 200
+    for connection in silent:
+        connection.close()
 
 
 def test_a_socket_is_for_its_user_alone(place):

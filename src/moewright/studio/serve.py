@@ -15,6 +15,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.studio.access import Access
 from moewright.studio.app import build_app
 from moewright.studio.confinement import Confinement
+from moewright.studio.connection import PromptConnection
 from moewright.studio.folder import StudioFolder
 
 HOST = "127.0.0.1"
@@ -54,6 +55,7 @@ def serve(
         access_log=False,
         timeout_graceful_shutdown=1,
         limit_concurrency=_MOST_CONNECTIONS,
+        http=PromptConnection,
         ws="none",
     )
     confinement.enter(unlinks=() if socket_path is None else (socket_path.absolute(),))
