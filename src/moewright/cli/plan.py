@@ -231,10 +231,8 @@ def estimate(
             sections = (build_verdict(plan, judgement), *build_estimate_parts(plan))
             print_sections(console, sections, verbose=script.verbose)
         _print_measured_load(console, plan, estimate_even_routing(plan))
-        for line in explain_switches(plan):
-            console.print(line, soft_wrap=True, markup=False)
         if script.verbose:
-            for line in explain_imbalance(plan):
+            for line in (*explain_switches(plan), *explain_imbalance(plan)):
                 console.print(line, soft_wrap=True, markup=False)
     return DOES_NOT_FIT if plan.estimate.verdict is Verdict.OOM else 0
 

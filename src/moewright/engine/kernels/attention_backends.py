@@ -16,7 +16,7 @@ from torch.nn import attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionBackend:
+class AttentionKernels:
     """Kernels of attention, the cards that they are for, and why they are taken there.
 
     `majors` are the cards' compute capabilities; of any card where there are none. torch knows them
@@ -33,21 +33,21 @@ class AttentionBackend:
 # Not taken: FlashAttention-4, as torch does not say before it runs which widths of heads it has,
 # and cuDNN's attention, which has no windows.
 BACKENDS = (
-    AttentionBackend(
+    AttentionKernels(
         name="FlashAttention-3",
         reason="it is installed, and made for cards of 9.x",
         majors=(9,),
         implementation="FA3",
         package="flash_attn_interface",
     ),
-    AttentionBackend(
+    AttentionKernels(
         name="FlashAttention-2",
         reason="it comes with torch, and no faster one for this card is installed",
     ),
 )
 
 
-def choose_attention(major: int, is_there: Callable[[AttentionBackend], bool]) -> AttentionBackend:
+def choose_attention(major: int, is_there: Callable[[AttentionKernels], bool]) -> AttentionKernels:
     """Return the kernels of attention for a card; `is_there` tells whether torch can take them."""
     return next(
         backend
@@ -56,7 +56,7 @@ def choose_attention(major: int, is_there: Callable[[AttentionBackend], bool]) -
     )
 
 
-def is_installed(backend: AttentionBackend) -> bool:
+def is_installed(backend: AttentionKernels) -> bool:
     """Tell whether this torch knows an implementation, and its package is installed."""
     implementations: list[str] = getattr(attention, "list_flash_attention_impls", list)()
     return backend.implementation in implementations and find_spec(backend.package) is not None
