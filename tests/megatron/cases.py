@@ -38,6 +38,8 @@ from moewright.spec.workload import (
     Workload,
 )
 
+# Permutes have no switch that turns their fusion off.
+_UNFUSED = tuple(fusion for fusion in Fusion if fusion is not Fusion.PERMUTE)
 VERDICTS = Path(__file__).parent / "verdicts.csv"
 COLUMNS = ("kind", "model", "machine", "workload", "layout", "command", "refusal")
 MACHINES = (
@@ -63,7 +65,7 @@ WORKLOADS = {
         trainer=TrainerSpec(
             attention_dropout=0.1,
             hidden_dropout=0.1,
-            unfused=tuple(sorted(set(Fusion) - {Fusion.PERMUTE}, key=list(Fusion).index)),
+            unfused=_UNFUSED,
         ),
     ),
     "sequential experts": replace(
