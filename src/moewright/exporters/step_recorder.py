@@ -192,18 +192,19 @@ def _probe(torch: Any, device: str) -> float:
     return round(least_s, 9)
 
 
-def _wrap(
+_DATA_PLACE = 1  # of the iterator of batches, among the arguments of each `train_step`
+
+
+def _record_steps(
     owner: Any,
-    name: str,
     recorder: StepRecorder,
     find_number: Callable[[tuple[Any, ...], dict[str, Any], int], int],
     *,
-    data_place: int,
     find_model: Callable[[tuple[Any, ...]], Any],
     experts: bool,
 ) -> None:
-    """Replace a function that trains a step by one that records it too."""
-    train_step = getattr(owner, name)
+    """Replace `train_step` of a trainer by one that records the step too."""
+    train_step = owner.train_step
     state = {"calls": 0}
 
     def recorded(*args: Any, **options: Any) -> Any:
@@ -212,14 +213,14 @@ def _wrap(
         number = find_number(args, options, state["calls"])
         state["calls"] += 1
         timed = list(args)
-        if len(timed) > data_place:
-            timed[data_place] = recorder.time_data(timed[data_place])
+        if len(timed) > _DATA_PLACE:
+            timed[_DATA_PLACE] = recorder.time_data(timed[_DATA_PLACE])
         started_s = time.perf_counter()
         result = train_step(*timed, **options)
         recorder.step(number, call_s=time.perf_counter() - started_s)
         return result
 
-    setattr(owner, name, recorded)
+    owner.train_step = recorded
 
 
 def record_megatron(
@@ -234,15 +235,7 @@ def record_megatron(
         return int(getattr(training.get_args(), "iteration", 0)) + calls + 1
 
     recorder = StepRecorder(folder, probe_every=probe_every)
-    _wrap(
-        training,
-        "train_step",
-        recorder,
-        number,
-        data_place=1,
-        find_model=lambda args: args[2],
-        experts=experts,
-    )
+    _record_steps(training, recorder, number, find_model=lambda args: args[2], experts=experts)
     return recorder
 
 
@@ -260,15 +253,7 @@ def record_bridge(
         return calls + 1
 
     recorder = StepRecorder(folder, probe_every=probe_every)
-    _wrap(
-        training,
-        "train_step",
-        recorder,
-        number,
-        data_place=1,
-        find_model=lambda args: args[2],
-        experts=experts,
-    )
+    _record_steps(training, recorder, number, find_model=lambda args: args[2], experts=experts)
     return recorder
 
 
@@ -281,12 +266,10 @@ def record_torchtitan(
     except ImportError:  # before it moved
         trainer = import_module("torchtitan.train").Trainer
     recorder = StepRecorder(folder, probe_every=probe_every)
-    _wrap(
+    _record_steps(
         trainer,
-        "train_step",
         recorder,
         lambda args, _options, _calls: int(args[0].step),
-        data_place=1,
         find_model=lambda args: args[0].model_parts,
         experts=experts,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from moewright.cost.estimate import estimate
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Estimate, Plan
-from moewright.spec.units import GIB, format_bytes, format_figures, format_seconds
+from moewright.spec.units import GIB, format_bytes, format_change, format_figures, format_seconds
 from moewright.spec.workload import (
     Dtype,
     ExpertKernels,
@@ -110,8 +110,7 @@ def _describe_change(other: Estimate, own: Estimate) -> str:
     change = other.step_s / own.step_s - 1
     if abs(change) > _WORTH_SAYING:
         texts.append(f"{change:+.1%}")
-    saved_bytes = own.peak_bytes - other.peak_bytes
-    if abs(saved_bytes) > _WORTH_SAYING_BYTES:
-        sign = "-" if saved_bytes > 0 else "+"
-        texts.append(f"{sign}{format_bytes(abs(saved_bytes))}")
+    more_bytes = other.peak_bytes - own.peak_bytes
+    if abs(more_bytes) > _WORTH_SAYING_BYTES:
+        texts.append(format_change(more_bytes, format_bytes))
     return f"({', '.join(texts)})" if texts else ""

@@ -346,7 +346,7 @@ def _epilogue_rows(
     Forward they write the activated elements as the next product reads them. Backward they read
     what was activated, and write its gradients as the next product reads them.
     """
-    halves = 2 if sym.model.gated else 1
+    halves = sym.model.fc1_matrices
     copies = copies_bytes(sym)
     forward = elementwise_row(name, sym, copies * elements, *recomputed_by)
     return forward, elementwise_row(name, sym, halves * (sym.c + copies) * elements)
