@@ -19,7 +19,7 @@ from moewright.rules.limits.divisibility import divisors
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.timetable.stages import vpp_choices
 from moewright.search.ranking import is_safe
-from moewright.search.search import build_plan, search
+from moewright.search.search import build_plan, find_best_plan
 from moewright.search.space import MAX_VPP, build_search_space, dispatcher_choices
 from moewright.spec.choices import FieldGroup
 from moewright.spec.errors import BadInput, Reason
@@ -436,13 +436,12 @@ def _search(pricer: ChangePricer, workload: Workload) -> Plan | None:
     }
     text = format_fields(before.layout, names)
     try:
-        result = search(
-            before.model, workload, before.hardware, fixed=text, top=1, allowed=object_to
+        plan = find_best_plan(
+            before.model, workload, before.hardware, fixed=text, allowed=object_to
         )
     except BadInput:
         return None
-    plans = [plan for plan in result.plans if pricer.fits(plan)]
-    return plans[0] if plans else None
+    return plan if plan is not None and pricer.fits(plan) else None
 
 
 def _shrink(pricer: ChangePricer, plan: Plan, base: Plan) -> Plan:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -153,6 +154,8 @@ def build_search_space(
     Raises:
         BadInput: The text is no layout.
     """
+    if allowed is not no_objections:
+        allowed = cache(allowed)  # a choice is asked about again beside every set of degrees
     return SearchSpace(
         allowed=allowed,
         model=model,

@@ -37,6 +37,8 @@ def muon_calls(
     For each group of gradients a rank sends what it owns of the momentum and gets whole matrices,
     and the way back; both exchanges take place where the group has any matrix.
     """
+    if job.workload.optimizer.matrix_update is not MatrixUpdate.MUON:
+        return
     layout, model = job.layout, job.model
     pp_rank = grid.coordinate(layout, rank, "pp")
     for group in shards.GRADIENT_GROUPS:
