@@ -109,9 +109,7 @@ def test_a_new_term_moves_estimates_and_scores_alike(
 ) -> None:
     before = _score_and_estimate()
     add(monkeypatch)
-    estimate.cache_clear()
     after = _score_and_estimate()
-    estimate.cache_clear()  # other tests want estimates of the terms there are
     more = after.estimate.peak_bytes - before.estimate.peak_bytes
     assert more > MORE_BYTES / 8
     assert after.score_bytes - before.score_bytes == pytest.approx(more, abs=64)

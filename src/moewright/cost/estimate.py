@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from math import hypot, log
 
 from moewright.cost.constants import (
@@ -86,7 +85,6 @@ from moewright.spec.units import TERA, Sourced, SourceKind, format_seconds
 from moewright.spec.workload import DocumentMasking, Dtype, Fusion, Routing, Workload
 
 
-@lru_cache(maxsize=128)  # what judges a job and what changes it ask for the same layouts
 def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Estimate:
     """Estimate the memory of every pipeline rank and the seconds of a step, with every assumption.
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from moewright.codec import format_layout
-from moewright.cost.estimate import estimate
 from moewright.diagnosis.remedies import REMEDIES
 from moewright.diagnosis.remedy import Remedy, RemedyContext
 from moewright.diagnosis.traces.capture import TrainerMark
 from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.low_precision import find_narrow_form, megatron_recipe
+from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Finding, Fix, PredictedChange, Wall
 from moewright.spec.plan import Plan, Verdict
@@ -114,7 +114,7 @@ def _build_fix(remedy: Remedy, context: FixContext, *, is_memory: bool) -> Fix |
     if reasons := check_legality(replace(plan_job(job), layout=layout)):
         return replace(fix, excluded=str(reasons[0]))
     try:
-        changed = estimate(job.model, job.workload, job.hardware, layout)
+        changed = build_plan(job.model, job.workload, job.hardware, layout).estimate
     except BadInput as error:
         return replace(fix, excluded=str(error))
     now = job.estimate

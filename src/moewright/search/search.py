@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -265,6 +266,7 @@ def search_near(
     return tuple(pool.ranked())
 
 
+@lru_cache(maxsize=128)  # what judges a job and what changes it ask for the same layouts
 def build_plan(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Plan:
     """Return the plan of one layout on the nodes of a hardware, with its full estimate.
 
