@@ -115,3 +115,105 @@ def test_what_a_script_asks_of_slurm_is_what_its_job_is_told(tmp_path):
     reading = read_flags(script, on="16xH100")
     assert reading.plan.workload.global_batch == 16
     assert "SLURM_NNODES=2" in reading.notes[0]
+
+
+# Ways to say how many processes start, in front of a program that is no launcher itself.
+TASKS = {
+    "srun -u -n16 -c2 python": 16,
+    "srun -n 16 --ntasks-per-node=8 python": 16,
+    "srun -N 2 --ntasks-per-node=8 python3 -u": 16,
+    "mpirun -np 8 python": 8,
+    "mpiexec -n 16 -ppn 8 python": 16,
+}
+
+
+@pytest.mark.parametrize("start", TASKS)
+def test_a_scheduler_says_the_ranks_of_a_program_without_a_launcher(start, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(f"{start} pretrain_gpt.py {SIZES}{REST}\n")
+    assert read_flags(script, on="H100").plan.layout.world_size == TASKS[start]
+    with pytest.raises(BadInput, match="ranks"):
+        read_flags(script, on="64xH100")
+
+
+def test_a_command_in_a_word_of_any_launcher_is_read(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(f"bcprun -p 8 -c 'python main.py {SIZES}\\\n{REST}'\n")
+    assert read_flags(script, on="64xH100").plan.workload.global_batch == 64
+
+
+def test_keys_of_an_array_are_words(tmp_path):
+    script = write(
+        tmp_path, before='SIZES=(2 4)\nfor i in "${!SIZES[@]}"; do TP=${SIZES[$i]}; done'
+    )
+    text = script.read_text().replace(SIZES, f"{SIZES}--tensor-model-parallel-size $TP ")
+    script.write_text(text)
+    assert read_flags(script, on="H100").plan.layout.tp == 4
+
+
+def test_a_model_with_an_encoder_is_refused_before_its_other_options(tmp_path):
+    script = write(tmp_path, "--encoder-depth-parallel-size 2 --decoder-seq-length 128")
+    assert refusal(script).field == "--decoder-seq-length"
+    assert read_flags(write(tmp_path, "--decoder-seq-length 0"), on="H100").plan
+
+
+def test_the_fork_that_knows_most_of_a_command_is_named(tmp_path):
+    shared = "--moe-train-capacity-factor 2.0"
+    assert "Pai" in refusal(write(tmp_path, shared)).rule
+    own = "--create-moe-param-group --moe-min-capacity 4 --deepspeed-activation-checkpointing"
+    assert "Megatron-DeepSpeed" in refusal(write(tmp_path, f"{shared} {own}")).rule
+
+
+def test_deepspeed_asks_for_no_hardware_queues(tmp_path):
+    queues = "export CUDA_DEVICE_MAX_CONNECTIONS=1"
+    script = write(tmp_path, "--deepspeed --zero-stage 2", queues)
+    assert read_flags(script, on="H100").plan.layout.zero == 2
+
+
+KINDS = {
+    "titan.toml": "[parallelism]\ntensor_parallel_degree = 2\n[model]\nflavor = '8B'\n",
+    "titan.json": '{"parallelism": {"tensor_parallel_degree": 2}}',
+    "broken.toml": "[parallelism\n",
+    "recipe.py": "import torch\n",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_that_is_no_script_is_named_for_what_it_is(name, tmp_path):
+    path = tmp_path / name
+    path.write_text(KINDS[name])
+    told = str(refusal(path).rule)
+    assert "starts pretrain_gpt.py" not in told
+    assert any(word in told for word in ("torchtitan", "not TOML", "a program"))
+
+
+def test_what_accelerate_hands_to_megatron_is_read_with_the_model_beside_it(tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(
+        "distributed_type: MEGATRON_LM\nmixed_precision: bf16\nnum_processes: 8\n"
+        "megatron_lm_config:\n  megatron_lm_tp_degree: 2\n  megatron_lm_pp_degree: 2\n"
+        "  megatron_lm_num_micro_batches: 4\n  megatron_lm_sequence_parallelism: true\n"
+        "  megatron_lm_recompute_activations: true\n"
+        "  megatron_lm_use_distributed_optimizer: true\n"
+    )
+    assert refusal(path).field == "--num-layers"
+    given = ["--micro-batch-size=2", "--seq-length=4096"]
+    plan = read_flags(path, on="H100", model="Llama-2-7b", overrides=given).plan
+    layout = plan.layout
+    assert (layout.tp, layout.pp, layout.sp, layout.zero) == (2, 2, True, 1)
+    assert plan.workload.global_batch == 2 * layout.dp * 4
+    assert {tensor.value for tensor in layout.recompute} == {"core_attn"}
+
+
+def test_a_layout_of_stages_is_read_behind_the_escapes_of_a_shell(tmp_path):
+    path = tmp_path / "model_config.yaml"
+    options = dict(
+        pair.split(" ", 1) for pair in (SIZES + REST).strip().split(" --") if " " in pair
+    )
+    lines = [f"  --{name.lstrip('-')}: {value}" for name, value in options.items()]
+    stages = r"Et*2\\|\\(tt\\|\\)*2t\\*2L"
+    lines += ["  --bf16: true", "  --pipeline-model-parallel-size: 4"]
+    lines += [f"  --pipeline-model-parallel-layout: {stages}"]
+    path.write_text("MODEL_ARGS:\n" + "\n".join(lines) + "\n")
+    layout = read_flags(path, on="64xH100").plan.layout
+    assert (layout.pp, layout.stages) == (4, "Et*2|(tt|)*2t*2L")

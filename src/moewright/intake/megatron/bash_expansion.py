@@ -34,6 +34,7 @@ _GIVEN = re.compile(
 _ASSIGNMENT = re.compile(
     r"([A-Za-z_][A-Za-z0-9_]*)(?:\[((?:[^][]|\[[^]]*\])*)\])?(\+?)=(.*)", re.DOTALL
 )
+_ARRAY_KEYS = re.compile(r"\$\{!([A-Za-z_][A-Za-z0-9_]*)\[@\]\}")
 _WHOLE_ARRAY = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\[@\](:[^}]*)?\}|\$(@)|\$\{(@)(:[^}]*)?\}")
 _PARAMETER = re.compile(
     r"(!|\#)?([A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?$!-])"  # its name, ! for what it names, # length
@@ -261,7 +262,9 @@ class ShellVariables:
             self.assumed_unset[name] = self.unread_origin
 
     def _whole_array(self, text: str, line: int) -> list[str] | None:
-        """Return the elements that "${name[@]}", "$@" or a range of them stands for."""
+        """Return the elements that "${name[@]}", its keys, "$@" or a range of them stand for."""
+        if keys := _ARRAY_KEYS.fullmatch(text):
+            return self._keys(keys[1])
         match = _WHOLE_ARRAY.fullmatch(text)
         if not match:
             return None
@@ -275,6 +278,12 @@ class ShellVariables:
             values = [self.absent(name).mark()]
         bounds = match[2] or match[5]
         return self._slice_array(name, values, bounds[1:], line) if bounds else values
+
+    def _keys(self, name: str) -> list[str]:
+        """Return the keys of a table or the places of an array."""
+        table = self.tables.get(name)
+        keys = table if table is not None else range(len(self.arrays.get(name, ())))
+        return [str(key) for key in keys]
 
     def _slice_array(self, name: str, values: list[str], bounds: str, line: int) -> list[str]:
         first, _, count = bounds.partition(":")
@@ -293,9 +302,7 @@ class ShellVariables:
             return self._length(name, index, line)
         if mark == "!":
             if index is not None and index in "@*":
-                table = self.tables.get(name)
-                keys = table if table is not None else range(len(self.arrays.get(name, ())))
-                return " ".join(map(str, keys))
+                return " ".join(self._keys(name))
             name, index = self.first(name), None
             if unknown := find_unknown(name):
                 return unknown.mark()

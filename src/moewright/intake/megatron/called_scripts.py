@@ -19,6 +19,7 @@ _PRINTERS = (
     *("mkdir", "stat", "du", "tar", "rsync", "scp", "dos2unix", "tee", "diff", "cmp"),
 )
 _TRAINERS = ("torchrun", "python", "python3", "deepspeed")
+_STARTS_TRAINER = re.compile(r"\s*(\S*/)?(torchrun|python3?|deepspeed)\s[^\0]*\s--[a-z]")
 # Scripts of an installation, which set no sizes of a job.
 _ENVIRONMENT_SCRIPTS = (
     *("activate", ".bashrc", ".bash_profile", ".profile", ".zshrc", "conda.sh", "modules.sh"),
@@ -74,6 +75,8 @@ def _find_script(words: list[str], stdin: str | None) -> CalledScript | None:
             return None if script is None else replace(script, scheduled=variables)
         if name.endswith((".sh", ".bash", ".slurm", ".sbatch")) and (place == 0 or "/" in word):
             return CalledScript(path=word, text="", arguments=tuple(words[place + 1 :]))
+        if _STARTS_TRAINER.match(word):  # `launcher -c "python ..."`, whatever the launcher is
+            return CalledScript(path="", text=word, arguments=())
     return None
 
 

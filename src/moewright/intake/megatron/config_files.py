@@ -45,6 +45,7 @@ from moewright.spec.names import closest_match
 
 _OPTION_SECTIONS = ("MODEL_ARGS", "model_args", "")
 _ENVIRONMENT_SECTION = "ENV_VARS"
+_ESCAPE = re.compile(r"\\+([|()*&;<> ])")
 _MODE = "MODE"  # of a test of Megatron-LM: pretraining where it is not said
 _CONFIG_OPTIONS = ("--config-file", "--config_file", "--config", "--yaml-cfg", "--exp")
 _CHECKPOINTING = "policy.megatron_cfg.activation_checkpointing"
@@ -298,7 +299,7 @@ def _configure_options(settings: Mapping[str, Value], section: str) -> Configure
         elif option is not None and option.value_count == "0":
             _refuse_unknown(name, str(value))
         elif option is not None:
-            plain = value.strip().strip("'\"") if isinstance(value, str) else value
+            plain = _unescape(value) if isinstance(value, str) else value
             reader.set_values(name, plain, chosen)
         else:
             words += [name, *([value] if isinstance(value, str) else value)]
@@ -318,6 +319,11 @@ def _configure_options(settings: Mapping[str, Value], section: str) -> Configure
     return ConfiguredCommand(
         words=(*chosen.words(), *words), exported=exported, unread=unread, notes=tuple(notes)
     )
+
+
+def _unescape(value: str) -> str:
+    """Return a value as the shells leave it that Megatron-LM's tests hand it through."""
+    return _ESCAPE.sub(r"\1", value.strip().strip("'\""))
 
 
 def _refuse_unknown(name: str, value: str) -> None:

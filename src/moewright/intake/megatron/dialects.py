@@ -63,10 +63,13 @@ def find_dialect(names: Sequence[str]) -> ConfigDialect:
     spoken = [dialect for dialect in list_dialects() if dialect.is_spoken_by(names)]
     if not spoken:
         readable = [dialect.name for dialect in list_dialects() if not dialect.refused]
-        rule = f"bears the marks of none that is read here: {', '.join(readable)}"
+        rule = (
+            f"bears the marks of none that is read here ({', '.join(readable)}): name the model "
+            "and the layout to `estimate`"
+        )
         sections = sorted({name.partition(".")[0] for name in names})
         shown = ", ".join(sections)[:60]
-        raise BadInput(Reason(field="configuration", value=shown, rule=rule, nearest="MODEL_ARGS:"))
+        raise BadInput(Reason(field="configuration", value=shown, rule=rule))
     dialect = spoken[0]
     if dialect.refused:
         raise BadInput(

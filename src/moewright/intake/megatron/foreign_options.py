@@ -254,6 +254,9 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--train-tokens": _ignored(
             f"{_DEEPSPEED}: a length of training, on which no step depends", 1
         ),
+        "--tokenizer-name-or-path": _renamed(
+            "is of Megatron-DeepSpeed and MindSpeed", "--tokenizer-model", value_count=1
+        ),
         "--no-pipeline-parallel": _ignored(f"{_DEEPSPEED}, for models of one stage"),
         "--deepspeed-activation-checkpointing": _ignored(
             f"{_DEEPSPEED}: who runs --checkpoint-activations"

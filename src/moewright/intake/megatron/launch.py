@@ -45,6 +45,7 @@ from moewright.intake.megatron.unread import (
     find_harmless,
     find_topic,
     group_names,
+    order_forks,
 )
 from moewright.spec.errors import BadInput, Reason
 
@@ -85,9 +86,16 @@ _TRAINING_OPTIONS = (
     "--num-layers",
     "--tensor-model-parallel-size",
     "--micro-batch-size",
-    "--seq-length",
     "--global-batch-size",
 )
+# What only a model with an encoder beside its decoder has.
+_ENCODER_OPTIONS = ("--decoder-seq-length", "--decoder-num-layers")
+_SCHEDULERS = ("srun", "mpirun", "mpiexec", "prun", "jsrun", "aprun")
+# What they call the number of processes, of nodes and of processes on each.
+_TASKS = ("-n", "-np", "--ntasks", "--np")
+_NODES = ("-N", "--nodes")
+_TASKS_PER_NODE = ("--ntasks-per-node", "--npernode", "-ppn", "--ppn")
+_DISTRIBUTED = "torch.distributed"
 _MOST_WORDS = 200
 # Commands of trainers that run no Megatron-core, or not in this way.
 _OTHER_MODELS = (
@@ -190,6 +198,8 @@ def find_launch(
         words = overrides.replace_options(words)
         _refuse_adapters(words)
         launch = _parse_command(words, _environment(training[0]), notes, folder)
+        if not launch.ranks_per_node:
+            launch = replace(launch, **_count_tasks(training[0].words))
         return replace(launch, written_files=reading.files)
     for command in reading.commands:
         if command.words[0] not in _PRINTERS and is_swift(command.words):
@@ -339,7 +349,8 @@ def _find_program(command: Command) -> str:
     words = command.words
     if words[0] in _PRINTERS:
         return ""
-    files = (word for word in words if word.endswith(".py"))
+    suffixes = (".py", ".sh") if "--no-python" in words else (".py",)
+    files = (word for word in words if word.endswith(suffixes))
     modules = (
         following
         for word, following in pairwise(words)
@@ -371,6 +382,35 @@ def _program_arguments(words: tuple[str, ...]) -> list[str] | None:
     return None
 
 
+def _count_tasks(words: Sequence[str]) -> dict[str, int]:
+    """Return nodes and ranks of `srun -n16 python ...`; none where each task is a launcher."""
+    if not any(word.rpartition("/")[2] in _SCHEDULERS for word in words):
+        return {}
+    place = next((p for p, word in enumerate(words) if "python" in word.rpartition("/")[2]), 0)
+    if any(_DISTRIBUTED in word for word in words[place:]):
+        return {}
+    tasks = _find_count(words[:place], _TASKS)
+    nodes = _find_count(words[:place], _NODES)
+    per_node = _find_count(words[:place], _TASKS_PER_NODE)
+    tasks = tasks or nodes * per_node
+    nodes = nodes or (tasks // per_node if per_node else 1)
+    if not tasks or not nodes or tasks % nodes:
+        return {}
+    return {"nodes": nodes, "ranks_per_node": tasks // nodes}
+
+
+def _find_count(words: Sequence[str], names: Sequence[str]) -> int:
+    """Return the number behind an option of a scheduler, also in `-n16` and `-n=16`; 0 for none."""
+    for word, following in pairwise((*words, "")):
+        for name in names:
+            inline = word.removeprefix(name).removeprefix("=")
+            if word == name and following.isdigit():
+                return int(following)
+            if word.startswith(name) and inline.isdigit():
+                return int(inline)
+    return 0
+
+
 class _LaunchParser:
     """A parser that sorts the words of a launch command into options and their values.
 
@@ -383,6 +423,7 @@ class _LaunchParser:
         self.position = 0
         self.current_option = ""
         self.own_options: Mapping[str, ParsedOption] | None = None
+        self.forks = order_forks(words)
         self.fork_notes: dict[str, list[str]] = {}
         self.table = option_table()
         self.launcher_options: dict[str, str] = {}
@@ -399,6 +440,7 @@ class _LaunchParser:
         Raises:
             BadInput: one Reason a word or value that Megatron-LM's parser does not take.
         """
+        self._refuse_encoders()
         while self.position < len(self.words):
             word = self.words[self.position]
             self.position += 1
@@ -429,6 +471,15 @@ class _LaunchParser:
                 *(f"{reason}: {' '.join(names)}" for reason, names in self.fork_notes.items()),
             ),
         )
+
+    def _refuse_encoders(self) -> None:
+        """Refuse options of a model with an encoder, before others that only such a model has."""
+        for word, following in pairwise((*self.words, "")):
+            name, equals, value = word.partition("=")
+            count = value if equals else following
+            if name in _ENCODER_OPTIONS and count.isdigit() and int(count):
+                rule = "is of a model with an encoder and a decoder (T5), which is not planned here"
+                raise BadInput(Reason(field=name, value=count, rule=rule))
 
     def _take_stray_word(self, word: str) -> None:
         """Take a word that is no option's value: the trainer, a module's name, or a fault."""
@@ -507,7 +558,7 @@ class _LaunchParser:
 
     def _take_unknown_option(self, name: str, inline: str | None) -> None:
         """Leave an option out that changes no plan; refuse one that may, or is misspelt."""
-        fork = self._find_own_option(name) or find_fork_option(name)
+        fork = self._find_own_option(name) or find_fork_option(name, self.forks)
         values = [] if inline is None else [inline]
         if inline is None:
             values = self._following_words()
@@ -541,7 +592,7 @@ class _LaunchParser:
         own = self.own_options.get(name)
         if own is None:
             return None
-        listed = find_fork_option(name)
+        listed = find_fork_option(name, self.forks)
         trainer = "" if listed is None else listed.trainer
         return TrainerOption(
             trainer=trainer, default=own.default, values=own.values, group=own.group

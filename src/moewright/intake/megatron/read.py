@@ -33,6 +33,7 @@ _GLOBAL_BATCH = WORKLOAD_OPTIONS["global_batch"]
 _DATA_PARALLEL = "--data-parallel-size"
 _ACCUMULATION_STEPS = "--gradient-accumulation-steps"
 _NO_OVERRIDES = ScriptOverrides()
+_CONFIGURATIONS = (*SUFFIXES, ".toml", ".json")
 # Of each of these a plan needs one, or they are at their defaults.
 _SIZES = ("--num-layers",)
 _NEEDED = (
@@ -75,7 +76,14 @@ def read_launch(
         for name in list_extensions(ExtensionPoint.READERS)
     )
     text = next((command for command in added if command is not None), None)
-    if text is None and script.suffix.lower() in SUFFIXES:
+    if text is None and script.suffix.lower() == ".py":
+        rule = (
+            "is a program, which is not run here; give the configuration that it writes, such as "
+            "the run_config.yaml of a checkpoint, or have it started"
+        )
+        nearest = f"moewright capture -- python {script.name}"
+        raise BadInput(Reason(field=script.name, rule=rule, nearest=nearest))
+    if text is None and script.suffix.lower() in _CONFIGURATIONS:
         variables = {**environment, **overrides.variables}
         words = (*arguments, *overrides.settings_of_files())
         return parse_configured(configure_file(script, variables, words), {}, overrides=overrides)
@@ -104,7 +112,8 @@ def interpret_launch(
     is_pipelined = arguments.size(LAYOUT_OPTIONS["pp"]) > 1
     zero, zero_note = _read_deepspeed_zero(command, folder, is_pipelined=is_pipelined)
     layout, layout_notes = read_layout(arguments, script_model.model, world_size, zero)
-    queue_notes = _check_queues(command.exported.get(_QUEUES, ""), layout)
+    queues = command.exported.get(_QUEUES, "")
+    queue_notes = _check_queues(queues, layout, is_deepspeed=zero is not None)
     _check_data_parallel(command, layout)
     batch, batch_notes = _read_global_batch(arguments, command, layout)
     workload, workload_notes = read_workload(arguments, layout, batch, command.exported)
@@ -180,14 +189,16 @@ def _check_unknown_words(command: LaunchCommand, arguments: Arguments, *, has_mo
             raise BadInput(Reason(field=names[0], rule=rule, nearest=nearest))
 
 
-def _check_queues(queues: str, layout: Layout) -> tuple[str, ...]:
+def _check_queues(queues: str, layout: Layout, *, is_deepspeed: bool) -> tuple[str, ...]:
     """Return a note where the script's number of hardware queues does not suit its overlaps.
+
+    DeepSpeed shards without Megatron-FSDP, and asks for no number of them.
 
     Raises:
         BadInput: Megatron-LM would stop at this number.
     """
     overlaps_experts = Overlap.EP in layout.overlap
-    if layout.zero >= 2 and queues == "1":
+    if layout.zero >= 2 and queues == "1" and not is_deepspeed:
         rule = "Megatron-FSDP needs more hardware queues than one"
         raise BadInput(Reason(field=_QUEUES, value=queues, rule=rule, nearest="32"))
     if overlaps_experts and queues == "1":

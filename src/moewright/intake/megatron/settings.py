@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from moewright.codec import read_text
+from moewright.codec import parse_json, read_text
 from moewright.codec.yaml_text import parse_yaml
 from moewright.spec.errors import BadInput, Reason
 
@@ -254,7 +255,7 @@ def read_settings(path: Path, depth: int = 0) -> dict[str, Value]:
     Raises:
         BadInput: a file cannot be read, or names its parents in a circle.
     """
-    data = parse_yaml(read_text(path), where=str(path))
+    data = _parse_text(path)
     if not isinstance(data, Mapping):
         raise BadInput(Reason(field=str(path), rule="is no configuration: a mapping"))
     if depth > _MOST_PARENTS:
@@ -276,6 +277,24 @@ def read_settings(path: Path, depth: int = 0) -> dict[str, Value]:
         inherited_gaps = settings.get(MISSING_PARENTS, ())
         settings[MISSING_PARENTS] = (*inherited_gaps, *missing)
     return settings if depth else {**_read_presets(settings, path), **settings}
+
+
+def _parse_text(path: Path) -> Any:
+    """Return what a file in TOML, JSON or YAML holds.
+
+    Raises:
+        BadInput: it cannot be read.
+    """
+    text = read_text(path)
+    if path.suffix.lower() == ".json":
+        return parse_json(text, where=str(path))
+    if path.suffix.lower() != ".toml":
+        return parse_yaml(text, where=str(path))
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        rule = f"is not TOML that is read: {error}"
+        raise BadInput(Reason(field=str(path), rule=rule[:120])) from None
 
 
 def _parents(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

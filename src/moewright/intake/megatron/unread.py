@@ -180,10 +180,17 @@ def _repositories() -> Mapping[str, str]:
     return {row["trainer"]: row["repository"] for row in rows}
 
 
-def find_fork_option(name: str) -> TrainerOption | None:
-    """Return the option of a fork of Megatron-LM; None where no fork here has it."""
+def order_forks(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the forks of Megatron-LM, those first that know most options of a command."""
+    names = {word.partition("=")[0] for word in words if word.startswith("--")}
+    names -= option_table().keys()
+    return tuple(sorted(_FORKS, key=lambda trainer: -len(names & read_table(trainer).keys())))
+
+
+def find_fork_option(name: str, forks: Sequence[str] = ()) -> TrainerOption | None:
+    """Return the option of the first fork of Megatron-LM that has it; None where none here does."""
     spellings = (name, f"--{last_name(name).replace('_', '-')}", f"--{last_name(name)}")
-    for trainer in _FORKS:
+    for trainer in forks or _FORKS:
         for spelled in spellings:
             if option := read_table(trainer).get(spelled):
                 return option
