@@ -199,7 +199,8 @@ def find_launch(
         _refuse_adapters(words)
         launch = _parse_command(words, _environment(training[0]), notes, folder)
         if not launch.ranks_per_node:
-            launch = replace(launch, **_count_tasks(training[0].words))
+            nodes, per_node = _count_tasks(training[0].words)
+            launch = replace(launch, nodes=nodes or launch.nodes, ranks_per_node=per_node)
         return replace(launch, written_files=reading.files)
     for command in reading.commands:
         if command.words[0] not in _PRINTERS and is_swift(command.words):
@@ -382,21 +383,21 @@ def _program_arguments(words: tuple[str, ...]) -> list[str] | None:
     return None
 
 
-def _count_tasks(words: Sequence[str]) -> dict[str, int]:
-    """Return nodes and ranks of `srun -n16 python ...`; none where each task is a launcher."""
+def _count_tasks(words: Sequence[str]) -> tuple[int, int]:
+    """Return nodes and ranks of each of `srun -n16 python ...`; 0 where a task is a launcher."""
     if not any(word.rpartition("/")[2] in _SCHEDULERS for word in words):
-        return {}
+        return 0, 0
     place = next((p for p, word in enumerate(words) if "python" in word.rpartition("/")[2]), 0)
     if any(_DISTRIBUTED in word for word in words[place:]):
-        return {}
+        return 0, 0
     tasks = _find_count(words[:place], _TASKS)
     nodes = _find_count(words[:place], _NODES)
     per_node = _find_count(words[:place], _TASKS_PER_NODE)
     tasks = tasks or nodes * per_node
     nodes = nodes or (tasks // per_node if per_node else 1)
     if not tasks or not nodes or tasks % nodes:
-        return {}
-    return {"nodes": nodes, "ranks_per_node": tasks // nodes}
+        return 0, 0
+    return nodes, tasks // nodes
 
 
 def _find_count(words: Sequence[str], names: Sequence[str]) -> int:
