@@ -121,6 +121,22 @@ class LogParameters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIfParameters:
+    """A trace, and a change of it."""
+
+    run: str
+    change: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForecastParameters:
+    """A run of this engine, and how far ahead its loads are forecast."""
+
+    run: str
+    horizon: int = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckParameters:
     """Two files that state a job, before and after a change."""
 
@@ -187,6 +203,10 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "run": "The path of the folder of a run, of a trace of a profiler or a folder of them, or "
         "of a console log of Megatron-LM.",
         "plan": "The path of a plan.json or a job .toml that says what is expected.",
+        "change": "What is changed in a trace: parts with how many times as fast they are, such as "
+        "gemm=2x,network=1.5x,host=inf; graphs=on; overlap=grad; of a run of this engine with the "
+        "traces of all ranks also ep=4 and schedule=1f1b.",
+        "horizon": "Steps ahead.",
         "before": "The path of a script, a configuration, a job or a plan before the change.",
         "after": "The path of the same after the change.",
         "budgets": "The path of a file of budgets.",

@@ -19,11 +19,13 @@ from moewright.agents.parameters import (
     DesignParameters,
     EstimateParameters,
     ExportParameters,
+    ForecastParameters,
     LogParameters,
     NameParameters,
     PlanParameters,
     RunParameters,
     ScriptParameters,
+    WhatIfParameters,
     WhyNotParameters,
 )
 from moewright.agents.schemas import build_schema
@@ -40,7 +42,7 @@ from moewright.api.planning import (
     why_not,
 )
 from moewright.api.requests import read_plan_request
-from moewright.api.run_comparisons import compare_run
+from moewright.api.run_comparisons import compare_run, forecast_loads, what_if
 from moewright.api.running import export
 from moewright.api.watching import watch
 from moewright.codec import from_data
@@ -251,6 +253,20 @@ TOOLS: Mapping[str, AgentTool] = MappingProxyType(
                 "published runs.",
                 parameters=RunParameters,
                 answer=partial(_ask_of_run, compare_run),
+            ),
+            AgentTool(
+                name="what_if",
+                description="Say what a step of a profiler trace would take under a change: faster "
+                "kernels, host or network, graphs, overlap, another degree or schedule.",
+                parameters=WhatIfParameters,
+                answer=lambda question: what_if(question.run, question.change),
+            ),
+            AgentTool(
+                name="forecast",
+                description="Forecast the load of a run's experts: the hottest rank some steps "
+                "ahead, which placement or replicas pay, and what moving the experts takes.",
+                parameters=ForecastParameters,
+                answer=lambda question: forecast_loads(question.run, question.horizon),
             ),
             AgentTool(
                 name="watch",
