@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 from sample_traces import COMPUTE_MS, events, kineto, nsight
 
-from moewright.api.diagnosing import read_captures
 from moewright.cli.main import main
 from moewright.codec.foreign import budget, read_apart
 from moewright.diagnosis.traces import trace_stream
 from moewright.diagnosis.traces.breakdown import break_down_step
 from moewright.diagnosis.traces.kineto import read_traces
+from moewright.diagnosis.traces.trace_files import read_captures
 from moewright.diagnosis.traces.trace_stream import TraceStream
 from moewright.spec.errors import BadInput
 from moewright.spec.units import GIB

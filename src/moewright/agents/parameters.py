@@ -174,6 +174,8 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "lora_rank": "The rank of LoRA's adapters.",
         "quantize_base": "The form of the frozen weights under adapters.",
         "load": 'Loads of experts: "balanced", the hottest rank\'s rows over the mean, or a file.',
+        "from_trace": "The path of a traced step of these devices, whose kernels calibrate the "
+        "prediction: a run of this engine with traces, or a trace with plan.json beside it.",
         "steps": "Steps of the training.",
         "tokens": "Tokens of the training.",
         "lengths": "A .csv of the lengths of samples that are packed into sequences.",

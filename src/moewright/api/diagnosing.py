@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -22,7 +21,6 @@ from moewright.diagnosis.judgement import Judgement, judge_quickly
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
 from moewright.diagnosis.traces.capture import Capture
-from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.log_findings import (
     check_logged_job,
     compare_flops,
@@ -32,9 +30,10 @@ from moewright.diagnosis.traces.log_findings import (
 )
 from moewright.diagnosis.traces.megatron_log import MegatronLog, read_log
 from moewright.diagnosis.traces.megatron_timers import measure_parts
-from moewright.diagnosis.traces.nsight import is_export, read_nsight
+from moewright.diagnosis.traces.nsight import is_export
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.step_details import StepDetails, detail_step
+from moewright.diagnosis.traces.trace_files import Progress, ignore_progress, read_captures
 from moewright.diagnosis.traces.trace_findings import diagnose_traces
 from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall, find_peak_rate
 from moewright.diagnosis.traces.worst_step import WorstStep, find_worst_step
@@ -53,12 +52,7 @@ from moewright.spec.units import TERA
 from moewright.spec.workload import Dtype
 from moewright.view.run_view import DiagnosisView, build_diagnosis_view, build_trace_view
 
-Progress = Callable[[int, int], None]
 _NSIGHT_REPORTS = (".nsys-rep", ".qdrep", ".ncu-rep")
-
-
-def _ignore_progress(_done: int, _total: int) -> None:
-    pass
 
 
 class DiagnosisSource(StrEnum):
@@ -245,7 +239,7 @@ def _diagnose_path(
     path: Path,
     stated: _StatedJob,
     perfetto: Path | None,
-    report_progress: Progress = _ignore_progress,
+    report_progress: Progress = ignore_progress,
 ) -> Diagnosis:
     if is_engine_run(path):
         return _diagnose_engine_run(path)
@@ -346,28 +340,6 @@ def _advise(
         options=options,
         must_shrink=must_shrink,
     )
-
-
-def read_captures(path: Path, report_progress: Progress = _ignore_progress) -> tuple[Capture, ...]:
-    """Read the captures of a file, or those of a folder: exports of Nsight, else traces.
-
-    Raises:
-        BadInput: there are none, or what is there cannot be read.
-    """
-    if path.is_file():
-        if is_export(path):
-            return read_nsight(path)
-        return read_traces(path, report_progress=report_progress)
-    exports = sorted(file for file in path.rglob("*.sqlite") if file.is_file())
-    captures = [capture for export in exports for capture in read_nsight(export)]
-    if not captures:
-        traces = read_traces(path, report_progress=report_progress)
-        if not traces:
-            rule = "holds neither a run (plan.json) nor traces (.json, .json.gz)"
-            raise BadInput(Reason(field=str(path), rule=rule))
-        return traces
-    # Each export counts its own processes from 0; as many hosts' ranks follow each other.
-    return tuple(replace(capture, rank=rank) for rank, capture in enumerate(captures))
 
 
 def _diagnose_traces(

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from moewright.api.trace_calibration import calibrate_from_trace
 from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.numbers import parse_count
 from moewright.intake import catalogue, hub
@@ -122,6 +123,9 @@ def _change_workload(request: PlanRequest, options: WorkloadOptions) -> PlanRequ
     request = replace(request, workload=change_training(request.workload, options))
     if options.lengths is not None:
         request = _pack_samples(request, read_sample_lengths(options.lengths), options.lengths)
+    if options.from_trace is not None:
+        hardware, line = calibrate_from_trace(options.from_trace, request.hardware)
+        request = replace(request, hardware=hardware, defaults=(*request.defaults, line))
     if options.load is None:
         return request
     return replace(request, workload=_add_measured_load(request, options.load))

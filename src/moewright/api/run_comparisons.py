@@ -10,7 +10,6 @@ from moewright.api.diagnosing import (
     diagnose,
     is_engine_run,
     is_trace,
-    read_captures,
     read_run,
 )
 from moewright.codec import read_json
@@ -27,6 +26,7 @@ from moewright.diagnosis.traces.step_details import (
     list_changes,
 )
 from moewright.diagnosis.traces.trace_changes import parse_change
+from moewright.diagnosis.traces.trace_files import read_captures
 from moewright.diagnosis.traces.what_if_trace import TraceWhatIf, replay_trace
 from moewright.rules.steady_steps import median_phase_seconds, median_step_s
 from moewright.spec.errors import BadInput, Reason

@@ -80,6 +80,9 @@ class BatchOptions(WorkloadOptions):
         layer, measured: a .json list of layers, a .csv with a line of counts a layer (or the
         columns layer,expert,tokens), the folder of a run, or Megatron-LM's .log, whose balance
         loss says how far experts lie apart.
+    from_trace
+        A traced step of these devices, whose kernels calibrate the constants of the prediction: the
+        folder of a run of this engine with traces, or a trace with its job as plan.json beside it.
     """
 
     seq_len: OptionalLength = None
@@ -90,6 +93,7 @@ class BatchOptions(WorkloadOptions):
     lora_rank: LoraRank = None
     quantize_base: BaseQuantization | None = None
     load: Path | None = None
+    from_trace: Path | None = None
     steps: NoOption = None
     tokens: NoOption = None
     lengths: NoOption = None

@@ -34,6 +34,7 @@ class WorkloadOptions:
     lora_rank: int | None = None  # only beside the task LoRA, which it implies
     quantize_base: BaseQuantization | None = None  # only beside the task LoRA
     load: Path | None = None  # measured tokens of each expert
+    from_trace: Path | None = None  # a traced step, whose constants the hardware gets
     steps: int | None = None
     tokens: int | None = None  # over the whole training
     lengths: Path | None = None  # a histogram of samples, which are packed into sequences

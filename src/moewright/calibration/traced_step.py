@@ -1,0 +1,154 @@
+"""Constants of the time model from one traced step: its kernels beside those that are predicted.
+
+What a constant scales of a predicted step is told by the step itself, estimated with the constant
+a little larger. So a kind of kernels has as many predicted seconds as its constants scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moewright.calibration.fit_inputs import run_from_row
+from moewright.calibration.measured_row import MeasuredRow
+from moewright.calibration.own_runs import weigh_own_runs
+from moewright.cost.constants import Constants
+from moewright.cost.estimate import estimate
+from moewright.spec.hardware import Constant, Hardware
+from moewright.spec.plan import TimePart
+from moewright.spec.units import Sourced, SourceKind
+
+_STEP = 0.02  # for derivatives by differences, in the logarithm of a constant
+_LEAST_SHARE = 0.01  # of a predicted step, below which a kind of kernels tells nothing
+_WIDEST = 10.0  # a kind that differs more was named otherwise, or is other work
+_OUTSIDE = (TimePart.BUBBLE, TimePart.HOST)  # no kernels
+_PRODUCTS = ("gemm_time_scale", "gemm_8bit_time_scale")
+_GROUPED = ("grouped_gemm_time_scale",)
+_ATTENTION = ("attention_time_scale", "attention_backward_time_scale")
+_OTHER = ("elementwise_time_scale", "optimizer_time_scale")
+_EXCHANGE = (
+    "alltoall_inside_time_scale",
+    "alltoall_between_time_scale",
+    "dedup_inside_time_scale",
+    "dedup_between_time_scale",
+)
+_TENSOR = ("tp_time_scale",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedSeconds:
+    """Seconds of a step by the work that was traced; 0: there was none, or it is not known.
+
+    `products` are matrix products but those of experts in groups, `other` all that is neither a
+    product nor attention. Exchanges count without waits for ranks that came late.
+    """
+
+    products: float
+    grouped: float
+    attention: float
+    other: float
+    exchange: float
+    tensor: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindFactor:
+    """The measured seconds of a kind of work over the predicted ones."""
+
+    kind: str
+    factor: float
+
+
+def calibrate_on_trace(
+    hardware: Hardware, row: MeasuredRow, traced: TracedSeconds
+) -> tuple[Hardware, tuple[KindFactor, ...]]:
+    """Return the hardware with the constants of a traced step, and how far it was off before.
+
+    What they leave open of the step is carried over to runs that make the same choices, as those of
+    a fit are.
+    """
+    priced = replace(hardware, count=row.layout.world_size, own_runs=())
+    scaled = _ScaledSeconds(priced, row)
+    factors = list(_compare_kinds(scaled, traced))
+    values = Constants(priced)
+    source = f"the trace {row.id}"
+    changed = {
+        name: Constant(
+            name=name,
+            value=Sourced(value=values[name] * factor, kind=SourceKind.FITTED, source=source),
+        )
+        for kind, names, factor in factors
+        for name in names
+    }
+    kept = [constant for constant in hardware.constants if constant.name not in changed]
+    calibrated = replace(hardware, constants=(*kept, *changed.values()), own_runs=())
+    run = run_from_row(row, calibrated)
+    own_runs = weigh_own_runs([run], [run.prepared.step_s(calibrated.constants)], source=source)
+    return (
+        replace(calibrated, own_runs=own_runs),
+        tuple(KindFactor(kind=kind, factor=factor) for kind, _, factor in factors),
+    )
+
+
+class _ScaledSeconds:
+    """The predicted seconds of the row's step that constants scale."""
+
+    def __init__(self, hardware: Hardware, row: MeasuredRow) -> None:
+        self._hardware = hardware
+        self._row = row
+        self._parts = self._estimate({})
+        self.step_s = sum(self._parts.values())
+
+    def of_constants(self, names: Sequence[str]) -> float:
+        values = Constants(self._hardware)
+        larger = self._estimate({name: values[name] * (1 + _STEP) for name in names})
+        return max(0.0, (sum(larger.values()) - self.step_s) / _STEP)
+
+    def _estimate(self, values: Mapping[str, float]) -> dict[TimePart, float]:
+        changed = tuple(
+            Constant(name=name, value=Sourced(value=value, kind=SourceKind.FITTED, source=""))
+            for name, value in values.items()
+        )
+        kept = [item for item in self._hardware.constants if item.name not in values]
+        hardware = replace(self._hardware, constants=(*kept, *changed))
+        told = estimate(self._row.model, self._row.workload, hardware, self._row.layout)
+        return {
+            share.part: share.seconds + share.hidden_s
+            for share in told.shares
+            if share.part not in _OUTSIDE
+        }
+
+
+def _compare_kinds(
+    scaled: _ScaledSeconds, traced: TracedSeconds
+) -> list[tuple[str, tuple[str, ...], float]]:
+    """Return each kind whose constants the trace tells: its name, they, and their factor."""
+    grouped_s = scaled.of_constants(_GROUPED)
+    products_s = scaled.of_constants(_PRODUCTS)  # those in groups among them
+    measured_s = traced.products + traced.grouped
+    has_groups = traced.grouped > 0 and grouped_s > 0 and products_s > grouped_s
+    if has_groups:
+        measured_s, products_s = traced.products, products_s - grouped_s
+    answer = []
+    product_factor = _find_factor(measured_s, products_s, scaled.step_s)
+    if product_factor:
+        answer.append(("products", _PRODUCTS, product_factor))
+    if has_groups and (factor := _find_factor(traced.grouped, grouped_s, scaled.step_s)):
+        answer.append(("products of experts", _GROUPED, factor / (product_factor or 1.0)))
+    for kind, names, seconds in (
+        ("attention", _ATTENTION, traced.attention),
+        ("other kernels", _OTHER, traced.other),
+        ("exchanges of experts", _EXCHANGE, traced.exchange),
+        ("exchanges of tensor parallelism", _TENSOR, traced.tensor),
+    ):
+        if factor := _find_factor(seconds, scaled.of_constants(names), scaled.step_s):
+            answer.append((kind, names, factor))
+    return answer
+
+
+def _find_factor(measured_s: float, predicted_s: float, step_s: float) -> float:
+    """Return measured over predicted seconds; 0 where that tells nothing of a constant."""
+    if measured_s <= 0 or predicted_s < _LEAST_SHARE * step_s:
+        return 0.0
+    factor = measured_s / predicted_s
+    return factor if 1 / _WIDEST <= factor <= _WIDEST else 0.0
