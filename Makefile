@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: astra-sim design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-table
+.PHONY: astra-sim what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-table
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -101,6 +101,10 @@ slurm: $(VENV)/.dev
 # Every corner of the layouts, and a run that moves between every pair of some (minutes each); `make test` has some.
 verify-layouts: $(VENV)/.dev
 	$(BIN)/pytest tests/spawn/test_layout_sweep.py tests/spawn/test_checkpoint_layouts.py -m "thorough or not thorough"
+
+# What a trace says of twenty changes of a run, beside the run with each (a quarter of an hour).
+what-if-pairs: $(VENV)/.dev
+	$(BIN)/python tests/what_if/pairs.py
 
 # Megatron-LM's own code, from a checkout of it in MEGATRON_LM, starts every export (minutes); `make test` uses what it said.
 megatron: $(VENV)/.dev

@@ -1,0 +1,373 @@
+"""Twenty changes of runs on a CPU: what a trace says of each, beside the run with the change.
+
+`python tests/what_if/pairs.py [FIRST [LAST]]` prints a table and ends with 1 where a step is more
+than 10 % off, or an unchanged replay more than 1 %. Products, host work and links of these runs
+sleep for a time that is planted, so that a busy machine decides little; all else is the engine's:
+its order of work, its waits, its timetables. Steps with and without a change of speed alternate in
+one run; runs of two layouts alternate. Figures are medians of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny_jobs
+from moewright.diagnosis.traces.capture import Capture
+from moewright.diagnosis.traces.rank_replay import RankGraph
+from moewright.diagnosis.traces.run_what_if import replay_run
+from moewright.diagnosis.traces.trace_changes import parse_change
+from moewright.diagnosis.traces.trace_files import read_captures
+from moewright.engine.comm import collectives
+from moewright.engine.model import layer
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
+from moewright.rules.job import Job
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Plan
+from moewright.spec.workload import DataSpec, ProfileSpec
+
+FIRST = 4  # the first step that is traced
+STEPS = 12  # of a run with two speeds, half of them changed
+LAYOUT_STEPS = 5  # of each run of two layouts
+TURNS = 2  # runs of each layout
+SHALLOW = replace(tiny_jobs.MODEL, layers=2, moe_layers=(True, True))
+DEEP = replace(tiny_jobs.MODEL, layers=4, moe_layers=(True,) * 4)
+
+library = torch.library.Library("planted", "FRAGMENT")
+library.define("gemm(Tensor rows, float seconds) -> Tensor")
+
+
+def sleeping_gemm(rows: torch.Tensor, seconds: float) -> torch.Tensor:
+    time.sleep(seconds)
+    return rows.clone()
+
+
+library.impl("gemm", sleeping_gemm, "CPU")
+
+
+class SlowProduct(torch.autograd.Function):
+    """A product that takes its seconds forward, and twice as many backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        product: torch.Tensor = torch.ops.planted.gemm(rows, seconds)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.ops.planted.gemm(grads[0], 2 * ctx.seconds), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What a layer's product and host work take, the more on the last rank, and what links carry.
+
+    `link_Bps` is by group.
+    """
+
+    product_s: float = 0.04
+    host_s: float = 0.02
+    skew: float = 1.0
+    link_Bps: tuple[tuple[str, float], ...] = ()
+
+
+class Planting:
+    """Products, host work and links that sleep, in the odd and the even steps of a run.
+
+    Layers count the steps of a rank by how often they are called.
+    """
+
+    def __init__(self, speeds: tuple[Speed, Speed], calls_per_step: int) -> None:
+        self._speeds = speeds
+        self._calls_per_step = calls_per_step
+        self._calls = 0
+        self._free_s: dict[str, float] = {}
+        self._until_s: dict[int, float] = {}
+
+    def _speed(self, calls: int) -> Speed:
+        return self._speeds[calls // self._calls_per_step % 2]
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        original = layer.TransformerLayer.forward
+
+        def forward(module: Any, decisions: Any, context: Any, hidden: Any) -> Any:
+            is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+            speed = self._speed(self._calls)
+            self._calls += 1
+            if speed.host_s:
+                time.sleep(speed.host_s)
+            seconds = speed.product_s * (speed.skew if is_last else 1.0)
+            return original(module, decisions, context, SlowProduct.apply(hidden, seconds))
+
+        patch.setattr(layer.TransformerLayer, "forward", forward)
+        start: Callable[..., Any] = collectives._start
+        wait_of_engine = collectives.TimedWork.wait
+
+        def start_slowly(name: str, group: Any, *args: Any, **options: Any) -> Any:
+            transfer = start(name, group, *args, **options)
+            rates = dict(self._speed(max(0, self._calls - 1)).link_Bps)
+            if group.name in rates:
+                nbytes = args[-1].numel() * args[-1].element_size()
+                begin_s = max(time.perf_counter(), self._free_s.get(group.name, 0.0))
+                remote = nbytes * (1 - 1 / group.size)
+                self._free_s[group.name] = begin_s + remote / rates[group.name]
+                self._until_s[id(transfer)] = self._free_s[group.name]
+            return transfer
+
+        def wait(transfer: collectives.TimedWork) -> bool:
+            done_s = self._until_s.pop(id(transfer), 0.0)
+            if transfer.work is not None and done_s:
+                with transfer.group.measure_wait(transfer.name):
+                    transfer.work.wait()
+                    time.sleep(max(0.0, done_s - time.perf_counter()))
+            return wait_of_engine(transfer)
+
+        patch.setattr(collectives, "_start", start_slowly)
+        patch.setattr(collectives.TimedWork, "wait", wait)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A change in the words of `--what-if`, and the run that has it."""
+
+    change: str
+    layout: str
+    other: str = ""  # the layout with the change; "": the same
+    world: int = 2
+    model: ModelSpec = SHALLOW
+    before: Speed = Speed()
+    after: Speed = Speed()
+
+
+EP_LINK = (("ep", 1e5),)
+DP_LINK = (("dp_cp", 4e5), ("edp", 4e5))
+BOTH_LINKS = (*EP_LINK, *DP_LINK)
+
+
+def faster(link: tuple[tuple[str, float], ...], times: float) -> tuple[tuple[str, float], ...]:
+    return tuple((name, times * rate) for name, rate in link)
+
+
+HALF = Speed(product_s=0.02)
+PIPE = "pp2,vpp2,mbs1"
+PAIRS = (
+    Pair(change="gemm=2x", layout="mbs4", world=1, after=HALF),
+    Pair(change="gemm=4x", layout="mbs4", world=1, after=Speed(product_s=0.01)),
+    # The host's own work is halved by the change too, and is not by the run: little of all.
+    Pair(
+        change="host=2x",
+        layout="mbs8",
+        world=1,
+        before=Speed(host_s=0.4),
+        after=Speed(host_s=0.2),
+    ),
+    Pair(
+        change="gemm=2x,host=2x",
+        layout="mbs8",
+        world=1,
+        before=Speed(product_s=0.1, host_s=0.4),
+        after=Speed(product_s=0.05, host_s=0.2),
+    ),
+    # Graphs of a CPU are lists of operations with work of their own: they show nothing of a GPU's.
+    Pair(change="gemm=2x", layout="tp2,mbs4", after=HALF),
+    Pair(
+        change="gemm=2x,host=2x",
+        layout="ep2,mbs4",
+        before=Speed(host_s=0.4),
+        after=Speed(product_s=0.02, host_s=0.2),
+    ),
+    Pair(change="gemm=2x", layout="ep2,mbs2", after=HALF),
+    Pair(
+        change="gemm=2x",
+        layout="ep2,mbs2",
+        before=Speed(skew=2.0),
+        after=Speed(product_s=0.02, skew=2.0),
+    ),
+    Pair(
+        change="network=2x",
+        layout="ep2,mbs4",
+        before=Speed(link_Bps=EP_LINK),
+        after=Speed(link_Bps=faster(EP_LINK, 2)),
+    ),
+    Pair(
+        change="network=4x",
+        layout="ep2,mbs2",
+        before=Speed(link_Bps=EP_LINK, skew=1.5),
+        after=Speed(link_Bps=faster(EP_LINK, 4), skew=1.5),
+    ),
+    Pair(
+        change="network=2x,gemm=2x",
+        layout="ep2,mbs4",
+        before=Speed(link_Bps=EP_LINK),
+        after=Speed(link_Bps=faster(EP_LINK, 2), product_s=0.02),
+    ),
+    Pair(
+        change="network=2x",
+        layout="mbs4",
+        before=Speed(link_Bps=DP_LINK),
+        after=Speed(link_Bps=faster(DP_LINK, 2)),
+    ),
+    Pair(
+        change="overlap=grad",
+        layout="mbs4",
+        other="mbs4,overlap=grad",
+        before=Speed(link_Bps=DP_LINK),
+        after=Speed(link_Bps=DP_LINK),
+    ),
+    Pair(
+        change="overlap=grad,network=2x",
+        layout="mbs4",
+        other="mbs4,overlap=grad",
+        before=Speed(link_Bps=DP_LINK),
+        after=Speed(link_Bps=faster(DP_LINK, 2)),
+    ),
+    Pair(
+        change="ep=1",
+        layout="ep2,mbs4",
+        other="mbs4",
+        before=Speed(link_Bps=BOTH_LINKS),
+        after=Speed(link_Bps=BOTH_LINKS),
+    ),
+    Pair(
+        change="ep=2",
+        layout="ep4,mbs2",
+        other="ep2,mbs2",
+        world=4,
+        before=Speed(link_Bps=BOTH_LINKS),
+        after=Speed(link_Bps=BOTH_LINKS),
+    ),
+    Pair(change="gemm=2x", layout="pp2,mbs2", model=DEEP, after=HALF),
+    Pair(change="schedule=1f1b", layout=PIPE, other="pp2,mbs1", model=DEEP),
+    Pair(change="schedule=gis", layout=PIPE, other=f"{PIPE},schedule=gis", model=DEEP),
+    Pair(
+        change="gemm=2x",
+        layout="pp2,mbs2",
+        model=DEEP,
+        before=Speed(skew=2.0),
+        after=Speed(product_s=0.02, skew=2.0),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """The plan and the traces of a run."""
+
+    plan: Plan
+    captures: Sequence[Capture]
+
+    def cut(self, step: int) -> list[Capture]:
+        """Return the traces of one of the marked steps."""
+        return [replace(capture, steps=capture.steps[step : step + 1]) for capture in self.captures]
+
+    def measure(self, step: int) -> float:
+        return RankGraph(self.cut(step), self.plan.layout).measured_s
+
+
+def train_planted(
+    pair: Pair, layout: str, speeds: tuple[Speed, Speed], steps: int, data: DataSpec
+) -> TracedRun:
+    """Train with speeds that are planted in the steps of odd and of even number."""
+    end = FIRST + steps
+    profile = ProfileSpec(start=FIRST, end=end, ranks=tuple(range(pair.world)))
+    workload = tiny_jobs.build_workload(data, steps=end, profile=profile)
+    plan = tiny_jobs.build_plan(workload, layout, world_size=pair.world, model=pair.model)
+    job = Job(model=plan.model, workload=plan.workload, layout=plan.layout)
+    calls = pair.model.layers // plan.layout.pp * job.micro_batches
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        Planting(speeds, calls).plant(patch)
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = train(plan, Path(folder))
+        if code is not ExitCode.DONE:
+            raise SystemExit(f"{layout}: the run ended with {code}")
+        return TracedRun(plan, read_captures(Path(folder) / "trace"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Medians of steps: before the change, what the traces say, and what was run."""
+
+    before_s: float
+    predicted_s: float
+    measured_s: float
+    replay_error: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def is_good(self) -> bool:
+        return abs(self.error) <= 0.1 and self.replay_error <= 0.01
+
+
+def run_pair(pair: Pair, data: DataSpec) -> Outcome:
+    """Run a pair, and replay each traced step before the change with it."""
+    change = parse_change(pair.change)
+    before: list[tuple[TracedRun, int]] = []
+    after: list[tuple[TracedRun, int]] = []
+    if pair.other:
+        for _ in range(TURNS):
+            for steps, layout, speed in (
+                (before, pair.layout, pair.before),
+                (after, pair.other, pair.after),
+            ):
+                run = train_planted(pair, layout, (speed, speed), LAYOUT_STEPS, data)
+                steps += [(run, step) for step in range(LAYOUT_STEPS)]
+    else:
+        run = train_planted(pair, pair.layout, (pair.after, pair.before), STEPS, data)
+        # The first traced step has an even number: it is the second of a pair of speeds.
+        before += [(run, step) for step in range(0, STEPS, 2)]
+        after += [(run, step) for step in range(1, STEPS, 2)]
+    replays = [replay_run(run.cut(step), run.plan, change) for run, step in before]
+    return Outcome(
+        before_s=median(replay.measured_s for replay in replays),
+        predicted_s=median(replay.low_s for replay in replays),
+        measured_s=median(run.measure(step) for run, step in after),
+        replay_error=max(abs(replay.replayed_s / replay.measured_s - 1) for replay in replays),
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    first = int(arguments[0]) if arguments else 1
+    last = int(arguments[1]) if len(arguments) > 1 else len(PAIRS)
+    outcomes = []
+    head = "| change | layout | before | predicted | measured | off | unchanged replay |"
+    print(head + "\n" + "|---" * 7 + "|", flush=True)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    with tempfile.TemporaryDirectory() as folder:
+        data = tiny_jobs.write_corpus(Path(folder))
+        for pair in PAIRS[first - 1 : last]:
+            outcome = run_pair(pair, data)
+            outcomes.append(outcome)
+            layouts = f"{pair.layout} -> {pair.other}" if pair.other else pair.layout
+            print(
+                f"| `{pair.change}` | {layouts} | {outcome.before_s * 1e3:.0f} ms "
+                f"| {outcome.predicted_s * 1e3:.0f} ms | {outcome.measured_s * 1e3:.0f} ms "
+                f"| {outcome.error:+.1%} | {outcome.replay_error:.2%} |",
+                flush=True,
+            )
+    good = sum(outcome.is_good for outcome in outcomes)
+    print(f"{good} of {len(outcomes)} within 10 %, replayed unchanged within 1 %")
+    return int(good < len(outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
