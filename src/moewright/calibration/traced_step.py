@@ -129,7 +129,7 @@ def _compare_kinds(
     has_groups = traced.grouped > 0 and grouped_s > 0 and products_s > grouped_s
     if has_groups:
         measured_s, products_s = traced.products, products_s - grouped_s
-    answer = []
+    answer: list[tuple[str, tuple[str, ...], float]] = []
     product_factor = _find_factor(measured_s, products_s, scaled.step_s)
     if product_factor:
         answer.append(("products", _PRODUCTS, product_factor))
