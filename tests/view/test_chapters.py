@@ -225,17 +225,31 @@ def test_ten_questions_are_answered_each_from_a_chapter():
 
 def test_what_the_small_model_routed_is_whole():
     router = load_tiny_router()
-    assert {sum(counts) for counts in router.counts} == {router.token_count * router.top_k}
+    rows = router.token_count * router.top_k
     for layer in range(router.layers):
         for token, word in enumerate(router.words):
             assert sum(router.probabilities[layer][token]) == pytest.approx(1, abs=1e-3)
             assert sum(router.weights(layer, token)) == pytest.approx(1)
             assert len({*router.choose(layer, token)}) == router.top_k
-            assert load_chapter("route").control("token").steps[token].label == word
-        assert router.dropped_share(layer, 0) == 0
-        shares = [router.dropped_share(layer, factor) for factor in (1, 1.25, 1.5, 2)]
-        assert shares == sorted(shares, reverse=True)
-    assert router.dropped_share(0, 1) > 0.1
+            if word.isalpha():
+                assert load_chapter("route").control("token").steps[token].label == word
+    steps = load_chapter("imbalance").control("balance").steps
+    assert set(router.counts) == {step.settings["balance"] for step in steps}
+    for layers in router.counts.values():
+        assert {sum(counts) for counts in layers} == {rows}
+        for counts in layers:
+            assert max(counts) <= router.token_count
+            assert router.dropped_share(counts, 0) == 0
+            shares = [router.dropped_share(counts, factor) for factor in (1, 1.25, 1.5, 2)]
+            assert shares == sorted(shares, reverse=True)
+            assert shares[0] > 0.1
+
+
+@pytest.mark.parametrize("balance", ["bias", "loss"])
+def test_what_balances_makes_every_layer_more_even(balance):
+    router = load_tiny_router()
+    for counts, uneven in zip(router.counts[balance], router.counts["none"], strict=True):
+        assert max(counts) < max(uneven)
 
 
 @pytest.mark.parametrize(

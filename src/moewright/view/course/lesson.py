@@ -23,7 +23,7 @@ from moewright.view.course.chapter import Chapter, ChapterControl, ControlStep
 # What settings may say beside keys of the layout.
 _JOB_KEYS = ("model", "layers", "device", "devices")
 _WORKLOAD_KEYS = ("seq_len", "global_batch", "precision", "load_factor")
-_SCENE_KEYS = ("token", "layer")  # of pictures alone
+_SCENE_KEYS = ("token", "layer", "balance")  # of pictures alone
 SETTING_KEYS = frozenset((*_JOB_KEYS, *_WORKLOAD_KEYS, *_SCENE_KEYS, *LAYOUT_KEYS))
 _KEPT_PLANS = 256
 

@@ -45,6 +45,7 @@ _SIGNS: Mapping[str, str] = MappingProxyType(
         "ne": "≠",
         "approx": "≈",
         "to": "→",
+        "leftarrow": "←",
         "in": "∈",
         "pm": "±",
         "mid": "|",

@@ -7,7 +7,7 @@ What the router of a small trained model did: probabilities of one sentence, cou
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -36,8 +36,10 @@ _DEVICES = 4  # of the pictures, each with a quarter of the experts
 class TinyRouter:
     """Router probabilities [layers][tokens][experts] of a sentence, and rows [layers][experts].
 
-    `counts` are of `token_count` tokens that the model had not seen; `words` are the tokens of the
-    sentence as text. The chosen probabilities of a token are scaled to sum to 1.
+    `words` are the tokens of the sentence as text. The chosen probabilities of a token are scaled
+    to sum to 1. `counts` has the rows of `token_count` tokens that a model had not seen, for each
+    way to balance it: nothing, a selection bias, a loss. These models are younger than the one of
+    the sentence.
     """
 
     top_k: int
@@ -45,15 +47,16 @@ class TinyRouter:
     words: tuple[str, ...]
     probabilities: tuple[tuple[tuple[float, ...], ...], ...]
     token_count: int
-    counts: tuple[tuple[int, ...], ...]
+    balance_steps: int
+    counts: Mapping[str, tuple[tuple[int, ...], ...]]
 
     @property
     def layers(self) -> int:
-        return len(self.counts)
+        return len(self.probabilities)
 
     @property
     def experts(self) -> int:
-        return len(self.counts[0])
+        return len(self.probabilities[0][0])
 
     @property
     def devices(self) -> int:
@@ -80,11 +83,10 @@ class TinyRouter:
         """Return the rows that an expert takes of the text under a capacity factor."""
         return capacity_rows(self.token_count, self.top_k, self.experts, factor)
 
-    def dropped_share(self, layer: int, factor: float) -> float:
+    def dropped_share(self, counts: Sequence[int], factor: float) -> float:
         """Return the share of a layer's rows that a capacity factor drops; 0 is no capacity."""
         most = self.capacity(factor)
-        over = sum(max(0, count - most) for count in self.counts[layer])
-        return over / sum(self.counts[layer])
+        return sum(max(0, count - most) for count in counts) / sum(counts)
 
 
 @cache
@@ -98,7 +100,11 @@ def load_tiny_router() -> TinyRouter:
         words=tuple(data["words"]),
         probabilities=tuple(tuple(tuple(row) for row in layer) for layer in data["probabilities"]),
         token_count=data["token_count"],
-        counts=tuple(tuple(row) for row in data["counts"]),
+        balance_steps=data["balance_steps"],
+        counts={
+            balance: tuple(tuple(row) for row in layers)
+            for balance, layers in data["counts"].items()
+        },
     )
 
 
@@ -113,6 +119,11 @@ def _layer(lesson: Lesson) -> int:
 
 def _token(lesson: Lesson) -> int:
     return int(lesson.settings["token"]) - 1
+
+
+def _counts(lesson: Lesson) -> tuple[int, ...]:
+    """Return the rows of each expert in the lesson's layer, as its model is balanced."""
+    return load_tiny_router().counts[lesson.settings.get("balance", "none")][_layer(lesson)]
 
 
 def _capacity(lesson: Lesson) -> float:
@@ -248,8 +259,8 @@ def draw_combine(lesson: Lesson) -> CoursePicture:
 def draw_expert_loads(lesson: Lesson) -> CoursePicture:
     """Draw the rows of each expert of a layer, on four devices, with what a capacity drops."""
     router = load_tiny_router()
-    layer, factor = _layer(lesson), _capacity(lesson)
-    counts = router.counts[layer]
+    factor = _capacity(lesson)
+    counts = _counts(lesson)
     most = router.capacity(factor)
     mean = sum(counts) / len(counts)
 
@@ -271,16 +282,16 @@ def draw_expert_loads(lesson: Lesson) -> CoursePicture:
             drawing.text(middle, 14 + height + 15, str(expert), "quiet small", anchor="middle")
         y = 14 + height * (1 - mean / top)
         drawing.line((0, y), (drawing.width, y), "wire")
-        drawing.text(drawing.width, y - 4, f"mean {mean:,.0f}", "quiet small", anchor="end")
+        told = f"expert; a colour is a device; the line is the mean, {mean:,.0f}"
+        drawing.text(0, 14 + height + 32, told, "quiet small")
         if factor:
             y = 14 + height * (1 - min(1.0, most / top))
             drawing.line((0, y), (drawing.width, y), "limit")
-            drawing.text(0, y - 4, f"capacity {most:,}", "quiet small")
-        drawing.text(0, 14 + height + 32, "expert; a colour is a device", "quiet small")
+            drawing.text(0, 14 + height + 47, f"dashed: capacity {most:,}", "quiet small")
 
     says = (
         f"The busiest expert gets {max(counts):,} rows, the mean is {mean:,.0f}; "
-        f"{router.dropped_share(layer, factor):.1%} of the rows are dropped."
+        f"{router.dropped_share(counts, factor):.1%} of the rows are dropped."
     )
     rows = [
         (str(expert), str(router.device_of(expert)), f"{count:,}", f"{max(0, count - most):,}")
@@ -315,7 +326,7 @@ def draw_load_cost(lesson: Lesson) -> CoursePicture:
 
 def _tiny(lesson: Lesson, part: str) -> Quantity:
     router = load_tiny_router()
-    counts = router.counts[_layer(lesson)]
+    counts = _counts(lesson)
     mean = sum(counts) / len(counts)
     devices = [0] * router.devices
     for expert, count in enumerate(counts):
@@ -326,11 +337,13 @@ def _tiny(lesson: Lesson, part: str) -> Quantity:
         "top_k": (router.top_k, Unit.COUNT),
         "steps": (router.steps, Unit.COUNT),
         "tokens": (router.token_count, Unit.COUNT),
+        "balance_steps": (router.balance_steps, Unit.COUNT),
         "devices": (router.devices, Unit.COUNT),
         "words": (len(router.words), Unit.COUNT),
         "expert_load": (max(counts) / mean, Unit.TIMES),
+        "most_liked": (max(counts) / router.token_count, Unit.PERCENT),
         "rank_load": (max(devices) * router.devices / sum(devices), Unit.TIMES),
-        "dropped": (router.dropped_share(_layer(lesson), _capacity(lesson)), Unit.PERCENT),
+        "dropped": (router.dropped_share(counts, _capacity(lesson)), Unit.PERCENT),
     }
     if part not in numbers:
         _refuse("tiny", part)
