@@ -20,6 +20,7 @@ from moewright.spec.workload import Workload
 _WIDE_BYTES = 2  # of a number in bf16
 _CARDS = ("1xH200", "1xH100")
 _PAGE = Path(__file__).parents[2] / "docs" / "gpu" / "expected.md"
+_BARS = "<!-- bars: step by card in model -->"
 _HEAD = """# What is expected of the first card
 
 The planner's figures for the parts "Speed of a step" and "Memory" of `make gpu`, written by
@@ -89,7 +90,7 @@ def write_page() -> int:
         ("model", "card", "step", "80 % interval", "tokens/s", "MFU", "peak"), list_rows()
     )
     casts = _draw_table(("cast", "card", "bytes", "at least"), list_casts())
-    write_text(_PAGE, f"{_HEAD}\n{steps}\n\n{_CASTS}\n{casts}\n")
+    write_text(_PAGE, f"{_HEAD}\n{steps}\n\n{_BARS}\n\n{_CASTS}\n{casts}\n")
     print(f"wrote {_PAGE}")
     return 0
 

@@ -153,6 +153,7 @@ def _page_parts(
             pairs = _pair_rows(rows, rival_answers.step_s, own_speeds, family)
             if pairs:
                 yield from _score_lines(rival_answers, family, pairs)
+    yield "\n<!-- bars: median by planner in runs -->\n"
     yield "\nRank correlation and regret are means over groups of one model on one device with "
     yield "three layouts or more.\n"
     for rival_answers in answers:

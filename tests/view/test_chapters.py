@@ -285,18 +285,39 @@ def test_no_page_of_the_documentation_has_more_than_four_thousand_words():
 
 def test_pages_of_the_documentation_have_pictures_and_formulas_that_can_be_written():
     docs = Path(__file__).resolve().parents[2] / "docs"
-    pictures = 0
     formulas = 0
-    for page in sorted(docs.glob("*.md")):
+    for page in (*sorted(docs.glob("*.md")), docs / "gpu" / "expected.md"):
         text = page.read_text("utf-8")
         written = replace_pictures(replace_mathematics(text))
-        pictures += text.count("<!-- course:")
-        assert "<!-- course:" not in written, page.name
+        assert not re.search("<!-- (course|picture|bars):", written), page.name
         if page.name.startswith("formulas"):
             assert "$" not in re.sub(r"`[^`]*`", "", written), page.name
             formulas += written.count("<math")
         assert "/view/course/chapters/" not in written, page.name
-    assert pictures >= 6
     assert formulas >= 150
-    with pytest.raises(BadInput, match="no such picture"):
-        replace_pictures("<!-- course: memory timetable -->")
+
+
+def test_every_page_of_understand_has_a_picture():
+    root = Path(__file__).resolve().parents[2]
+    site = (root / "mkdocs.yml").read_text("utf-8")
+    part = site.partition("- Understand:")[2].partition("- Decisions:")[0]
+    pages = re.findall(r"^ {6}- .*: (\S+\.md)$", part, re.MULTILINE)
+    assert len(pages) >= 12
+    for page in pages:
+        text = replace_pictures((root / "docs" / page).read_text("utf-8"))
+        assert "<svg" in text or ".svg)" in text, f"{page} has no picture"
+
+
+def test_bars_are_drawn_of_the_table_before_them():
+    table = "| card | step | model |\n|---|---|---|\n| a | 1,200.5 ms | m |\n| b | 300 ms | m |\n"
+    written = replace_pictures(f"{table}\n<!-- bars: step by card in model -->")
+    widths = [float(width) for width in re.findall(r'<rect[^>]* width="([\d.]+)"', written)]
+    assert widths[0] / widths[1] == pytest.approx(1200.5 / 300, rel=1e-2)
+    for text, word in [
+        (f"{table}\n<!-- bars: stap by card in model -->", "the table has card, step, model"),
+        (f"{table}\n<!-- bars: model by card in step -->", "has no number"),
+        ("<!-- picture: mixer: words -->", "mixers"),
+        ("<!-- course: memory timetable -->", "no such picture"),
+    ]:
+        with pytest.raises(BadInput, match=word):
+            replace_pictures(text)

@@ -11,6 +11,7 @@ from importlib import resources
 from itertools import groupby
 
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 from moewright.spec.quoting import Html
 from moewright.view.course.chapter import (
     Chapter,
@@ -22,8 +23,14 @@ from moewright.view.course.chapter import (
 from moewright.view.course.glossary import anchor_of_row, load_glossary
 from moewright.view.course.inline import Span, read_inline
 from moewright.view.course.lesson import Lesson, open_lesson
-from moewright.view.course.lesson_html import PREPARATION, LessonWriter, ReadingPlace
+from moewright.view.course.lesson_html import (
+    PREPARATION,
+    LessonWriter,
+    ReadingPlace,
+    write_figure,
+)
 from moewright.view.course.mathematics import write_mathematics
+from moewright.view.course.page_pictures import PAGE_PICTURES, draw_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +189,11 @@ _FENCED = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 _BLOCK_FORMULA = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.DOTALL | re.MULTILINE)
 _FORMULA = re.compile(r"(?<![\w$\\])\$(?=[^\s$])([^$\n]+?)(?<=\S)\$(?![\w$])")
 _PICTURE = re.compile(r"<!-- course: (\w+) (\w+) -->")
+_PAGE_PICTURE = re.compile(r"<!-- picture: (\w+): (.+) -->")
+_BARS = re.compile(
+    r"(?P<table>(?:^\|.*\|\n)+)\n<!-- bars: (?P<amount>.+) by (?P<name>.+) in (?P<group>.+) -->",
+    re.MULTILINE,
+)
 _CHAPTER_LINK = re.compile(r"\(\.\./src/moewright/view/course/chapters/(\w+)\.md(#[^)]*)?\)")
 
 
@@ -261,15 +273,33 @@ def _replace_formulas(text: str) -> str:
 
 
 def replace_pictures(markdown: str) -> str:
-    """Return Markdown with pictures of chapters for comments like <!-- course: memory device -->.
+    """Return Markdown with pictures for comments.
 
+    <!-- course: memory device --> is a picture of a chapter, <!-- picture: mixers: caption --> one
+    of pages alone, and <!-- bars: amount by name in group --> draws columns of the table before it.
     Links to the sources of chapters lead to their pages.
 
     Raises:
-        BadInput: a chapter or a picture does not exist.
+        BadInput: a chapter, a picture or a column does not exist.
     """
+    markdown = _PAGE_PICTURE.sub(lambda match: _draw_page_picture(match[1], match[2]), markdown)
+    markdown = _BARS.sub(_draw_bars_of_table, markdown)
     markdown = _PICTURE.sub(lambda match: _draw_for_page(match[1], match[2]), markdown)
     return _CHAPTER_LINK.sub(lambda match: f"(learn/{match[1]}.md{match[2] or ''})", markdown)
+
+
+def _draw_page_picture(name: str, caption: str) -> str:
+    draw = PAGE_PICTURES.get(name)
+    if draw is None:
+        near = closest_match(name, PAGE_PICTURES) or ""
+        raise BadInput(Reason(field="picture", value=name, rule="no such picture", nearest=near))
+    return _one_block(write_figure(draw(), Html.write("{}", caption)))
+
+
+def _draw_bars_of_table(match: re.Match[str]) -> str:
+    drawn = draw_table(match["table"].splitlines(), match["amount"], match["name"], match["group"])
+    caption = f"The column {match['amount']} of the table above."
+    return f"{match['table']}\n{_one_block(write_figure(drawn, Html.write('{}', caption)))}"
 
 
 def _draw_for_page(name: str, picture: str) -> str:

@@ -175,12 +175,13 @@ class BarPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackedBar:
-    """A bar of parts, with a name before it and a figure behind it."""
+    """A bar of parts, with a name before it, a figure behind it and perhaps a title above it."""
 
     name: str
     parts: tuple[BarPart, ...]
     text: str
     kind: str = ""  # class of the figure's text
+    title: str = ""
 
     @property
     def amount(self) -> float:
@@ -214,6 +215,9 @@ def draw_bars(
         anchor = "end" if limit.amount * scale > room / 2 else "start"
         drawing.text(names + limit.amount * scale, y - 5, limit.name, "quiet", anchor=anchor)
     for bar in bars:
+        if bar.title:
+            drawing.text(0, y + 15, bar.title, "strong")
+            y += 21
         if drawing.is_narrow:
             drawing.text(0, y + 13, bar.name, "quiet")
             y += 18

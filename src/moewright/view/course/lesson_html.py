@@ -22,6 +22,7 @@ from moewright.view.course.chapter import (
     SandboxBlock,
     TableBlock,
 )
+from moewright.view.course.drawing import CoursePicture
 from moewright.view.course.figures import compute_figure
 from moewright.view.course.glossary import find_term
 from moewright.view.course.inline import (
@@ -188,19 +189,7 @@ class LessonWriter:
 
     def _write_picture(self, block: PictureBlock) -> Html:
         drawn = draw_picture(self.lesson, block.name)
-        table = _write_plain_table(drawn.columns, drawn.rows, drawn.says)
-        return Html.write(
-            '<figure class="picture panel"><div data-live="picture">{}{}</div>'
-            '<p class="visually-hidden" role="status" data-live>{}</p>'
-            "<figcaption>{}</figcaption>"
-            '<details class="numbers table-box"><summary>The same as a table</summary>'
-            "<div data-live>{}</div></details></figure>",
-            drawn.wide,
-            drawn.narrow,
-            drawn.says,
-            self.write_spans(block.caption),
-            table,
-        )
+        return write_figure(drawn, self.write_spans(block.caption))
 
     def _write_question(self, block: QuestionBlock, number: int) -> Html:
         title = "Exercise" if block.is_exercise else "Question"
@@ -270,6 +259,22 @@ def _write_fields(block: QuestionBlock, number: int, unit: str) -> Html:
             *(number, label, label),
         )
         for label, _ in block.choices
+    )
+
+
+def write_figure(drawn: CoursePicture, caption: Html) -> Html:
+    """Return a picture in both widths, its sentence for those who do not see it, and its table."""
+    return Html.write(
+        '<figure class="picture panel"><div data-live="picture">{}{}</div>'
+        '<p class="visually-hidden" role="status" data-live>{}</p>'
+        "<figcaption>{}</figcaption>"
+        '<details class="numbers table-box"><summary>The same as a table</summary>'
+        "<div data-live>{}</div></details></figure>",
+        drawn.wide,
+        drawn.narrow,
+        drawn.says,
+        caption,
+        _write_plain_table(drawn.columns, drawn.rows, drawn.says),
     )
 
 
