@@ -314,7 +314,7 @@ def test_bars_are_drawn_of_the_table_before_them():
     widths = [float(width) for width in re.findall(r'<rect[^>]* width="([\d.]+)"', written)]
     assert widths[0] / widths[1] == pytest.approx(1200.5 / 300, rel=1e-2)
     for text, word in [
-        (f"{table}\n<!-- bars: stap by card in model -->", "the table has card, step, model"),
+        (f"{table}\n<!-- bars: steep by card in model -->", "the table has card, step, model"),
         (f"{table}\n<!-- bars: model by card in step -->", "has no number"),
         ("<!-- picture: mixer: words -->", "mixers"),
         ("<!-- course: memory timetable -->", "no such picture"),
