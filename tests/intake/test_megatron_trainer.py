@@ -81,6 +81,13 @@ def test_fusions_that_are_switched_off_are_listed() -> None:
     assert fused.expert_kernels is ExpertKernels.FUSED
 
 
+def test_rows_are_permuted_by_plain_operations_unless_the_command_fuses_them() -> None:
+    options = "--swiglu --num-experts 8 --moe-grouped-gemm"
+    assert trainer(options).unfused == (Fusion.PERMUTE,)
+    assert trainer(f"{options} --moe-permute-fusion").unfused == ()
+    assert trainer("--swiglu").unfused == ()
+
+
 def test_layers_stay_in_16_bits_where_the_command_keeps_them() -> None:
     last = "--num-layers-at-end-in-bf16 14"
     assert trainer(last).bf16_last_layers == 0

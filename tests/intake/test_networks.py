@@ -43,6 +43,16 @@ def test_efa_keeps_the_node_and_changes_the_network() -> None:
     assert apply_network(efa, "efa") == efa
 
 
+def test_four_gh200_of_a_board_are_a_node() -> None:
+    plain = catalogue.hardware("16xGH200").fabric
+    board = catalogue.hardware("16xGH200", "nvl4+slingshot").fabric
+    assert (plain.domain_size, plain.devices_per_node) == (1, 1)
+    assert (board.domain_size, board.devices_per_node) == (4, 4)
+    assert board.network_Bps.value == 25e9
+    with pytest.raises(BadInput):
+        catalogue.hardware("16xH100", "nvl4")
+
+
 def test_a_network_and_back_is_the_hardware_again() -> None:
     plain = catalogue.hardware("8xH100")
     there = apply_network(plain, "pcie")

@@ -312,11 +312,11 @@ def parse_overlaps(cells: Mapping[str, str]) -> tuple[Overlap, ...]:
     """Return the overlaps that are on.
 
     A recipe may ask for the overlap of the parameter gather alone; it needs the buckets of the
-    gradient reduction, and is off without them. Weight gradients are delayed under the overlap of
-    experts' exchange alone, and shared experts overlap only without it.
+    gradient reduction and a sharded optimizer, and is off without them. Weight gradients are
+    delayed under the overlap of experts' exchange alone; shared experts overlap only without it.
     """
     overlaps = {overlap for overlap, column in OVERLAP_COLUMNS.items() if cells[column] == "true"}
-    if Overlap.GRAD not in overlaps:
+    if Overlap.GRAD not in overlaps or cells["zero1"] == "false":
         overlaps.discard(Overlap.PARAM)
     if Overlap.EP in overlaps:
         overlaps.discard(Overlap.SHARED)

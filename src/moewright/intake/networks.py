@@ -69,8 +69,8 @@ class NetworkLevel(StrEnum):
 class NetworkEntry:
     """A kind of network as networks.toml has it, which says what each field means.
 
-    A `domain_size` of 0 leaves the part's own. `without_libraries` are parts that no
-    library has kernels for.
+    A `domain_size` or `devices_per_node` of 0 leaves the part's own. `without_libraries` are parts
+    that no library has kernels for.
     """
 
     kind: str
@@ -79,6 +79,7 @@ class NetworkEntry:
     source: str
     latency_s: float
     domain_size: int = 0
+    devices_per_node: int = 0
     parts: tuple[str, ...] = ()
     without_libraries: tuple[str, ...] = ()
     Bps: dict[str, float] = field(default_factory=dict)
@@ -304,6 +305,7 @@ def _change_domain(hardware: Hardware, entry: NetworkEntry) -> Hardware:
         fabric,
         domain=entry.kind,
         domain_size=entry.domain_size or fabric.domain_size,
+        devices_per_node=entry.devices_per_node or fabric.devices_per_node,
         domain_Bps=fabric.domain_Bps if rate is None else entry.sourced(rate),
         domain_latency_s=entry.sourced(entry.latency_s),
         times=(),

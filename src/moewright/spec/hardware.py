@@ -124,6 +124,7 @@ class NetworkKind(StrEnum):
     """The known kinds of network: those that join a domain's devices, and those between domains."""
 
     NVLINK = "nvlink"  # NVLink switches of one node
+    NVL4 = "nvl4"  # four GH200 of one board
     NVL36 = "nvl36"
     NVL72 = "nvl72"
     PCIE = "pcie"
@@ -133,6 +134,7 @@ class NetworkKind(StrEnum):
     MEMORY = "memory"  # processes of one machine
     IB = "ib"  # InfiniBand, GPUs post messages themselves (IBGDA)
     ROCE = "roce"
+    SLINGSHOT = "slingshot"
     EFA = "efa"  # AWS, a CPU thread posts the messages
     TCP = "tcp"
 

@@ -41,7 +41,6 @@ def read_trainer(arguments: Arguments, environment: Mapping[str, str]) -> Traine
         "--no-bias-dropout-fusion",
         "--no-rope-fusion",
         "--no-persist-layer-norm",
-        "--moe-permute-fusion",
         "--moe-router-fusion",
         "--moe-use-grouped-tensor",
     )
@@ -111,10 +110,13 @@ def _read_unfused(arguments: Arguments) -> set[Fusion]:
     activation = "--no-bias-swiglu-fusion" if is_gated else "--no-bias-gelu-fusion"
     # Of activations without a gate only the squared ReLU is fused with the router's weight.
     is_fused = is_gated or arguments.has("--use-fused-weighted-squared-relu")
-    is_plain = arguments.has("--num-experts") and not is_fused
+    is_moe = arguments.has("--num-experts")
+    is_local = arguments.text("--transformer-impl", "transformer_engine") == "local"
+    is_permute_fused = arguments.has("--moe-permute-fusion")
     switches = {
-        Fusion.ACTIVATION: arguments.has(activation) or is_plain,
+        Fusion.ACTIVATION: arguments.has(activation) or (is_moe and not is_fused),
         Fusion.WEIGHT_GRAD: arguments.has("--no-gradient-accumulation-fusion"),
+        Fusion.PERMUTE: is_moe and not is_local and not is_permute_fused,
     }
     return {fusion for fusion, is_off in switches.items() if is_off}
 
