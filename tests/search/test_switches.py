@@ -48,3 +48,10 @@ def test_what_is_set_already_is_not_said_again():
     ]
     dense = mw.estimate("Meta-Llama-3-8B", "tp2,mbs1", on="8xH100")
     assert "an even load" not in " ".join(explain_switches(dense))
+
+
+def test_a_plan_prices_switches_only_where_they_are_shown():
+    plans = mw.plan("Qwen3-30B-A3B", on="16xH100", layout="ep8,mbs1")
+    assert plans.best is not None
+    assert explain_switches(plans.best)
+    assert not [line for line in plans.why if "vendors" in line]

@@ -29,7 +29,6 @@ from moewright.search.misfit import explain_imbalance
 from moewright.search.ranking import bound_s, is_safe, to_ranked_layout
 from moewright.search.search import DOES_NOT_FIT, SearchResult, build_plan, search
 from moewright.search.space import Objections, no_objections
-from moewright.search.switches import explain_switches
 from moewright.search.what_if import find_fewest
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
@@ -201,7 +200,6 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
             *explain.explain_precision(best),
             *explain.explain_unused(best),
             *explain_imbalance(best),
-            *explain_switches(best),
         )
     return Plans(
         request=request,

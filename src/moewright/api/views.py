@@ -32,6 +32,7 @@ from moewright.rules.batch_rampup import workload_at_step
 from moewright.search.explain import explain_beside
 from moewright.search.misfit import Misfit
 from moewright.search.search import build_plan, search
+from moewright.search.switches import explain_switches
 from moewright.search.what_if import find_fewest
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
@@ -185,7 +186,8 @@ def view_search(query: ViewQuery, top: int = 10) -> Iterator[SearchView | Misfit
 
 def _build_ranking(plans: Plans) -> SearchView:
     trainers = {plan.layout: list_trainers(plan) for plan in (*plans, *plans.gambles)}
-    return build_search_view(plans.plans, plans.search, plans.why, trainers=trainers, is_final=True)
+    why = (*plans.why, *(explain_switches(plans.best) if plans.best else ()))
+    return build_search_view(plans.plans, plans.search, why, trainers=trainers, is_final=True)
 
 
 def view_plans(plans: Plans) -> tuple[Record, ...]:

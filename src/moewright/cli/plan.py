@@ -121,14 +121,16 @@ def _print_answer(
     from moewright.api.running import describe_trainers
     from moewright.report.console import print_defaults
     from moewright.report.plan_text import print_choices, print_plans
+    from moewright.search.switches import explain_switches
 
+    switches = explain_switches(plans.best) if verbose and plans.best else ()
     print_defaults(console, plans.request.defaults)
     print_plans(
         console,
         plans.plans,
         own=plans.own,
         gambles=plans.gambles,
-        why=plans.why,
+        why=(*plans.why, *switches),
         rejected=plans.rejected,
         verbose=verbose,
     )

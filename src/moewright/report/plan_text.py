@@ -28,7 +28,6 @@ from moewright.report.document_text import draw_phrase, print_sections
 from moewright.report.estimate_document import VERDICT_TONES, build_assumptions, job_title
 from moewright.search.explain import DEPARTURE, EXPECTED_ERROR, SECOND, UNUSED
 from moewright.search.misfit import REMEDY
-from moewright.search.switches import SWITCHES
 from moewright.spec.plan import (
     Estimate,
     Evidence,
@@ -59,7 +58,6 @@ _DETAILS = (
     SECOND,
     UNUSED,
     EXPECTED_ERROR,
-    SWITCHES,
     "Evidence",
 )  # sentences begin with them
 _BAR_WIDTH = 10

@@ -23,7 +23,6 @@ from moewright.spec.workload import (
     Workload,
 )
 
-SWITCHES = "As vendors' benchmarks set the job"  # what the sentence on switches begins with
 _WORTH_SAYING = 0.005  # of the step
 _WORTH_SAYING_BYTES = GIB
 
@@ -80,7 +79,7 @@ def explain_switches(plan: Plan) -> tuple[str, ...]:
             together = _set_switch(plan, together, switch.name)
     if not texts:
         return ()
-    line = f"{SWITCHES}, in the same layout: {', '.join(texts)}"
+    line = f"As vendors' benchmarks set the job, in the same layout: {', '.join(texts)}"
     everything = _estimate_under(plan, together) if len(texts) > 1 else None
     if everything:
         speed = format_figures(everything.tokens_per_s_per_device)
