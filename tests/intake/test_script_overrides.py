@@ -217,3 +217,43 @@ def test_a_layout_of_stages_is_read_behind_the_escapes_of_a_shell(tmp_path):
     path.write_text("MODEL_ARGS:\n" + "\n".join(lines) + "\n")
     layout = read_flags(path, on="64xH100").plan.layout
     assert (layout.pp, layout.stages) == (4, "Et*2|(tt|)*2t*2L")
+
+
+def test_srun_starts_as_many_tasks_as_the_job_has(tmp_path):
+    script = tmp_path / "run.slurm"
+    head = "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=4\n"
+    script.write_text(f"{head}srun python pretrain_gpt.py {SIZES}{REST}\n")
+    assert read_flags(script, on="H100").plan.layout.world_size == 16
+    with pytest.raises(BadInput, match="4 x 4 = 16 ranks"):
+        read_flags(script, on="64xH100")
+    script.write_text(f"{head}srun torchrun --nproc_per_node=$N pretrain_gpt.py {SIZES}{REST}\n")
+    with pytest.raises(BadInput, match="needs a count"):
+        read_flags(script, on="H100")
+
+
+def test_a_sourced_file_knows_where_it_lies_and_what_stands_before_source(tmp_path):
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "base.sh").write_text("SIZE=${SIZE_OF:-2}\n")
+    own = '"$(dirname -- "${BASH_SOURCE[0]}")/base.sh"'
+    (models / "wide.sh").write_text(f"SIZE_OF=4 source {own}\n")
+    script = write(tmp_path, "--tensor-model-parallel-size $SIZE", 'source "../models/wide.sh"')
+    script.write_text(script.read_text() + 'echo "${SIZE_OF:?}"\n')
+    assert read_flags(script, on="H100").plan.layout.tp == 4
+
+
+def test_a_schedule_of_batches_ends_with_the_batch_that_is_given(tmp_path):
+    schedule = '--train-samples 4096 --step-batch-size-schedule "0:32 1M:64"'
+    assert read_flags(write(tmp_path, schedule), on="H100").plan.workload.global_batch == 64
+    script = write(tmp_path, schedule.replace("1M:64", "1M:128"))
+    assert refusal(script).nearest == "128"
+
+
+def test_options_of_megatron_before_2021_are_named_together(tmp_path):
+    script = write(tmp_path, "--model-parallel-size 2 --warmup .01")
+    with pytest.raises(BadInput) as caught:
+        read_flags(script, on="H100")
+    assert [reason.nearest for reason in caught.value.reasons] == [
+        "--tensor-model-parallel-size",
+        "--lr-warmup-fraction",
+    ]

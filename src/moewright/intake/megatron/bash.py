@@ -137,16 +137,19 @@ class _Interpreter(ShellGrammar):
             return
         command = Command(words=tuple(expanded), exported=tuple(exported.items()), line=line)
         handler = self.builtins().get(expanded[0])
-        if expanded[0] in self.functions:
-            yield from self._call(expanded, line)
+        is_function = expanded[0] in self.functions
+        if is_function or expanded[0] in ("source", ".", "eval"):
+            # NAME=value before what this shell runs itself holds as long as that runs.
+            self.variables.arrays |= {name: (value,) for name, value in own.items()}
+            run = self._call if is_function else self._inside
+            yield from run(expanded, line)
+            self.variables.arrays |= dict(previous)
         elif expanded[:2] == ["printf", "-v"] and len(expanded) > 3:
             printed = print_text([["printf", *expanded[3:]]], self.folder)
             unknown = UnknownValue(name=expanded[2], origin="what printf prints")
             self.variables.arrays[expanded[2]] = (unknown.mark() if printed is None else printed,)
         elif handler is not None:
             handler(expanded, line, heredoc)
-        elif expanded[0] in ("source", ".", "eval"):
-            yield from self._inside(expanded, line)
         else:
             yield from self._program(command, heredoc, redirections)
 
@@ -210,6 +213,8 @@ class _Interpreter(ShellGrammar):
             self.variables.unread_origin = f"what {name.rpartition('/')[2]} sets"
             return
         outer = self.variables.arrays["@"]
+        sources = self.variables.arrays.get("BASH_SOURCE", ())
+        self.variables.arrays["BASH_SOURCE"] = (words[1], *sources)
         if len(words) > 2:
             self.variables.set_arguments(words[2:])
         try:
@@ -218,6 +223,8 @@ class _Interpreter(ShellGrammar):
             self.depth -= 1
         except BadInput as error:
             raise _inside_file(words[1], error) from None
+        finally:
+            self.variables.arrays["BASH_SOURCE"] = sources
         if len(words) > 2:
             self.variables.set_arguments(outer)
 

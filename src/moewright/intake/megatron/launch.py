@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 from moewright.codec import parse_json
 from moewright.intake.megatron.bash import Command, ShellReading
@@ -90,6 +91,14 @@ _TRAINING_OPTIONS = (
 )
 # What only a model with an encoder beside its decoder has.
 _ENCODER_OPTIONS = ("--decoder-seq-length", "--decoder-num-layers")
+_GONE: Mapping[str, str] = MappingProxyType(
+    {
+        "--batch-size": "--micro-batch-size",
+        "--model-parallel-size": "--tensor-model-parallel-size",
+        "--warmup": "--lr-warmup-fraction",
+    }
+)
+_IS_GONE = "is of Megatron-LM before 2021, which says that it is gone"
 _SCHEDULERS = ("srun", "mpirun", "mpiexec", "prun", "jsrun", "aprun")
 # What they call the number of processes, of nodes and of processes on each.
 _TASKS = ("-n", "-np", "--ntasks", "--np")
@@ -170,11 +179,16 @@ class LaunchCommand:
 
 
 def find_launch(
-    reading: ShellReading, folder: Path | None = None, overrides: ScriptOverrides = _NO_OVERRIDES
+    reading: ShellReading,
+    folder: Path | None = None,
+    overrides: ScriptOverrides = _NO_OVERRIDES,
+    *,
+    scheduled: Mapping[str, str] = MappingProxyType({}),
 ) -> LaunchCommand:
     """Return the command that trains, out of all commands of a script.
 
-    Configurations that it names are looked for in `folder`.
+    Configurations that it names are looked for in `folder`; `scheduled` are the variables that a
+    scheduler sets in the script's job.
 
     Raises:
         BadInput: no command does, or one of its options is not legal.
@@ -199,7 +213,7 @@ def find_launch(
         _refuse_adapters(words)
         launch = _parse_command(words, _environment(training[0]), notes, folder)
         if not launch.ranks_per_node:
-            nodes, per_node = _count_tasks(training[0].words)
+            nodes, per_node = _count_tasks(training[0].words, scheduled)
             launch = replace(launch, nodes=nodes or launch.nodes, ranks_per_node=per_node)
         return replace(launch, written_files=reading.files)
     for command in reading.commands:
@@ -383,21 +397,33 @@ def _program_arguments(words: tuple[str, ...]) -> list[str] | None:
     return None
 
 
-def _count_tasks(words: Sequence[str]) -> tuple[int, int]:
-    """Return nodes and ranks of each of `srun -n16 python ...`; 0 where a task is a launcher."""
+def _count_tasks(words: Sequence[str], scheduled: Mapping[str, str]) -> tuple[int, int]:
+    """Return nodes and ranks of each of `srun -n16 python ...`; 0 where a task is a launcher.
+
+    What srun is not told is as the job has it.
+    """
     if not any(word.rpartition("/")[2] in _SCHEDULERS for word in words):
         return 0, 0
     place = next((p for p, word in enumerate(words) if "python" in word.rpartition("/")[2]), 0)
-    if any(_DISTRIBUTED in word for word in words[place:]):
+    if not place or any(_DISTRIBUTED in word for word in words[place:]):
         return 0, 0
     tasks = _find_count(words[:place], _TASKS)
     nodes = _find_count(words[:place], _NODES)
     per_node = _find_count(words[:place], _TASKS_PER_NODE)
+    if not tasks and any(word.rpartition("/")[2] == "srun" for word in words[:place]):
+        nodes = nodes or _number(scheduled, "SLURM_NNODES")
+        per_node = per_node or _number(scheduled, "SLURM_NTASKS_PER_NODE")
+        tasks = nodes * per_node or _number(scheduled, "SLURM_NTASKS")
     tasks = tasks or nodes * per_node
     nodes = nodes or (tasks // per_node if per_node else 1)
     if not tasks or not nodes or tasks % nodes:
         return 0, 0
     return nodes, tasks // nodes
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name, "")
+    return int(text) if text.isdigit() else 0
 
 
 def _find_count(words: Sequence[str], names: Sequence[str]) -> int:
@@ -442,6 +468,7 @@ class _LaunchParser:
             BadInput: one Reason a word or value that Megatron-LM's parser does not take.
         """
         self._refuse_encoders()
+        self._refuse_old()
         while self.position < len(self.words):
             word = self.words[self.position]
             self.position += 1
@@ -481,6 +508,15 @@ class _LaunchParser:
             if name in _ENCODER_OPTIONS and count.isdigit() and int(count):
                 rule = "is of a model with an encoder and a decoder (T5), which is not planned here"
                 raise BadInput(Reason(field=name, value=count, rule=rule))
+
+    def _refuse_old(self) -> None:
+        """Refuse options that Megatron-LM's parser still has to say that they are gone."""
+        names = {word.partition("=")[0] for word in self.words}
+        gone = [name for name in _GONE if name in names]
+        if gone:
+            raise BadInput(
+                *(Reason(field=name, rule=_IS_GONE, nearest=_GONE[name]) for name in gone)
+            )
 
     def _take_stray_word(self, word: str) -> None:
         """Take a word that is no option's value: the trainer, a module's name, or a fault."""

@@ -100,9 +100,6 @@ def _read_plain(arguments: Arguments, field: LayoutField) -> Any:
 
 def _read_micro_batch(arguments: Arguments) -> int:
     name = LAYOUT_OPTIONS["mbs"]
-    for old, new in (("--batch-size", name), ("--model-parallel-size", LAYOUT_OPTIONS["tp"])):
-        if arguments.has(old):
-            raise BadInput(Reason(field=old, rule="is gone", nearest=new))
     if not arguments.has(name):
         rule = "is missing, and Megatron-LM has no default for it"
         raise BadInput(Reason(field=name, rule=rule, nearest="1"))

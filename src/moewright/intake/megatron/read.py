@@ -91,7 +91,7 @@ def read_launch(
         text = read_text(script)
     told = {**read_directives(text), **environment}
     reading = read_commands(text, told, arguments, script=script, constants=overrides.variables)
-    return find_launch(reading, script.parent, overrides)
+    return find_launch(reading, script.parent, overrides, scheduled=told)
 
 
 def interpret_launch(
@@ -251,7 +251,14 @@ def _read_global_batch(
     steps = _read_derived_number(command, _ACCUMULATION_STEPS)
     if arguments.has(SCHEDULE):
         seq_len = arguments.size(WORKLOAD_OPTIONS["seq_len"])
-        return read_batch_schedule(arguments, seq_len).global_batch, ()
+        full = read_batch_schedule(arguments, seq_len).global_batch
+        told = arguments.integer(_GLOBAL_BATCH, full)
+        if told != full:
+            rule = f"is not the batch of {full} that {SCHEDULE} ends with"
+            raise BadInput(
+                Reason(field=_GLOBAL_BATCH, value=str(told), rule=rule, nearest=str(full))
+            )
+        return full, ()
     if not arguments.has(_GLOBAL_BATCH):
         count = steps or 1
         batch = mbs * dp * count
