@@ -318,7 +318,10 @@ def test_budgets_of_a_file_decide_the_exit_code(
     line = Path("b.sh").read_text().splitlines()[place["region"]["startLine"] - 1]
     assert "--micro-batch-size" in line
     suite = ElementTree.parse("c.xml").getroot()
-    assert suite.get("failures") == "1"
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "1", "0")
+    # In the order that the schema of Ant's reports asks for.
+    assert [part.tag for part in suite] == ["properties", "testcase", "system-out", "system-err"]
+    assert [part.tag for part in suite[1]] == ["failure"]
     assert "over budget:" in Path("c.md").read_text()
     # The other way round memory falls and calls double, which no budget of growth is on.
     assert main(["check", "b.sh", "a.sh", "--on", "H100", "--budgets", "moewright.toml"]) == 4

@@ -40,8 +40,15 @@ from moewright.engine.run.worker import ExitCode
 from moewright.rules.job import Job
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, ProfileSpec
+from moewright.spec.workload import (
+    DataSpec,
+    OptimizerSpec,
+    ProfileSpec,
+    RouterForce,
+    RouterTraining,
+)
 
+GRADIENT_GROUPS = ("dp_cp", "edp")
 FIRST = 4  # the first step that is traced
 STEPS = 12  # of a run with two speeds, half of them changed
 LAYOUT_STEPS = 5  # of each run of two layouts
@@ -79,13 +86,20 @@ class SlowProduct(torch.autograd.Function):
 class Speed:
     """What a layer's product and host work take, the more on the last rank, and what links carry.
 
-    `link_Bps` is by group.
+    Groups that exchange gradients share the link `gradients_Bps`; 0: as fast as the machine.
     """
 
     product_s: float = 0.04
     host_s: float = 0.02
     skew: float = 1.0
-    link_Bps: tuple[tuple[str, float], ...] = ()
+    experts_Bps: float = 0.0
+    gradients_Bps: float = 0.0
+
+    def link_of(self, group: str) -> tuple[str, float]:
+        """Return the link that a group's bytes take, and its rate."""
+        if group in GRADIENT_GROUPS:
+            return "gradients", self.gradients_Bps
+        return group, self.experts_Bps if group == "ep" else 0.0
 
 
 class Planting:
@@ -122,13 +136,12 @@ class Planting:
 
         def start_slowly(name: str, group: Any, *args: Any, **options: Any) -> Any:
             transfer = start(name, group, *args, **options)
-            rates = dict(self._speed(max(0, self._calls - 1)).link_Bps)
-            if group.name in rates:
+            link, rate = self._speed(max(0, self._calls - 1)).link_of(group.name)
+            if rate:
                 nbytes = args[-1].numel() * args[-1].element_size()
-                begin_s = max(time.perf_counter(), self._free_s.get(group.name, 0.0))
-                remote = nbytes * (1 - 1 / group.size)
-                self._free_s[group.name] = begin_s + remote / rates[group.name]
-                self._until_s[id(transfer)] = self._free_s[group.name]
+                begin_s = max(time.perf_counter(), self._free_s.get(link, 0.0))
+                self._free_s[link] = begin_s + nbytes * (1 - 1 / group.size) / rate
+                self._until_s[id(transfer)] = self._free_s[link]
             return transfer
 
         def wait(transfer: collectives.TimedWork) -> bool:
@@ -152,19 +165,13 @@ class Pair:
     other: str = ""  # the layout with the change; "": the same
     world: int = 2
     model: ModelSpec = SHALLOW
+    bucket_elements: int = 1_000_000  # of gradients
     before: Speed = Speed()
     after: Speed = Speed()
 
 
-EP_LINK = (("ep", 1e5),)
-DP_LINK = (("dp_cp", 4e5), ("edp", 4e5))
-BOTH_LINKS = (*EP_LINK, *DP_LINK)
-
-
-def faster(link: tuple[tuple[str, float], ...], times: float) -> tuple[tuple[str, float], ...]:
-    return tuple((name, times * rate) for name, rate in link)
-
-
+EP = 1e5
+DP = 4e5
 HALF = Speed(product_s=0.02)
 PIPE = "pp2,vpp2,mbs1"
 PAIRS = (
@@ -203,55 +210,56 @@ PAIRS = (
     Pair(
         change="network=2x",
         layout="ep2,mbs4",
-        before=Speed(link_Bps=EP_LINK),
-        after=Speed(link_Bps=faster(EP_LINK, 2)),
+        before=Speed(experts_Bps=EP),
+        after=Speed(experts_Bps=2 * EP),
     ),
     Pair(
         change="network=4x",
         layout="ep2,mbs2",
-        before=Speed(link_Bps=EP_LINK, skew=1.5),
-        after=Speed(link_Bps=faster(EP_LINK, 4), skew=1.5),
+        before=Speed(experts_Bps=EP, skew=1.5),
+        after=Speed(experts_Bps=4 * EP, skew=1.5),
     ),
     Pair(
         change="network=2x,gemm=2x",
         layout="ep2,mbs4",
-        before=Speed(link_Bps=EP_LINK),
-        after=Speed(link_Bps=faster(EP_LINK, 2), product_s=0.02),
+        before=Speed(experts_Bps=EP),
+        after=Speed(experts_Bps=2 * EP, product_s=0.02),
     ),
     Pair(
         change="network=2x",
         layout="mbs4",
-        before=Speed(link_Bps=DP_LINK),
-        after=Speed(link_Bps=faster(DP_LINK, 2)),
+        before=Speed(gradients_Bps=DP),
+        after=Speed(gradients_Bps=2 * DP),
     ),
     Pair(
         change="overlap=grad",
         layout="mbs4",
         other="mbs4,overlap=grad",
-        before=Speed(link_Bps=DP_LINK),
-        after=Speed(link_Bps=DP_LINK),
+        before=Speed(gradients_Bps=DP),
+        after=Speed(gradients_Bps=DP),
     ),
     Pair(
         change="overlap=grad,network=2x",
+        bucket_elements=10_000,
         layout="mbs4",
         other="mbs4,overlap=grad",
-        before=Speed(link_Bps=DP_LINK),
-        after=Speed(link_Bps=faster(DP_LINK, 2)),
+        before=Speed(gradients_Bps=DP),
+        after=Speed(gradients_Bps=2 * DP),
     ),
     Pair(
         change="ep=1",
         layout="ep2,mbs4",
         other="mbs4",
-        before=Speed(link_Bps=BOTH_LINKS),
-        after=Speed(link_Bps=BOTH_LINKS),
+        before=Speed(experts_Bps=EP, gradients_Bps=DP),
+        after=Speed(experts_Bps=EP, gradients_Bps=DP),
     ),
     Pair(
         change="ep=2",
         layout="ep4,mbs2",
         other="ep2,mbs2",
         world=4,
-        before=Speed(link_Bps=BOTH_LINKS),
-        after=Speed(link_Bps=BOTH_LINKS),
+        before=Speed(experts_Bps=EP, gradients_Bps=DP),
+        after=Speed(experts_Bps=EP, gradients_Bps=DP),
     ),
     Pair(change="gemm=2x", layout="pp2,mbs2", model=DEEP, after=HALF),
     Pair(change="schedule=1f1b", layout=PIPE, other="pp2,mbs1", model=DEEP),
@@ -287,7 +295,13 @@ def train_planted(
     """Train with speeds that are planted in the steps of odd and of even number."""
     end = FIRST + steps
     profile = ProfileSpec(start=FIRST, end=end, ranks=tuple(range(pair.world)))
-    workload = tiny_jobs.build_workload(data, steps=end, profile=profile)
+    workload = tiny_jobs.build_workload(
+        data,
+        steps=end,
+        profile=profile,
+        router=RouterTraining(force=RouterForce.BALANCED),
+        optimizer=OptimizerSpec(lr=1e-2, clip_norm=0.0, bucket_elements=pair.bucket_elements),
+    )
     plan = tiny_jobs.build_plan(workload, layout, world_size=pair.world, model=pair.model)
     job = Job(model=plan.model, workload=plan.workload, layout=plan.layout)
     calls = pair.model.layers // plan.layout.pp * job.micro_batches

@@ -204,6 +204,8 @@ def check(
 
 def _write_files(checked: Check, outputs: CheckOutputs) -> tuple[Path, ...]:
     """Write the answer in the formats that are asked for, and return their files."""
+    from datetime import UTC, datetime
+
     from moewright.codec import write_text
     from moewright.report.check_document import build_check_document, render_junit, render_sarif
     from moewright.report.document import render_markdown
@@ -216,6 +218,6 @@ def _write_files(checked: Check, outputs: CheckOutputs) -> tuple[Path, ...]:
         write_text(outputs.sarif, render_sarif(checked))
         written.append(outputs.sarif)
     if outputs.junit is not None:
-        write_text(outputs.junit, render_junit(checked))
+        write_text(outputs.junit, render_junit(checked, datetime.now(UTC)))
         written.append(outputs.junit)
     return tuple(written)

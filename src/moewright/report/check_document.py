@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
@@ -225,21 +226,37 @@ def _build_result(job: JobCheck, rule: str, text: str) -> dict[str, Any]:
     }
 
 
-def render_junit(check: Check) -> str:
-    """Return a test suite of JUnit with a case for each job, which fails over its budgets."""
-    suite = ElementTree.Element("testsuite", name="moewright check")
-    failures = 0
+def render_junit(check: Check, moment: datetime) -> str:
+    """Return a test suite of JUnit with a case for each job, which fails over its budgets.
+
+    It is valid by the schemas of Apache Ant's and of Jenkins' reports, which ask for a time and a
+    host: `moment` in UTC is when the check was made.
+    """
+    failed = [job for job in check.jobs if any(list_failures(job))]
+    skipped = [job for job in check.jobs if job.note and job not in failed]
+    suite = ElementTree.Element(
+        "testsuite",
+        name="moewright check",
+        timestamp=moment.strftime("%Y-%m-%dT%H:%M:%S"),
+        hostname="localhost",
+        tests=str(len(check.jobs)),
+        failures=str(len(failed)),
+        errors="0",
+        skipped=str(len(skipped)),
+        time="0",
+    )
+    ElementTree.SubElement(suite, "properties")
     for job in check.jobs:
+        name = escape_controls(job.path)
         case = ElementTree.SubElement(
-            suite, "testcase", classname="moewright.check", name=escape_controls(job.path)
+            suite, "testcase", classname="moewright.check", name=name, time="0"
         )
-        texts = [text for _, text in list_failures(job)]
+        texts = [escape_controls(text) for _, text in list_failures(job)]
         if texts:
-            failures += 1
-            failure = ElementTree.SubElement(case, "failure", message=escape_controls(texts[0]))
-            failure.text = escape_controls("; ".join(texts))
-        if job.note:
+            failure = ElementTree.SubElement(case, "failure", message=texts[0], type="budget")
+            failure.text = "; ".join(texts)
+        elif job.note:
             ElementTree.SubElement(case, "skipped", message=escape_controls(job.note))
-    suite.set("tests", str(len(check.jobs)))
-    suite.set("failures", str(failures))
+    ElementTree.SubElement(suite, "system-out")
+    ElementTree.SubElement(suite, "system-err")
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

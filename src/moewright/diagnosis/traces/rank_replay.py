@@ -142,8 +142,8 @@ class RankGraph:
     ) -> dict[int, tuple[float, float, float]]:
         """Return the waits for gradients after each step's last backward, and where it lay.
 
-        Buckets are ready one after the other while the backward runs: the n-th of m has seen the
-        share n / m of it.
+        The buckets of a group are ready one after the other while the backward runs: the n-th of m
+        has seen the share n / m of it. The last of each group is ready at its end.
         """
         ranges = capture.host_ranges
         table = capture.kernels
@@ -163,15 +163,13 @@ class RankGraph:
             if not inside:
                 continue
             last = inside[-1]
-            waits = [
-                row
-                for row in rows
-                if last[1] <= table.start_s[row] < end_s
-                and table.channel_index[row] >= 0
-                and capture.channels[int(table.channel_index[row])].group in _GRADIENTS
-            ]
-            for number, row in enumerate(waits):
-                answer[row] = (*last, (number + 1) / len(waits))
+            waits: dict[str, list[int]] = defaultdict(list)
+            for row in rows:
+                if last[1] <= table.start_s[row] < end_s and table.channel_index[row] >= 0:
+                    waits[capture.channels[int(table.channel_index[row])].group].append(row)
+            for group in _GRADIENTS:
+                for number, row in enumerate(waits[group]):
+                    answer[row] = (*last, (number + 1) / len(waits[group]))
         return answer
 
     def _find_arrivals(self) -> dict[Meeting, float]:
