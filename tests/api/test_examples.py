@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,3 +37,12 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert SHOWN[name] in done.stdout
+
+
+@pytest.mark.thorough  # a kernel of Jupyter's, and a search
+def test_the_cookbook_runs() -> None:
+    notebook = nbformat.read(EXAMPLES / "cookbook.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.outputs for cell in cells)
+    assert "steps are slower" in str(cells[-1].outputs)
