@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import re
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import moewright
 from moewright.codec import foreign
 from moewright.codec.foreign import budget, read_apart
+from moewright.engine.data.records import read_rows
 from moewright.spec.errors import BadInput, Reason
 
 # Libraries that unpack or run what strangers wrote.
@@ -129,6 +132,35 @@ def test_a_hostile_input_ends_in_one_line(
     with pytest.raises(BadInput, match=message):
         _do_harm(kind)
     assert time.process_time() - started < 2  # of this process, which waits
+
+
+@read_apart
+def _count_rows(path: Path) -> int:
+    return sum(1 for _ in read_rows(path, keeps_broken=True))
+
+
+def _write_blank_lines(folder: Path) -> Path:
+    path = folder / "blank.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n" * 3_000_000))
+    return path
+
+
+def _write_short_rows(folder: Path) -> Path:
+    """Write a table whose every row lacks most of very many columns."""
+    path = folder / "wide.csv"
+    path.write_text(",".join(f"c{number}" for number in range(9000)) + "\n" + "a\n" * 3000)
+    return path
+
+
+@pytest.mark.parametrize("write", [_write_blank_lines, _write_short_rows])
+def test_pieces_of_a_file_have_no_more_time_than_the_file(
+    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece is done in no time, and there are very many of them in a few bytes."""
+    monkeypatch.setattr(foreign, "CPU_S", 0.2)
+    monkeypatch.setattr(foreign, "CPU_S_PER_FILE_BYTE", 0.0)
+    with pytest.raises(BadInput, match=r"after line .*: takes more than 0 s of processor time"):
+        _count_rows(write(tmp_path))
 
 
 def test_there_is_no_network_inside() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from moewright.engine.run.corruption import (
     find_odd_replicas,
     find_wrong_ranks,
 )
+from moewright.engine.run.neighbour_pass import find_other_name
 from moewright.engine.run.supervise import Elasticity, _Supervisor
 from moewright.engine.run.train import train
 from moewright.engine.run.train_state import TrainState
@@ -90,6 +92,31 @@ def test_a_third_rank_tells_which_of_two_is_wrong() -> None:
     assert find_wrong_ranks(["a", "", "", ""], ["", "", "", ""]) == {1: "a"}
     assert find_wrong_ranks(["a", "b", ""], ["", "b", "c"]) == {1: "a"}
     assert find_wrong_ranks(["a", "b"], []) == {0: "a", 1: "a"}
+
+
+def test_what_is_noted_is_compared_by_its_name() -> None:
+    noted = [("a", 1), ("b", 2), ("a", 3), ("c", 4)]
+    assert find_other_name(noted, [("b", 2), ("a", 1), ("c", 4), ("a", 3)]) == ""
+    assert find_other_name(noted, [("b", 2), ("a", 3), ("c", 4), ("a", 1)]) == "a"
+    assert find_other_name(noted, [("b", 5), ("a", 1), ("c", 6), ("a", 3)]) == "b"
+    assert find_other_name(noted, noted[:3]) == "c"
+    assert find_other_name(noted[:3], noted) == "c"
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 5, 6])
+def test_a_rank_that_is_named_alone_is_wrong(world_size: int) -> None:
+    """Of any set of wrong ranks, which err each in its own way or some of them alike."""
+    for errors in product((0, 1, 2), repeat=world_size):
+        by_next, by_third = (
+            ["" if errors[rank] == errors[(rank + far) % world_size] else "a" for rank in ranks]
+            for far, ranks in ((1, range(world_size)), (2, range(world_size)))
+        )
+        culprits = find_wrong_ranks(by_next, by_third)
+        wrong = {rank for rank, error in enumerate(errors) if error}
+        if len(wrong) == 1:
+            assert set(culprits) == wrong
+        if 0 < len(wrong) < world_size and len(culprits) == 1 and 2 * len(wrong) < world_size:
+            assert set(culprits) <= wrong, errors
 
 
 def _list_parts(state: TrainState, part: str) -> torch.Tensor:
@@ -206,6 +233,8 @@ _ATTACKS = [
         "gradient of .* comes out otherwise on other ranks",
     ),
     (_add_wrongly, "", "pp4,mbs1,layout='E|t*2|t|L'", "gradient of .* on other ranks"),
+    (_multiply_wrongly, "", "tp2,dp2,mbs1,zero2", "comes out otherwise on other ranks"),
+    (_multiply_wrongly, "", "dp4,ep2,mbs1,zero3", "comes out otherwise on other ranks"),
 ]
 # Those that `make test` tries.
 _CHEAP = (3, 6, 8, 9)
@@ -343,6 +372,8 @@ def test_checks_find_nothing_in_a_sound_run_and_change_nothing(
         (2, "pp2,mbs1,schedule=zb-h1,layout='Et*2|tL'"),
         (4, "tp2,pp2,vpp2,mbs2,layout='Et|t||tL'"),
         (2, "mbs1,zero3"),
+        (4, "pp2,vpp2,mbs1,layout='Et|t||tL',zero3"),
+        (4, "tp2,ep2,mbs1,zero2"),
     ],
 )
 def test_a_hundred_healthy_windows_give_no_alarm(

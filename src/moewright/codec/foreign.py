@@ -54,7 +54,7 @@ _MEMORY_FILE = "/proc/self/statm"
 BORDER_FILES = frozenset({_MEMORY_FILE, os.devnull})
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # The shared page: when the piece must have ended (monotonic), 0 for no piece; the seconds of the
-# processor that it has; and what it is about.
+# processor that were granted; and what it is about.
 _HEAD = struct.Struct("=dd")
 _WHERE_BYTES = 2000
 
@@ -65,10 +65,10 @@ class _Worker:
 
     page: mmap.mmap
 
-    def begin(self, where: str, seconds: float) -> None:
+    def begin(self, where: str, seconds: float, granted_s: float) -> None:
         text = where.encode("utf-8", "replace")[: _WHERE_BYTES - 1] + b"\0"
         self.page[_HEAD.size : _HEAD.size + len(text)] = text
-        self.page[: _HEAD.size] = _HEAD.pack(time.monotonic() + _WALL_FACTOR * seconds, seconds)
+        self.page[: _HEAD.size] = _HEAD.pack(time.monotonic() + _WALL_FACTOR * seconds, granted_s)
 
     @property
     def is_busy(self) -> bool:
@@ -77,6 +77,31 @@ class _Worker:
 
     def end(self) -> None:
         self.page[: _HEAD.size] = _HEAD.pack(0.0, 0.0)
+
+
+class Account:
+    """The time of the processor that all pieces of one file take together.
+
+    Each piece of a file may be within its own budget, and their number without an end.
+    """
+
+    def __init__(self, file_bytes: int) -> None:
+        self.granted_s = CPU_S + CPU_S_PER_FILE_BYTE * file_bytes
+        self._left_s = self.granted_s
+
+    def grant(self, seconds: float, where: str) -> float:
+        """Return what a piece that may take `seconds` has.
+
+        Raises:
+            BadInput: nothing is left, after pieces that were each too short for a timer.
+        """
+        if self._left_s <= 0:
+            raise BadInput(Reason(field=where, rule=_too_slow(self.granted_s)))
+        return min(seconds, self._left_s)
+
+    def charge(self, seconds: float) -> None:
+        """Take what a piece has used."""
+        self._left_s -= seconds
 
 
 _WORKER: ContextVar[_Worker | None] = ContextVar("worker", default=None)
@@ -99,11 +124,14 @@ def read_apart(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextmanager
-def budget(where: str, nbytes: int = 0, *, file_bytes: int = 0) -> Iterator[None]:
+def budget(
+    where: str, nbytes: int = 0, *, file_bytes: int = 0, account: Account | None = None
+) -> Iterator[None]:
     """Do a piece of foreign work, of `nbytes` of input, within what it may take.
 
     `where` names the input for the user. Time grows with `nbytes`, which may have been unpacked,
-    and with `file_bytes`, those of a whole file on the disk; memory with the latter alone.
+    and with `file_bytes`, those of a whole file on the disk; memory with the latter alone. A piece
+    has no more time than is left of the `account` of its file.
 
     Raises:
         BadInput: the piece needs more memory.
@@ -113,7 +141,12 @@ def budget(where: str, nbytes: int = 0, *, file_bytes: int = 0) -> Iterator[None
     if worker is None:
         raise RuntimeError(f"{where} would be read without the border of codec.foreign")
     seconds = CPU_S + CPU_S_PER_BYTE * nbytes + CPU_S_PER_FILE_BYTE * file_bytes
-    worker.begin(where, seconds)
+    granted_s = seconds
+    if account is not None:
+        seconds = account.grant(seconds, where)
+        granted_s = min(granted_s, account.granted_s)
+    worker.begin(where, seconds, granted_s)
+    started_s = time.process_time()
     before = resource.getrlimit(resource.RLIMIT_DATA)
     room = _used_data_bytes() + MEMORY_BYTES + MEMORY_PER_BYTE * file_bytes
     limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
@@ -136,6 +169,8 @@ def budget(where: str, nbytes: int = 0, *, file_bytes: int = 0) -> Iterator[None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         resource.setrlimit(resource.RLIMIT_DATA, before)
+        if account is not None:
+            account.charge(time.process_time() - started_s)
         worker.end()
 
 
@@ -294,12 +329,16 @@ def _refuse_death(page: mmap.mmap, status: int) -> Exception:
         return RuntimeError(f"the process that reads foreign input has ended ({status})")
     rule = f"ends the process that reads it ({signal.Signals(number).name})"
     if number == signal.SIGPROF:
-        rule = f"takes more than {seconds:.0f} s of processor time to be read"
+        rule = _too_slow(seconds)
     elif number == signal.SIGKILL:
         rule = "is not read in a reasonable time"
     elif number == signal.SIGABRT:  # of libraries that get no memory
         rule = f"needs more than {format_bytes(MEMORY_BYTES)} of memory to be read"
     return BadInput(Reason(field=where, rule=rule))
+
+
+def _too_slow(seconds: float) -> str:
+    return f"takes more than {seconds:.0f} s of processor time to be read"
 
 
 def _used_data_bytes() -> int:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from moewright.codec.foreign import budget
+from moewright.codec.foreign import Account, budget
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 
@@ -120,20 +120,23 @@ def _open_unpacked(path: Path) -> IO[bytes] | gzip.GzipFile:
 
 def _read_json(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
     """Yield the records of one list, of the one list of an object, or of lines all the same."""
+    size = path.stat().st_size
+    account = Account(size)
     with _open_unpacked(path) as file:
-        first = file.readline(MAX_LINE_CHARS + 1)
+        with budget(str(path), _BATCH_BYTES, account=account):
+            first = file.readline(MAX_LINE_CHARS + 1)
         is_lines = False
         if first.lstrip()[:1] == b"{":
-            with suppress(BadInput), budget(str(path), len(first)):
+            with suppress(BadInput), budget(str(path), len(first), account=account):
                 is_lines = isinstance(_parse_line(first, str(path)), dict) and bool(file.read(1))
     if is_lines:
         yield from _read_json_lines(path, keeps_broken=keeps_broken)
         return
-    size = path.stat().st_size
     if size > MAX_LINE_CHARS:
         rule = f"is one JSON value of more than {MAX_LINE_CHARS:,} bytes"
         raise BadInput(Reason(field=str(path), rule=rule, nearest="JSON lines, a record each"))
-    with budget(str(path), size, file_bytes=_JSON_MEMORY * size), _open_unpacked(path) as file:
+    whole = budget(str(path), size, file_bytes=_JSON_MEMORY * size, account=account)
+    with whole, _open_unpacked(path) as file:
         expansion = _Expansion(path)
         pieces = []
         while piece := file.read(_BATCH_BYTES):
@@ -165,11 +168,13 @@ def _read_table(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a table whose first line names its columns."""
     csv.field_size_limit(MAX_LINE_CHARS)
     delimiter = "\t" if path.name.lower().endswith(".tsv") else ","
+    account = Account(path.stat().st_size)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, delimiter=delimiter)
             while True:
-                with budget(f"{path}, after line {reader.line_num}", _BATCH_BYTES):
+                where = f"{path}, after line {reader.line_num}"
+                with budget(where, _BATCH_BYTES, account=account):
                     row = next(reader, None)
                 if row is None:
                     return
@@ -192,8 +197,9 @@ def _read_json_lines(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, A
         is_done = False
         position = 0
         expansion = _Expansion(path)
+        account = Account(path.stat().st_size)
         while not is_done:
-            with budget(f"{path}, after line {number}", _BATCH_BYTES):
+            with budget(f"{path}, after line {number}", _BATCH_BYTES, account=account):
                 rows, number, is_done = _read_batch(path, file, number, keeps_broken)
             expansion.add(file.tell() - position)
             position = file.tell()
@@ -283,8 +289,9 @@ def _read_columns(path: Path, field: str) -> Iterator[tuple[str, Any]]:
                 batches = _read_arrow_batches(path, field, pyarrow, ipc)
         row = 0
         expansion = _Expansion(path)
+        account = Account(path.stat().st_size)
         while True:
-            with budget(f"{path}, after row {row}", nbytes):
+            with budget(f"{path}, after row {row}", nbytes, account=account):
                 batch = next(batches, None)
                 if batch is None:
                     return

@@ -10,6 +10,7 @@ through engine.comm.collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -54,6 +55,8 @@ from moewright.rules.shapes.fsdp import FsdpGroups, fsdp_groups, fsdp_units, off
 from moewright.rules.shapes.shards import gradient_group, holding_pp_ranks
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow
+
+NoteGradient = Callable[[str, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +129,35 @@ class FsdpParams:
             self.root.reshard()
         for parameter in self.parameters:
             parameter.parameter.grad = None
+
+    @contextmanager
+    def gather_all(self) -> Iterator[None]:
+        """Have the whole weights of all units inside; every rank calls this."""
+        if not self.stays_gathered:
+            for module in self.modules:
+                module.unshard()
+        try:
+            yield
+        finally:
+            if not self.stays_gathered:
+                for module in self.modules:
+                    module.reshard()
+
+    @contextmanager
+    def watch_gradients(self, note: NoteGradient) -> Iterator[None]:
+        """Call `note` with each gradient of whole weights, before it is scattered."""
+        with self.gather_all():
+            handles = [
+                parameter.named.owner.weight.register_post_accumulate_grad_hook(
+                    _build_watch(note, parameter.named.name)
+                )
+                for parameter in self.parameters
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def all_gather_params(self) -> None:
         """Bring updated weights to every rank where they stay gathered, unit by unit."""
@@ -221,6 +253,14 @@ class FsdpParams:
         return rows
 
 
+def _build_watch(note: NoteGradient, name: str) -> Callable[[torch.Tensor], None]:
+    def watch(weight: torch.Tensor) -> None:
+        if weight.grad is not None:
+            note(name, weight.grad)
+
+    return watch
+
+
 class _FsdpAllGather(AllGather):
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -237,7 +277,8 @@ class _FsdpAllGather(AllGather):
         group: Any,
         async_op: bool = False,
     ) -> Any:
-        pending = start_all_gather(output_tensor, input_tensor, self._group)
+        with self._group.tape.pause():  # weights are no part of a micro-batch
+            pending = start_all_gather(output_tensor, input_tensor, self._group)
         if async_op:
             return pending.work
         pending.wait()
@@ -261,7 +302,8 @@ class _FsdpReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        pending = start_reduce_scatter(output_tensor, input_tensor, self._group)
+        with self._group.tape.pause():
+            pending = start_reduce_scatter(output_tensor, input_tensor, self._group)
         if async_op:
             return pending.work
         pending.wait()

@@ -176,7 +176,7 @@ class StateGuard:
             raise CorruptionError(
                 f"{culprits[self._rank]} of step {step} comes out otherwise on other ranks"
                 + ("" if by_third else "; of two ranks, nobody can tell which is wrong"),
-                is_certain=bool(by_third),
+                is_certain=len(culprits) == 1,
             )
 
     def _name_culprits(
@@ -269,6 +269,7 @@ def find_wrong_ranks(by_next: Sequence[str], by_third: Sequence[str]) -> dict[in
 
     `by_next` says of each rank what the next one got otherwise, `by_third` what the one after that;
     it is empty where there is none. Where the third rank agrees with the first, the next is wrong.
+    Of several, some may be healthy: wrong ones have told of them.
     """
     culprits: dict[int, str] = {}
     for rank, name in enumerate(by_next):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -47,6 +48,7 @@ from moewright.spec.layout import Overlap
 
 # Parts of a package begin at multiples of it, so that any dtype can lie there.
 _ALIGNMENT = 16
+Noted = tuple[str, int]  # what left a row, and its hash
 _NAMES = {RowKind.F: "forward", RowKind.B: "backward", RowKind.W: "weight gradients"}
 
 
@@ -61,7 +63,10 @@ def find_obstacle(state: TrainState) -> str:
     obstacles = (
         (layout.dispatcher.facts.is_library, f"dispatcher={layout.dispatcher}"),
         (find_recipe(runtime.workload) is not None, f"precision={runtime.workload.precision}"),
-        (state.optimizer.fsdp is not None, f"zero={layout.zero}"),
+        (
+            state.optimizer.fsdp is not None and layout.vpp > 1,
+            f"zero={layout.zero} and vpp={layout.vpp}",
+        ),
         (bool(layout.graphs), "graphs"),
         (Overlap.EP in layout.overlap, "overlap=ep"),
         (runtime.row_budget is not None, "rank_capacity"),
@@ -160,7 +165,7 @@ class PassRecorder:
         self._names.append(f"{name} in the {self._row_name}")
         self._hashes.append(hash_bits(tensor).cpu())
 
-    def list_hashes(self) -> list[tuple[str, int]]:
+    def list_hashes(self) -> list[Noted]:
         """Return what was noted, in its order."""
         values = torch.stack(self._hashes).tolist() if self._hashes else []
         return list(zip(self._names, values, strict=True))
@@ -207,12 +212,14 @@ class NeighbourPass:
     def run(self) -> BackwardResult:
         """Run the step, and record the micro-batch."""
         state = self._state
-        state.optimizer.before_add = self._recorder.note_gradient
-        try:
+        note = self._recorder.note_gradient
+        state.optimizer.before_add = note
+        with ExitStack() as after:
+            after.callback(setattr, state.optimizer, "before_add", ignore_gradient)
+            if state.optimizer.fsdp is not None:
+                after.enter_context(state.optimizer.fsdp.watch_gradients(note))
             clock = build_phase_clock(state.runtime.device)
             return forward_backward(state, clock, step=self._step, wrap=self._recorder.wrap)
-        finally:
-            state.optimizer.before_add = ignore_gradient
 
     def compare(self, distance: int) -> str:
         """Run again the micro-batch of the rank `distance` before this one; all ranks call this.
@@ -222,7 +229,10 @@ class NeighbourPass:
         world = self._state.runtime.mesh.group("world")
         other = world.ranks[(world.index - distance) % world.size]
         recorder = self._recorder
-        package = _pack(self._build_header(), self._list_tensors())
+        with ExitStack() as after:
+            if self._state.optimizer.fsdp is not None:
+                after.enter_context(self._state.optimizer.fsdp.gather_all())
+            package = _pack(self._build_header(), self._list_tensors())
         sizes = collectives.gather_json(len(package))
         received = collectives.shift_flat(package, world, count=sizes[other], distance=distance)
         del package
@@ -232,9 +242,7 @@ class NeighbourPass:
             own = self._repeat(other, header, tensors)
         except DivergedError as error:
             return f"the collectives of micro-batch {recorder.micro_batch} ({error})"
-        pairs = zip(expected, own, strict=False)
-        names = (after[0] for before, after in pairs if tuple(before) != after)
-        name = next(names, "" if len(expected) == len(own) else "the order of the passes")
+        name = find_other_name(expected, own)
         return name and f"{name} of micro-batch {recorder.micro_batch}"
 
     def close(self) -> None:
@@ -262,7 +270,7 @@ class NeighbourPass:
 
     def _repeat(
         self, other: int, header: dict[str, Any], tensors: list[torch.Tensor]
-    ) -> list[tuple[str, int]]:
+    ) -> list[Noted]:
         """Take the part of rank `other` for the micro-batch, and return what leaves it there."""
         own = self._state.runtime
         runtime = build_runtime(
@@ -337,6 +345,23 @@ class NeighbourPass:
                 )
             else:
                 steps.weight_grad(key)
+
+
+def find_other_name(expected: Sequence[Noted], actual: Sequence[Noted]) -> str:
+    """Return the first name in `expected` that has other hashes in `actual`; "" for none.
+
+    Hashes of one name have an order. Names have none: fully_shard puts nodes of its own into the
+    graph, and autograd may then come to gradients of one layer in another order.
+    """
+    before, after = _group_by_name(expected), _group_by_name(actual)
+    return next((name for name in {**before, **after} if before.get(name) != after.get(name)), "")
+
+
+def _group_by_name(noted: Sequence[Noted]) -> dict[str, list[int]]:
+    hashes: dict[str, list[int]] = {}
+    for name, value in noted:
+        hashes.setdefault(name, []).append(value)
+    return hashes
 
 
 def _build_hook(recorder: PassRecorder, name: str) -> Callable[[torch.Tensor], None]:
