@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,27 +17,29 @@ from moewright.cost.memory.model_states import (
 from moewright.rules.job import Job
 from moewright.rules.optimizers import moment_nbytes, scale_nbytes
 from moewright.rules.saved.recompute import activation_nbytes
-from moewright.rules.shapes import fsdp
+from moewright.rules.shapes import fsdp, shards
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import Workload
 
 
-def flat_bucket_sets(job: Job, rank: int) -> list[BucketSet]:
+def flat_bucket_sets(job: Job, rank: int) -> tuple[BucketSet, ...]:
     """Return the bucket sets of what fully_shard leaves in a rank's flat buffers."""
     flat_job = replace(job, layout=fsdp.flat_buffer_layout(job.layout))
-    return [
-        bucket_set
-        for bucket_set in bucket_sets(flat_job, rank)
-        if not fsdp.is_fsdp_sharded(job.layout, bucket_set.group)
+    groups = [
+        group for group in shards.GRADIENT_GROUPS if not fsdp.is_fsdp_sharded(job.layout, group)
     ]
+    return bucket_sets(flat_job, rank, groups)
 
 
 def unit_state_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
     """Return the memory rows of a rank's states in flat buffers and in fully_shard's units."""
-    flat_layout = fsdp.flat_buffer_layout(job.layout)
+    flat_sets = flat_bucket_sets(job, rank)
+    flat_rows: tuple[MemoryRow, ...] = ()
+    if flat_sets:
+        flat_rows = state_rows(job.workload, fsdp.flat_buffer_layout(job.layout), flat_sets)
     return (
-        *state_rows(job.workload, flat_layout, flat_bucket_sets(job, rank)),
+        *flat_rows,
         *fsdp_rows(job.workload, job.layout, fsdp.fsdp_units(job.model, job.layout, rank)),
     )
 
@@ -76,29 +79,32 @@ def fsdp_rows(
                 for module, numel in whole.items():
                     key = Component.WEIGHTS, module
                     sums[key] = sums.get(key, 0) + numel * activation_nbytes(workload)
-    for shard in (shard for unit in units for shard in unit.shards):
-        is_offloaded = shard.param.name in offloaded
-        moment_bytes = moment_nbytes(workload.optimizer)
-        scale_bytes = scale_nbytes(workload.optimizer, shard.own_numel)
-        if is_updated_by_muon(workload, shard.param):
-            moment_bytes, scale_bytes = MOMENTUM_BYTES, 0
-        # component, bytes of an element, and whether the padding is allocated too
-        sizes = (
-            (Component.MASTER, MASTER_BYTES, True),
-            (Component.GRADIENTS, MASTER_BYTES, True),
-            (Component.MOMENTS, moment_bytes, False),
+    # Layers are alike, and so are most of their shards.
+    alike = Counter(
+        (
+            shard.module,
+            shard.own_numel,
+            shard.padded_numel,
+            shard.param.name in offloaded,
+            is_updated_by_muon(workload, shard.param),
         )
-        padding = shard.padded_numel - shard.own_numel
-        for component, nbytes, is_padded in sizes:
+        for unit in units
+        for shard in unit.shards
+    )
+    for (module, own_numel, padded_numel, is_offloaded, is_matrix), count in alike.items():
+        moment_bytes = MOMENTUM_BYTES if is_matrix else moment_nbytes(workload.optimizer)
+        scale_bytes = 0 if is_matrix else scale_nbytes(workload.optimizer, own_numel)
+        # The padding of master weights and gradients is allocated too, that of moments is not.
+        padding = (padded_numel - own_numel) * MASTER_BYTES
+        for component, own_bytes, other_bytes in (
+            (Component.MASTER, own_numel * MASTER_BYTES, padding),
+            (Component.GRADIENTS, own_numel * MASTER_BYTES, padding),
+            (Component.MOMENTS, own_numel * moment_bytes, scale_bytes),
+        ):
             booked_to = Component.HOST if is_offloaded else component
-            for module, numel in (
-                (shard.module, shard.own_numel),
-                (Module.OTHER, padding if is_padded else 0),
-            ):
-                key = booked_to, module
-                sums[key] = sums.get(key, 0) + numel * nbytes
-        key = (Component.HOST if is_offloaded else Component.MOMENTS), Module.OTHER
-        sums[key] = sums.get(key, 0) + scale_bytes
+            for booked_in, nbytes in ((module, own_bytes), (Module.OTHER, other_bytes)):
+                key = booked_to, booked_in
+                sums[key] = sums.get(key, 0) + count * nbytes
     return tuple(
         MemoryRow(component=component, module=module, bytes=nbytes)
         for (component, module), nbytes in sorted(sums.items())

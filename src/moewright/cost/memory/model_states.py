@@ -68,12 +68,16 @@ class BucketSet:
         return sum(bucket.numel for bucket in self.buckets)
 
 
-def bucket_sets(job: Job, rank: int) -> tuple[BucketSet, ...]:
-    """Return the bucket sets of a rank by the group that reduces them, in the order of shards.
+def bucket_sets(
+    job: Job, rank: int, groups: Sequence[str] = shards.GRADIENT_GROUPS
+) -> tuple[BucketSet, ...]:
+    """Return the bucket sets of a rank by that of `groups` which reduces them, in their order.
 
     Parameters that several pipeline ranks hold have sets of their own. Beside frozen weights they
     are those of adapters.
     """
+    if not groups:
+        return ()
     pp_rank = grid.coordinate(job.layout, rank, "pp")
     if is_frozen(job.workload):
         params: Sequence[Param] = [
@@ -83,7 +87,7 @@ def bucket_sets(job: Job, rank: int) -> tuple[BucketSet, ...]:
         ]
     else:
         params = _trained(shards.stage_parameters(job.model, job.layout, pp_rank), job)
-    return _sets(params, job, rank)
+    return _sets(params, job, rank, groups)
 
 
 def _trained(params: Sequence[Param], job: Job) -> list[Param]:
@@ -129,9 +133,14 @@ def stage_bucket_sets(job: Job) -> tuple[tuple[BucketSet, ...], ...]:
     )
 
 
-def _sets(params: Sequence[Param], job: Job, rank: int) -> tuple[BucketSet, ...]:
+def _sets(
+    params: Sequence[Param],
+    job: Job,
+    rank: int,
+    groups: Sequence[str] = shards.GRADIENT_GROUPS,
+) -> tuple[BucketSet, ...]:
     sets = []
-    for group in shards.GRADIENT_GROUPS:
+    for group in groups:
         by_holders: dict[tuple[int, ...], list[Param]] = {}
         for param in reversed(params):
             if shards.gradient_group(param.sharded_dims, job.layout) == group:

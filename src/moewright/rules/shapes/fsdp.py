@@ -152,27 +152,44 @@ def offloaded_names(layout: Layout, units: Sequence[FsdpUnit]) -> frozenset[str]
 
 def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, ...]:
     """Return the units of a rank; () unless zero is 2 or 3."""
-    members: dict[tuple[str, int], list[tuple[Param, FsdpGroups]]] = {}
+    members: dict[tuple[str, int], list[FsdpShard]] = {}
     pp_rank = grid.coordinate(layout, rank, "pp")
-    sharded = {name for name in shards.GRADIENT_GROUPS if is_fsdp_sharded(layout, name)}
-    for param in shards.stage_parameters(model, layout, pp_rank):
-        group = shards.gradient_group(param.sharded_dims, layout)
-        if group in sharded:
-            groups = fsdp_groups(layout, group)
+    groups_of = {
+        name: fsdp_groups(layout, name)
+        for name in shards.GRADIENT_GROUPS
+        if is_fsdp_sharded(layout, name)
+    }
+    sharing = {
+        groups.shard_group: grid.group_ranks(layout, groups.shard_group, rank)
+        for groups in groups_of.values()
+    }
+    numels: dict[object, dict[str, int]] = {}  # layers are alike
+    params = shards.stage_parameters(model, layout, pp_rank)
+    chunks = shards.holding_chunks(params, model, layout, pp_rank)
+    for param, param_chunks in zip(params, chunks, strict=True):
+        groups = groups_of.get(shards.gradient_group(param.sharded_dims, layout))
+        if groups is not None:
             unit = (groups.shard_group, _param_layer(model, param))
-            members.setdefault(unit, []).append((param, groups))
-    ranks = {name: grid.group_ranks(layout, name, rank) for name, _ in members}
+            form = param.shape, param.sharded_dims
+            if form not in numels:
+                numels[form] = _count_numels(param, layout, sharing[groups.shard_group], rank)
+            shard = FsdpShard(
+                param=param,
+                module=param.module,
+                **numels[form],
+                replica_group=groups.replica_group,
+                holders=shards.holding_pp_ranks(param.name, model, layout),
+                chunks=param_chunks,
+            )
+            members.setdefault(unit, []).append(shard)
     return tuple(
         FsdpUnit(
             group=group,
-            ranks=len(ranks[group]),
-            shards=tuple(
-                _local_shard(param, model, layout, groups, rank, ranks[group])
-                for param, groups in params
-            ),
+            ranks=len(sharing[group]),
+            shards=tuple(unit_shards),
             is_root=layer < 0,
         )
-        for (group, layer), params in members.items()
+        for (group, layer), unit_shards in members.items()
     )
 
 
@@ -201,26 +218,16 @@ def count_gathers(layout: Layout, unit: FsdpUnit, table: Sequence[TimetableRow])
     return gathers
 
 
-def _local_shard(
-    param: Param,
-    model: ModelSpec,
-    layout: Layout,
-    groups: FsdpGroups,
-    rank: int,
-    sharing: Sequence[int],
-) -> FsdpShard:
-    """Return the part of a parameter that a rank has of those that share it."""
+def _count_numels(
+    param: Param, layout: Layout, sharing: Sequence[int], rank: int
+) -> dict[str, int]:
+    """Return what an FsdpShard says of the elements of a parameter that ranks share."""
     rows, *rest = shards.local_shape(param, layout)
+    columns = prod(rest)
     part = shards.shard_size(rows, len(sharing))
-    first = sharing.index(rank) * part
-    own = max(0, min(part, rows - first))
-    return FsdpShard(
-        param=param,
-        module=param.module,
-        own_numel=own * prod(rest),
-        padded_numel=part * prod(rest),
-        whole_numel=rows * prod(rest),
-        replica_group=groups.replica_group,
-        holders=shards.holding_pp_ranks(param.name, model, layout),
-        chunks=shards.holding_chunks(param, model, layout, grid.coordinate(layout, rank, "pp")),
-    )
+    own = max(0, min(part, rows - sharing.index(rank) * part))
+    return {
+        "own_numel": own * columns,
+        "padded_numel": part * columns,
+        "whole_numel": rows * columns,
+    }

@@ -89,12 +89,15 @@ def holds_parameter(param: Param, layout: Layout, model: ModelSpec, pp_rank: int
     return _is_held(param, model, _rank_chunks(model, layout, pp_rank))
 
 
-def holding_chunks(param: Param, model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[int, ...]:
-    """Return the chunks of a pipeline rank, numbered from 0, that use the parameter."""
+def holding_chunks(
+    params: Sequence[Param], model: ModelSpec, layout: Layout, pp_rank: int
+) -> list[tuple[int, ...]]:
+    """Return for each parameter the chunks of a pipeline rank, numbered from 0, that use it."""
     chunks = _rank_chunks(model, layout, pp_rank)
-    return tuple(
-        number for number, chunk in enumerate(chunks) if _is_in_chunk(param, model, *chunk)
-    )
+    return [
+        tuple(number for number, chunk in enumerate(chunks) if _is_in_chunk(param, model, *chunk))
+        for param in params
+    ]
 
 
 def stage_parameters(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Param, ...]:
