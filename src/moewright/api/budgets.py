@@ -36,7 +36,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.options import BudgetOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
-from moewright.spec.units import format_seconds, plural
+from moewright.spec.units import format_figures, format_seconds, plural
 from moewright.spec.workload import BatchRampSpec, Dtype, SaveMode
 
 _LEAST_TOKENS = 10**6  # a plain number below it is one whose unit was left out
@@ -355,7 +355,8 @@ def _describe_best(budget: Budget) -> str:
     if best is None:
         return f"No number of devices above ends {limits}."
     reason = "with the fewest device-hours" if budget.deadline_days else "soonest"
-    return f"{best.devices:,} devices end {limits} {reason}: {_count_days(best):.3g} days."
+    days = format_figures(_count_days(best))
+    return f"{best.devices:,} devices end {limits} {reason}: {days} days."
 
 
 def _build_figures(budget: Budget) -> DocumentSection:
@@ -398,8 +399,5 @@ def _format_days(days: float, interval: tuple[float, float] = (0.0, 0.0)) -> tup
     """Return a duration, and an interval of it in the same unit: days, or hours of a short one."""
     scale = 24.0 if days < _DAYS_OF_HOURS else 1.0
     unit = " h" if scale > 1 else ""
-    texts = [
-        f"{value * scale:,.3g}" if value * scale < 1000 else f"{value * scale:,.0f}"
-        for value in (days, *interval)
-    ]
+    texts = [format_figures(value * scale) for value in (days, *interval)]
     return f"{texts[0]}{unit}", f"{texts[1]} to {texts[2]}{unit}"

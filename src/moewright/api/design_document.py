@@ -17,7 +17,12 @@ from moewright.report.document import (
     words,
 )
 from moewright.search.design import DesignedShape
-from moewright.spec.units import format_bytes, format_count, format_seconds
+from moewright.spec.units import (
+    format_bytes,
+    format_count,
+    format_figures,
+    format_seconds,
+)
 from moewright.view.design_view import DesignView, ShapePoint, ShapeRole
 
 _SHOWN = 12  # shapes of the front in a short answer
@@ -74,7 +79,7 @@ def _list_cells(shape: DesignedShape, *, has_life: bool) -> tuple[Line, ...]:
         format_count(shape.total),
         format_count(shape.active),
         format_count(shape.tokens),
-        f"{shape.days:.3g}",
+        format_figures(shape.days),
         f"{prediction.loss:.3f}",
         f"{prediction.low:.3f}-{prediction.high:.3f}",
         format_bytes(shape.serving_bytes),

@@ -80,15 +80,15 @@ def _print_bandwidths(path: Path) -> None:
     from moewright.codec import read_toml
     from moewright.diagnosis.bandwidth import compute_bandwidths, find_slow_links
     from moewright.spec.hardware import Hardware
-    from moewright.spec.units import format_bytes, format_seconds
+    from moewright.spec.units import format_bytes, format_figures, format_seconds
 
     hardware = read_toml(Hardware, path)
     for bandwidth in compute_bandwidths(hardware):
         size = f"{format_bytes(bandwidth.payload_bytes)} in {format_seconds(bandwidth.seconds)}"
         line = (
             f"{bandwidth.op:<16}{bandwidth.group_size:>4} ranks  {size:<24}"
-            f"algorithm {bandwidth.algorithm_Bps / GIGA:.3g} GB/s, "
-            f"bus {bandwidth.bus_Bps / GIGA:.3g} GB/s"
+            f"algorithm {format_figures(bandwidth.algorithm_Bps / GIGA)} GB/s, "
+            f"bus {format_figures(bandwidth.bus_Bps / GIGA)} GB/s"
         )
         if bandwidth.is_slow:
             line += "  SLOW beside the others"
@@ -96,8 +96,8 @@ def _print_bandwidths(path: Path) -> None:
     for slow in find_slow_links(hardware):
         line = (
             f"SLOW link between ranks {slow.link.first} and {slow.link.second}: "
-            f"{slow.link.Bps.value / GIGA:.3g} GB/s each way, "
-            f"{slow.typical_Bps / GIGA:.3g} GB/s between most"
+            f"{format_figures(slow.link.Bps.value / GIGA)} GB/s each way, "
+            f"{format_figures(slow.typical_Bps / GIGA)} GB/s between most"
         )
         if slow.rank >= 0:
             line += f"; rank {slow.rank} is on more of them"

@@ -14,7 +14,7 @@ from moewright.report.document import (
     numbers,
     words,
 )
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_figures, format_seconds
 
 _HOUR_S = 3600.0
 
@@ -50,13 +50,13 @@ def _tabulate_days(calendars: Sequence[CalendarTime]) -> Table:
             f"{calendar.devices:,}",
             f"{calendar.spares * calendar.unit_devices:,}",
             f"{calendar.goodput:.1%} ({low:.0%}-{high:.0%})",
-            f"{calendar.days:.3g}",
-            f"{calendar.days_80[0]:.3g}-{calendar.days_80[1]:.3g}",
+            format_figures(calendar.days),
+            f"{format_figures(calendar.days_80[0])}-{format_figures(calendar.days_80[1])}",
             f"{calendar.device_hours:,.0f}",
         ]
         cells += [f"{calendar.cost or 0:,.0f}"] * has_cost
-        cells += [f"{calendar.energy_kWh / 1000:,.4g}"] * has_energy
-        cells += [f"{calendar.co2_kg / 1000:,.4g}"] * has_co2
+        cells += [format_figures(calendar.energy_kWh / 1000)] * has_energy
+        cells += [format_figures(calendar.co2_kg / 1000)] * has_co2
         rows.append(cells)
     return build_table(numbers(*names), rows)
 
@@ -67,7 +67,7 @@ def _tabulate_shares(calendars: Sequence[CalendarTime]) -> Table:
         (
             f"{calendar.devices:,}",
             _format_hours(calendar.mtbf_s),
-            f"{calendar.failures:,.3g}",
+            format_figures(calendar.failures),
             f"{calendar.shares.saves:.2%}",
             f"{calendar.shares.recovery:.2%}",
             f"{calendar.shares.replay:.2%}",
@@ -98,7 +98,7 @@ def _tabulate_saves(calendars: Sequence[CalendarTime]) -> Table:
 def _tabulate_parts(calendars: Sequence[CalendarTime]) -> Table:
     columns = (*words("part"), *numbers(*(f"{calendar.devices:,}" for calendar in calendars)))
     rows = [
-        (name, *(f"{share * calendar.failures:.3g}" for calendar in calendars))
+        (name, *(format_figures(share * calendar.failures) for calendar in calendars))
         for name, share in read_reliability().parts
     ]
     return build_table(columns, rows)
@@ -124,17 +124,19 @@ def _list_notes(calendars: Sequence[CalendarTime]) -> Iterator[str]:
         "loses the least."
     )
     if first.evaluation_days:
-        yield f"Evaluations take {first.evaluation_days:.3g} days on {first.devices:,} devices."
+        days = format_figures(first.evaluation_days)
+        yield f"Evaluations take {days} days on {first.devices:,} devices."
     if first.energy_kWh:
         busy, idle = facts.node_power_share, facts.idle_power_share
         yield (
-            f"Power: a node takes {busy.value:.3g} of its devices' rated watts while they compute "
-            f"({busy.source}) and {idle.value:.3g} while they wait ({idle.source}); on "
-            f"{first.devices:,} devices they compute in {first.computing:.0%} of the calendar."
+            f"Power: a node takes {format_figures(busy.value)} of its devices' rated watts while "
+            f"they compute ({busy.source}) and {format_figures(idle.value)} while they wait "
+            f"({idle.source}); on {first.devices:,} devices they compute in "
+            f"{first.computing:.0%} of the calendar."
         )
 
 
 def _format_hours(seconds: float) -> str:
     if isinf(seconds):
         return "never"
-    return f"{seconds / _HOUR_S:,.3g}"
+    return format_figures(seconds / _HOUR_S)

@@ -81,10 +81,11 @@ def describe_measured_load(plan: Plan, even: Estimate) -> str:
     factors = layer_load_factors(plan.workload, plan.layout)
     worst = max(range(len(factors)), key=factors.__getitem__)
     layer = plan.model.routed_layers[worst]
+    most = f"most in layer {layer}, {format_figures(factors[worst])} x"
     return (
-        f"measured load: the busiest of {plan.layout.ep} expert ranks gets {fmean(factors):.3g} x "
-        f"its even share of tokens, mean over {plural(len(factors), 'layer')} "
-        f"(most in layer {layer}, {factors[worst]:.3g} x). Beside even routing: peak "
+        f"measured load: the busiest of {plan.layout.ep} expert ranks gets "
+        f"{format_figures(fmean(factors))} x its even share of tokens, mean over "
+        f"{plural(len(factors), 'layer')} ({most}). Beside even routing: peak "
         f"{format_bytes(estimate.peak_bytes)} instead of {format_bytes(even.peak_bytes)}, margin "
         f"{format_bytes(estimate.margin_bytes)} instead of {format_bytes(even.margin_bytes)}, step "
         f"{format_seconds(estimate.step_s)} instead of {format_seconds(even.step_s)}"

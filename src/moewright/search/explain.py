@@ -18,7 +18,12 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan, RankingRule, TimeShare, Verdict, WhatIf
-from moewright.spec.units import format_bytes, format_change, format_seconds
+from moewright.spec.units import (
+    format_bytes,
+    format_change,
+    format_figures,
+    format_seconds,
+)
 from moewright.spec.workload import NARROW_FORMATS, Dtype, Workload
 
 DEPARTURE = "Departs from the usual"  # what sentences on guidelines begin with
@@ -178,7 +183,7 @@ def _explain_gain(gain: WhatIf, plan: Plan) -> str:
 def describe_relation(ratio: float) -> str:
     """Say how a step that is `ratio` times as long as another compares: "7.6 x slower"."""
     if ratio >= _TIMES_FROM:
-        return f"{ratio:.3g} x slower"
+        return f"{format_figures(ratio)} x slower"
     return f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
 
 

@@ -27,7 +27,7 @@ from moewright.spec.finding import Cause
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout
 from moewright.spec.plan import TimePart
-from moewright.spec.units import MIB
+from moewright.spec.units import MIB, format_figures
 
 # Names of Megatron-Core, TransformerEngine, DeepEP, vLLM and torch. `permute` and `grouped` alone
 # are no evidence: other models permute and group as well.
@@ -304,7 +304,7 @@ def _guess_reduction(capture: Capture, index: int) -> ChannelClass:
     are_buckets = typical_bytes >= _BUCKET_BYTES and len(sizes) <= _BUCKETS_A_STEP * steps
     return ChannelClass(
         comm=CommClass.DP if are_buckets else CommClass.TP,
-        evidence=f"messages of {typical_bytes / MIB:.3g} MiB (guessed)",
+        evidence=f"messages of {format_figures(typical_bytes / MIB)} MiB (guessed)",
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moewright.rules.context_parallel import rank_positions
 from moewright.rules.grid import all_groups, coordinate, group_ranks, group_size
 from moewright.spec.layout import Layout
-from moewright.spec.units import format_bytes
+from moewright.spec.units import format_bytes, format_figures
 from moewright.view.course.drawing import CoursePicture, Drawing, picture
 from moewright.view.course.job_figures import peak_ledger, whole_group
 from moewright.view.course.lesson import Lesson
@@ -182,7 +182,7 @@ def _say_ranges(parts: HeldParts) -> str:
 
 
 def _say_share(share: float) -> str:
-    return "whole" if share > 1 - 1e-9 else f"1/{1 / share:.3g}"
+    return "whole" if share > 1 - 1e-9 else f"1/{format_figures(1 / share)}"
 
 
 def draw_dense_groups(lesson: Lesson) -> CoursePicture:
