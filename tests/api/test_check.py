@@ -256,6 +256,21 @@ def test_a_neutral_change_raises_no_alarm(tmp_path: Path, change: Callable[[str]
     assert job.breaches == ()
 
 
+def test_data_that_move_and_saves_that_come_oftener_are_told_and_break_nothing(
+    tmp_path: Path,
+) -> None:
+    before = edit(SCRIPT, ("--mock-data", "--data-path /a/text --save /c --save-interval 5000"))
+    after = edit(before, ("/a/text", "/b/text"), ("5000", "1000"))
+    job = check_texts(tmp_path, before, after)
+    assert job.changes is not None
+    assert {switch.field for switch in job.changes.switches} == {
+        "workload.data.train",
+        "workload.checkpoint.every_steps",
+    }
+    assert job.changes.is_neutral
+    assert job.breaches == ()
+
+
 def test_options_that_are_not_planned_are_told_and_break_nothing(tmp_path: Path) -> None:
     after = SCRIPT.replace("--log-interval 1", "--log-interval 10").replace("--mock-data", "")
     job = check_texts(tmp_path, SCRIPT, after)

@@ -47,6 +47,9 @@ _HOW = (
     "router_log_every_steps",
     "check_every",
 )
+# Where data lie, and how often a state is written: no figure of a plan depends on them, and a file
+# that was moved trains nothing else.
+_UNPLANNED = ("workload.data.train", "workload.data.heldout", "workload.checkpoint.every_steps")
 
 
 class Measure(StrEnum):
@@ -86,13 +89,17 @@ class MeasureChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwitchChange:
-    """A field of a job that has another value; `changes_training` where other numbers come out."""
+    """A field of a job that has another value; `changes_training` where other numbers come out.
+
+    Of one that is not `is_planned` no figure of a plan depends.
+    """
 
     field: str
     words: str
     before: str
     after: str
     changes_training: bool
+    is_planned: bool = True
 
     def __str__(self) -> str:
         return f"{self.words}: {self.before} -> {self.after}"
@@ -138,8 +145,8 @@ class PlanChanges(Record):
 
     @property
     def is_neutral(self) -> bool:
-        """Return whether nothing of the job is another."""
-        return not self.switches
+        """Return whether nothing of the job that is planned is another."""
+        return not any(switch.is_planned for switch in self.switches)
 
     @property
     def breaks_fit(self) -> bool:
@@ -222,7 +229,9 @@ def list_switches(before: Plan, after: Plan) -> Iterator[SwitchChange]:
                 words=" ".join(name.split(".")[1:]).replace("_", " "),
                 before=_format(was.get(name)),
                 after=_format(now.get(name)),
-                changes_training=noun == "model" or (noun == "workload" and part not in _HOW),
+                changes_training=noun == "model"
+                or (noun == "workload" and part not in _HOW and name not in _UNPLANNED),
+                is_planned=name not in _UNPLANNED,
             )
     for field in LAYOUT_FIELDS:
         old, new = getattr(before.layout, field.name), getattr(after.layout, field.name)
