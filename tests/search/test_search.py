@@ -15,10 +15,10 @@ from moewright.rules.limits.legality import check_legality
 from moewright.search import explain
 from moewright.search.ranking import bound_s
 from moewright.search.search import DOES_NOT_FIT, NO_HOST_MEMORY, SLOWER, build_plan, search
-from moewright.search.space import build_search_space, degree_groups
+from moewright.search.space import build_search_space, cp_comm_choices, degree_groups
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Constant, DeviceKind, Hardware
-from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout, Offload, Recompute
+from moewright.spec.layout import CpComm, CudaGraphScope, DispatcherKind, Layout, Offload, Recompute
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Verdict
 from moewright.spec.units import Sourced, SourceKind, format_seconds
@@ -35,6 +35,20 @@ def model() -> ModelSpec:
 @pytest.fixture(scope="module")
 def hardware() -> Hardware:
     return catalogue.hardware("16xH100")
+
+
+def test_context_is_exchanged_as_some_trainer_can(hardware: Hardware) -> None:
+    """Megatron-LM has no ring that begins with a sink; a pinned one stays."""
+    layout = Layout(world_size=16, cp=2)
+
+    def choices(name: str, fixed: str) -> tuple[CpComm, ...]:
+        return cp_comm_choices(
+            build_search_space(catalogue.model(name), WORK, hardware, fixed), layout
+        )
+
+    assert choices("gpt-oss-20b", "") == (CpComm.A2A,)
+    assert choices("gpt-oss-20b", "cp_comm=p2p") == (CpComm.P2P,)
+    assert CpComm.P2P in choices("Qwen3-30B-A3B", "")
 
 
 def test_no_layout_of_a_plain_enumeration_is_better(model: ModelSpec, hardware: Hardware) -> None:

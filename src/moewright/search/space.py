@@ -372,15 +372,26 @@ def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind,
 
 
 def cp_comm_choices(space: SearchSpace, cut: Layout) -> tuple[CpComm, ...]:
-    """Return the legal ways to exchange keys and values under context parallelism."""
+    """Return the legal ways to exchange keys and values under context parallelism.
+
+    No trainer has rings for sinks or sliding windows, nor a gather for sinks: these are taken where
+    nothing else is legal.
+    """
     if "cp_comm" in space.fixed or cut.cp == 1:
         return (space.base.cp_comm,)
-    return tuple(
+    choices = tuple(
         cp_comm
         for cp_comm in CpComm
         if space.permits(cp_comm=cp_comm)
         and _is_compatible(space, replace(cut, cp_comm=cp_comm), "cp_comm")
     )
+    attention = space.model.attention
+    startable = tuple(CpComm)
+    if attention.sinks:
+        startable = (CpComm.A2A,)
+    elif attention.sliding_window:
+        startable = (CpComm.A2A, CpComm.ALL_GATHER)
+    return tuple(cp_comm for cp_comm in choices if cp_comm in startable) or choices
 
 
 def with_pipeline(layout: Layout, shape: PipelineShape, space: SearchSpace) -> Layout:
