@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jinja2
 import numpy as np
 import pytest
 
@@ -109,6 +110,8 @@ def _do_harm(kind: str) -> str:
             bytearray(3 << 30)
         elif kind == "calls home":
             socket.create_connection(("127.0.0.1", 9), timeout=1)
+        elif kind == "nests":
+            jinja2.Environment().from_string("{{ " + "[" * 9000 + "]" * 9000 + " }}")
         elif kind == "dies":
             import os
 
@@ -121,6 +124,7 @@ def _do_harm(kind: str) -> str:
     [
         ("backtracks", "evil.x: takes more than 1 s of processor time to be read"),
         ("allocates", "evil.x: needs more than 1 GiB of memory to be read"),
+        ("nests", "evil.x: is nested too deep to be read"),
         ("dies", "evil.x: needs more than 1 GiB of memory to be read"),
     ],
 )

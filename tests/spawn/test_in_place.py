@@ -16,10 +16,11 @@ from test_train_run import wait_for_step
 
 import tiny_jobs
 from moewright.codec import read_incidents, read_run
-from moewright.diagnosis.compare_ledgers import compare_ranks
+from moewright.diagnosis.compare_ledgers import AgreementRule, compare_ranks
 from moewright.engine.run.peer_copies import find_common_step
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
+from moewright.spec.ledger import Component
 from moewright.spec.plan import Plan
 from moewright.spec.run import IncidentKind
 from moewright.spec.workload import DataSpec, SaveMode
@@ -83,7 +84,12 @@ def test_healthy_ranks_stay_when_one_dies(data: DataSpec, tmp_path: Path) -> Non
     assert incident.repeated_steps <= 2
     assert incident.down_s < 10
     refuse_other_losses(run_dir, whole)
-    assert all(comparison.keeps_rules for comparison in compare_ranks(read_run(run_dir)))
+    comparisons = compare_ranks(read_run(run_dir))
+    assert all(comparison.keeps_rules for comparison in comparisons)
+    for comparison in comparisons:  # two copies of its own state, and of the rank before
+        (line,) = (line for line in comparison.lines if line.key[0] == Component.HOST)
+        assert line.rule is AgreementRule.EXACT
+        assert line.predicted == line.counted > 0
 
 
 @pytest.mark.thorough

@@ -161,6 +161,8 @@ def budget(
     except BaseException as error:
         if lacks_memory(error) or "alloc" in str(error):
             rule = f"needs more than {format_bytes(MEMORY_BYTES)} of memory to be read"
+        elif isinstance(error, RecursionError):
+            rule = "is nested too deep to be read"
         elif isinstance(error, Exception):
             raise
         else:  # a panic of a library in Rust
