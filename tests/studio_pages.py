@@ -71,8 +71,9 @@ def show_controls(page):
     if not page.locator("#controls").count():
         return  # a page that stands alone
     page.locator("#form > *").first.wait_for(state="attached")
-    if not page.locator("#controls[open]").count():
-        page.locator("#controls > summary").click()
+    summary = page.locator("#controls:not([open]) > summary")
+    if summary.is_visible():  # pages of runs have no job
+        summary.click()
 
 
 def show_folded(page):
