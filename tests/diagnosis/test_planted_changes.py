@@ -27,6 +27,7 @@ from moewright.spec.finding import Basis
 from moewright.spec.layout import (
     DispatcherKind,
     Offload,
+    Overlap,
     Recompute,
     Schedule,
 )
@@ -39,13 +40,17 @@ JOBS = {
     "wide": ("Mixtral-8x7B", "32xH100", 256, 4096),
     "brief": ("Qwen3-30B-A3B", "64xH100", 64, 4096),
     "long": ("Qwen3-30B-A3B", "16xH100", 32, 32768),
+    "dense": ("Llama-3.1-70B", "64xH100", 256, 4096),
+    "short": ("Qwen3-30B-A3B", "16xH100", 512, 1024),
+    "air": ("GLM-4.5-Air", "32xH100", 256, 4096),
 }
 
 
 @cache
 def best_plan(job: str) -> Plan:
     model, on, batch, seq_len = JOBS[job]
-    plan = mw.estimate(model, "ep8", on=on, global_batch=batch, seq_len=seq_len)
+    start = "tp8" if job == "dense" else "ep8"
+    plan = mw.estimate(model, start, on=on, global_batch=batch, seq_len=seq_len)
     return find_better_layouts(plan).plans[0]
 
 
@@ -147,6 +152,45 @@ PLANTED = {
         words="fused activations",
         trainer={"unfused": (Fusion.ACTIVATION, Fusion.WEIGHT_GRAD)},
     ),
+    # Of jobs that nothing was tuned on, drawn on 2026-11-27.
+    "tensor parallelism over nodes": Planted(
+        job="dense",
+        words=r"\btp 16 ->",
+        layout={"tp": 16, "sp": True, **PLAIN, "pp": 1, "overlap": ()},
+    ),
+    "no sequence parallelism": Planted(
+        job="dense",
+        words=r"\bsp off -> on",
+        layout={"sp": False, "overlap": (Overlap.GRAD, Overlap.PARAM)},
+    ),
+    "a dense pipeline without virtual stages": Planted(
+        job="dense", words=r"\b(pp|vpp) ", layout={**PLAIN, "pp": 8, "overlap": ()}
+    ),
+    "products wait for their rows": Planted(
+        job="dense", words="overlap none ->", layout={"overlap": ()}
+    ),
+    "dense sequences cut": Planted(
+        job="dense", words=r"\bcp 4 ->", layout={"cp": 4, "overlap": ()}
+    ),
+    "layers recomputed that fit": Planted(
+        job="dense", words="recompute full", layout={"recompute": (Recompute.FULL,), "graphs": ()}
+    ),
+    "one short sequence a micro-batch": Planted(
+        job="short", words=r"\bmbs 1 ->", layout={"mbs": 1, **BARE}
+    ),
+    "experts on few ranks": Planted(
+        job="small",
+        words=r"\bep 2 ->",
+        layout={"ep": 2, "etp": 1, **FOUR, **BARE, "dispatcher": PLAIN_EXCHANGE},
+    ),
+    "rows moved by torch's own operations": Planted(
+        job="air", words="moves of rows", trainer={"unfused": (Fusion.PERMUTE,)}
+    ),
+    "experts cut on another model": Planted(
+        job="air",
+        words=r"\betp 4 ->",
+        layout={"etp": 4, "ep": 2, "dispatcher": PLAIN_EXCHANGE, "overlap": (), "graphs": ()},
+    ),
     "a slow loader": Planted(job="small", words="loader workers", timers="batch-generator"),
     "late ranks": Planted(job="small", words="late rank", timers="all-grads-sync"),
     "garbage collected on its own": Planted(job="small", words="garbage", spikes=True),
@@ -171,7 +215,10 @@ def write_run(folder: Path, planted: Planted) -> Plan:
     """Write the script and the log of a slow run, and return the plan of its script."""
     plan = planted.plan()
     script = folder / "run.sh"
-    script.write_text(str(render_megatron_script(plan)))
+    text = str(render_megatron_script(plan))
+    if planted.spikes:  # an export collects garbage by itself
+        text = re.sub(r" +--manual-gc\b.*\n", "", text)
+    script.write_text(text)
     batch = plan.workload.global_batch
     lines = []
     for n in range(1, 41):
@@ -261,7 +308,10 @@ def test_a_planted_fault_is_first_or_second_and_what_to_write_is_faster(name, tm
     (tmp_path / "faster.sh").write_text(apply_advice((tmp_path / "run.sh").read_text(), advice))
     after = mw.read_flags(tmp_path / "faster.sh", on=on).plan
     assert after.layout == parse_layout(advice.after, world_size=after.layout.world_size)
-    assert after.estimate.step_s <= slow.estimate.step_s
+    if planted.tail:  # what ran out of memory gives some of the step for it
+        assert after.estimate.peak_bytes < slow.estimate.peak_bytes
+    else:
+        assert after.estimate.step_s <= slow.estimate.step_s
     if planted.layout or planted.trainer:
         best = best_plan(planted.job)
         assert after.estimate.step_s < slow.estimate.step_s

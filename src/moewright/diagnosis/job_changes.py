@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from moewright.codec.layout_text import format_fields
+from moewright.codec.layout_text import format_fields, split_layout
 from moewright.diagnosis.remedy import RemedyContext, add_graphs
 from moewright.rules.job import plan_job
 from moewright.rules.limits.divisibility import divisors
@@ -49,6 +49,7 @@ _TRAINER = "trainer."
 _KEPT = ("capacity", "capacity_fill", "rank_capacity", "expert_placement", "spare", "order")
 _DEGREES = (FieldGroup.DEGREES, FieldGroup.PIPELINE)
 _IMPLIED = {"sp": "tp", "schedule": "vpp", "recompute_block": "recompute", "vpp_group": "vpp"}
+_VALUE_WORDS = {("stages", ""): "even", ("sp", "True"): "on", ("sp", "False"): "off"}
 _KERNELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "expert_kernels": (ExpertKernels.GROUPED,),
@@ -204,14 +205,15 @@ def describe_change(before: Plan, after: Plan) -> str:
     """Say what differs between two plans of a job: choices of kernels, then of the layout."""
     names = changed_fields(before, after)
     words = [words for name, words in _KERNEL_WORDS.items() if f"{_TRAINER}{name}" in names]
+    said = split_layout(before.layout).keys() | split_layout(after.layout).keys()
     for choice in LAYOUT_FIELDS:
-        if choice.name not in names or _IMPLIED.get(choice.name) in names:
+        key = choice.key or choice.name
+        if choice.name not in names or (key not in said and _IMPLIED.get(choice.name) in names):
             continue
         was = choice.format(getattr(before.layout, choice.name))
         now = choice.format(getattr(after.layout, choice.name))
-        if choice.name == "stages":
-            was, now = (value or "even" for value in (was, now))
-        words.append(f"{choice.key or choice.name} {was} -> {now}")
+        was, now = (_VALUE_WORDS.get((choice.name, value), value) for value in (was, now))
+        words.append(f"{key} {was} -> {now}")
     return ", ".join(words)
 
 
