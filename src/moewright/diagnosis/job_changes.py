@@ -205,10 +205,10 @@ def describe_change(before: Plan, after: Plan) -> str:
     """Say what differs between two plans of a job: choices of kernels, then of the layout."""
     names = changed_fields(before, after)
     words = [words for name, words in _KERNEL_WORDS.items() if f"{_TRAINER}{name}" in names]
-    said = split_layout(before.layout).keys() | split_layout(after.layout).keys()
+    keys = split_layout(before.layout).keys() | split_layout(after.layout).keys()
     for choice in LAYOUT_FIELDS:
         key = choice.key or choice.name
-        if choice.name not in names or (key not in said and _IMPLIED.get(choice.name) in names):
+        if choice.name not in names or (key not in keys and _IMPLIED.get(choice.name) in names):
             continue
         was = choice.format(getattr(before.layout, choice.name))
         now = choice.format(getattr(after.layout, choice.name))
