@@ -19,7 +19,8 @@ from moewright.intake import catalogue
 from moewright.intake.hardware_text import parse_hardware_text
 from moewright.intake.megatron.bash import Command, ShellReading, read_commands
 from moewright.intake.megatron.called_scripts import find_called_script
-from moewright.intake.megatron.launch import LaunchCommand, find_launch
+from moewright.intake.megatron.launch import find_launch
+from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.overrides import parse_script_overrides
 from moewright.intake.megatron.read import interpret_launch, read_launch

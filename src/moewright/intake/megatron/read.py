@@ -12,7 +12,8 @@ from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.config_files import configure_file
 from moewright.intake.megatron.directives import read_directives
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment, translate_options
-from moewright.intake.megatron.launch import LaunchCommand, find_launch, parse_configured
+from moewright.intake.megatron.launch import find_launch, parse_configured
+from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.layout import read_layout
 from moewright.intake.megatron.model import read_model
 from moewright.intake.megatron.options import Arguments

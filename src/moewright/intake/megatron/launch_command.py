@@ -1,0 +1,411 @@
+"""The words of a launch command, sorted as Megatron-LM's parser sorts them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+
+from moewright.intake.megatron.foreign_options import (
+    FOREIGN_OPTIONS,
+    FOREIGN_VALUES,
+)
+from moewright.intake.megatron.options import (
+    check_values,
+    option_table,
+    take_values,
+)
+from moewright.intake.megatron.parser_source import ParsedOption, find_own_options
+from moewright.intake.megatron.unknown import (
+    UNKNOWN_VALUE,
+    UnknownValue,
+    find_unknown,
+)
+from moewright.intake.megatron.unread import (
+    TrainerOption,
+    find_fork_option,
+    find_harmless,
+    find_topic,
+    order_forks,
+)
+from moewright.spec.errors import BadInput, Reason
+
+_LAUNCHER_SWITCHES = (
+    "--standalone",
+    "--no-python",
+    "--module",
+    "--use-env",
+    "--use_env",
+    "-m",
+    "-u",
+    "--force_multi",
+)
+_LAUNCHER_OPTION = re.compile(
+    r"--(nnodes|nproc[-_]per[-_]node|node[-_]rank|master[-_]addr|master[-_]port|rdzv[-_]\w+"
+    r"|max[-_]restarts|numa[-_]binding|log[-_]dir|redirects|tee|monitor[-_]interval|start[-_]method|role"
+    r"|local[-_]addr|local[-_]ranks[-_]filter|num_nodes|num_gpus|hostfile|include|exclude)"
+)
+# What DeepSpeed's launcher calls torchrun's options.
+_DEEPSPEED_LAUNCHER = {"num-nodes": "nnodes", "num-gpus": "nproc-per-node"}
+# What only a model with an encoder beside its decoder has.
+_ENCODER_OPTIONS = ("--decoder-seq-length", "--decoder-num-layers")
+_GONE: Mapping[str, str] = MappingProxyType(
+    {
+        "--batch-size": "--micro-batch-size",
+        "--model-parallel-size": "--tensor-model-parallel-size",
+        "--warmup": "--lr-warmup-fraction",
+    }
+)
+_IS_GONE = "is of Megatron-LM before 2021, which says that it is gone"
+_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+_ELLIPSIS = "..."
+_TOKENIZER = "--tokenizer-type"
+_FORK_TABLES = ("pai", "mindspeed", "mindspeed_core", "slime", "miles", "megatron_deepspeed")
+# Options that a fork hands on to an engine of generation, whatever their names are.
+_HANDED_ON = ("--sglang-", "--vllm-")
+# Nearer to an option than this, a name is a typing error and not an option of a fork.
+_SIMILAR = 0.88
+_ALIKE = 0.75
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchCommand:
+    """A training command: its ranks, its environment and its options with their values.
+
+    Nodes and ranks are 0 where they are only known when the script runs; `foreign_options` are
+    those that Megatron-LM's parser does not have and that are known here, `unknown_options` are
+    those of forks and settings that nothing here reads. `unknown_words` are variables among the
+    words, and files below a configuration, of which only running tells what they hold.
+    `written_files` are texts by path that the script writes itself. `model` is the name of the
+    model, where a configuration gives no sizes.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    exported: Mapping[str, str]
+    options: Mapping[str, tuple[str, ...]]
+    foreign_options: Mapping[str, tuple[str, ...]]
+    unknown_options: tuple[str, ...]
+    notes: tuple[str, ...]
+    model: str = ""
+    unknown_words: tuple[UnknownValue, ...] = ()
+    written_files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def parse_command(
+    words: list[str],
+    exported: Mapping[str, str],
+    notes: Sequence[str],
+    folder: Path | None = None,
+) -> LaunchCommand:
+    """Return the command of the words behind its launcher, with the environment it starts in.
+
+    Options that Megatron-LM lacks are looked for in the trainer's source, which lies around
+    `folder`, that of the script.
+
+    Raises:
+        BadInput: one Reason a word or value that Megatron-LM's parser does not take.
+    """
+    parser = _LaunchParser(words, folder)
+    parser.notes += notes
+    parser.parse()
+    return parser.build(exported)
+
+
+class _LaunchParser:
+    """A parser that sorts the words of a launch command into options and their values.
+
+    `folder` is that of the script, by which the source of its trainer is looked for.
+    """
+
+    def __init__(self, words: list[str], folder: Path | None) -> None:
+        self.words = words
+        self.folder = folder
+        self.position = 0
+        self.current_option = ""
+        self.own_options: Mapping[str, ParsedOption] | None = None
+        self.forks = order_forks(words)
+        self.fork_notes: dict[str, list[str]] = {}
+        self.table = option_table()
+        self.launcher_options: dict[str, str] = {}
+        self.options: dict[str, tuple[str, ...]] = {}
+        self.foreign_options: dict[str, tuple[str, ...]] = {}
+        self.unknown_options: list[str] = []
+        self.unknown_words: list[UnknownValue] = []
+        self.notes: list[str] = []
+        self.faults: list[Reason] = []
+
+    def parse(self) -> None:
+        """Sort all words.
+
+        Raises:
+            BadInput: one Reason a word or value that Megatron-LM's parser does not take.
+        """
+        self._refuse_encoders()
+        self._refuse_old()
+        while self.position < len(self.words):
+            word = self.words[self.position]
+            self.position += 1
+            if not word.startswith("-") or _NEGATIVE_NUMBER.match(word):
+                self._take_stray_word(word)
+            else:
+                self._take_option(word)
+        if self.faults:
+            raise BadInput(*self.faults)
+
+    def build(self, exported: Mapping[str, str]) -> LaunchCommand:
+        """Return the command with the environment it is started in.
+
+        Raises:
+            BadInput: the number of nodes or ranks is no number.
+        """
+        world = next(iter(self.foreign_options.get("--world-size", ())), "")
+        return LaunchCommand(
+            nodes=self._launcher_count("nnodes", "1"),
+            ranks_per_node=self._launcher_count("nproc-per-node", world),
+            exported=exported,
+            options=self.options,
+            foreign_options=self.foreign_options,
+            unknown_options=tuple(self.unknown_options),
+            unknown_words=tuple(self.unknown_words),
+            notes=(
+                *self.notes,
+                *(f"{reason}: {' '.join(names)}" for reason, names in self.fork_notes.items()),
+            ),
+        )
+
+    def _refuse_encoders(self) -> None:
+        """Refuse options of a model with an encoder, before others that only such a model has."""
+        for word, following in pairwise((*self.words, "")):
+            name, equals, value = word.partition("=")
+            count = value if equals else following
+            if name in _ENCODER_OPTIONS and count.isdigit() and int(count):
+                rule = "is of a model with an encoder and a decoder (T5), which is not planned here"
+                raise BadInput(Reason(field=name, value=count, rule=rule))
+
+    def _refuse_old(self) -> None:
+        """Refuse options that Megatron-LM's parser still has to say that they are gone."""
+        names = {word.partition("=")[0] for word in self.words}
+        gone = [name for name in _GONE if name in names]
+        if gone:
+            raise BadInput(
+                *(Reason(field=name, rule=_IS_GONE, nearest=_GONE[name]) for name in gone)
+            )
+
+    def _take_stray_word(self, word: str) -> None:
+        """Take a word that is no option's value: the trainer, a module's name, or a fault."""
+        previous = self.words[self.position - 2] if self.position > 1 else ""
+        if not UNKNOWN_VALUE.sub("", word):
+            self._take_unknown_words(word)
+            return
+        if word.endswith(".py") or previous == "-m" or "pretrain" in word:
+            return
+        if word == _ELLIPSIS:
+            self.notes.append(
+                "`...` leaves options out: those it stands for are taken at their defaults"
+            )
+        elif self._is_placeholder():
+            self.notes.append(f"{self.current_option}: {word[:40]} is read as of a placeholder")
+        else:
+            rule = f"stands behind {previous[:60] or 'the program'} and no option takes it"
+            self.faults.append(Reason(field=word[:60], rule=rule))
+
+    def _take_unknown_words(self, word: str) -> None:
+        """Take a variable of which only running tells what it holds; an unset one holds nothing.
+
+        Options that it may stand for are asked for where they bear on a plan.
+        """
+        unknown = find_unknown(word)
+        if unknown is None or not unknown.origin:
+            return
+        if not unknown.words:
+            self.unknown_words.append(unknown)
+            self.notes.append(
+                f"what ${unknown.name} holds depends on {unknown.origin}, and is left out "
+                f'(--set {unknown.name}="...")'
+            )
+            return
+        names = dict.fromkeys(
+            name.partition("=")[0] for name in unknown.words if name.startswith("--")
+        )
+        told = {option.partition("=")[0] for option in self.words}
+        left_out = []
+        for name in names.keys() - told:
+            if find_harmless(name, (*_FORK_TABLES, "megatron")) is not None:
+                left_out.append(name)
+                continue
+            nearest = f"--set {unknown.name}=..." if unknown.name else f"--set {name}=null"
+            rule = f"depends on {unknown.origin}, which only running tells"
+            self.faults.append(Reason(field=name[:60], rule=rule, nearest=nearest))
+        if left_out:
+            shown = " ".join(sorted(left_out))
+            self.notes.append(f"left out, for they depend on {unknown.origin}: {shown}")
+
+    def _is_placeholder(self) -> bool:
+        """Whether words are of a path that a user still has to write, as in "your data path"."""
+        name = self.current_option
+        harmless = find_harmless(name, (*_FORK_TABLES, "megatron")) if name else None
+        return harmless is not None and harmless.is_of_files
+
+    def _take_option(self, word: str) -> None:
+        name, equals, value = word.partition("=")
+        self.current_option = name
+        if name in _LAUNCHER_SWITCHES:
+            return
+        inline = value if equals else None
+        dashed = name.replace("_", "-")
+        launcher_option = _LAUNCHER_OPTION.fullmatch(name)
+        if name in FOREIGN_OPTIONS or dashed in FOREIGN_OPTIONS:
+            self._take_foreign_option(name if name in FOREIGN_OPTIONS else dashed, inline)
+        elif name in self.table:
+            self._take_megatron_option(name, inline)
+        elif launcher_option:
+            self._take_launcher_option(launcher_option[1], inline)
+        elif dashed in self.table:  # Megatron-LLM and others spell all of them so
+            self.fork_notes.setdefault("read with dashes", []).append(name)
+            self._take_megatron_option(dashed, inline)
+        else:
+            self._take_unknown_option(name, inline)
+
+    def _take_unknown_option(self, name: str, inline: str | None) -> None:
+        """Leave an option out that changes no plan; refuse one that may, or is misspelt."""
+        fork = self._find_own_option(name) or find_fork_option(name, self.forks)
+        values = [] if inline is None else [inline]
+        if inline is None:
+            values = self._following_words()
+            has_count = fork is not None and fork.values.isdigit()
+            if fork is not None and has_count:
+                values = values[: int(fork.values)]
+            self.position += len(values)
+        self.unknown_options.append(name)
+        if name.startswith(_HANDED_ON):
+            self.fork_notes.setdefault("of an engine of generation", []).append(name)
+            return
+        if fork is not None:
+            self._take_fork_option(name, fork, values)
+            return
+        topic = find_topic(name)
+        nearest = self._nearest_option(name, _SIMILAR if not topic else _ALIKE)
+        if topic or nearest:
+            about = f", and sounds of {topic}" if topic else ""
+            rule = f"is no option of Megatron-LM or of a fork that is known here{about}"
+            self.faults.append(Reason(field=name[:60], rule=rule, nearest=nearest))
+        else:
+            self.notes.append(f"{name[:60]} is no option of Megatron-LM and is left out")
+
+    def _find_own_option(self, name: str) -> TrainerOption | None:
+        """Return an option by the source of the trainer that the script lies in."""
+        if self.folder is None:
+            return None
+        if self.own_options is None:
+            programs = [word for word in self.words if word.endswith(".py")]
+            self.own_options = find_own_options(self.folder, programs[:1])
+        own = self.own_options.get(name)
+        if own is None:
+            return None
+        listed = find_fork_option(name, self.forks)
+        trainer = "" if listed is None else listed.trainer
+        return TrainerOption(
+            trainer=trainer, default=own.default, values=own.values, group=own.group
+        )
+
+    def _take_fork_option(self, name: str, fork: TrainerOption, values: Sequence[str]) -> None:
+        harmless = find_harmless(name, (fork.trainer,), fork.group)
+        topic = find_topic(name)
+        is_default = bool(fork.default) and list(values) == [fork.default]
+        if is_default:
+            self.fork_notes.setdefault(f"of {fork.owner}, at their defaults", []).append(name)
+        elif harmless is not None and harmless.noted:
+            self.fork_notes.setdefault(harmless.reason, []).append(name)
+        elif harmless is not None or not topic:
+            self.fork_notes.setdefault(f"of {fork.owner}, left out", []).append(name)
+        else:
+            rule = f"is of {fork.owner}, is about {topic}, and cannot be planned here"
+            self.faults.append(Reason(field=name, rule=rule, nearest=f"--set {name}=null"))
+
+    def _nearest_option(self, name: str, cutoff: float) -> str:
+        """Return the option that was meant; none that says the opposite."""
+        spelled = name.replace("_", "-")
+        is_negative = spelled.startswith("--no-")
+        names = [
+            other.lstrip("-")
+            for other in (*self.table, *FOREIGN_OPTIONS)
+            if other.startswith("--no-") == is_negative
+        ]
+        near = get_close_matches(spelled.lstrip("-"), names, n=1, cutoff=cutoff)
+        return f"--{near[0]}" if near else ""
+
+    def _take_launcher_option(self, name: str, inline: str | None) -> None:
+        if inline is None:
+            inline = next(iter(self.words[self.position : self.position + 1]), "")
+            self.position += 1
+        spelled = name.replace("_", "-")
+        self.launcher_options[_DEEPSPEED_LAUNCHER.get(spelled, spelled)] = inline
+
+    def _take_megatron_option(self, name: str, inline: str | None) -> None:
+        option = self.table[name]
+        if inline is None:
+            values = take_values(option, self._following_words())
+            self.position += len(values)
+        else:
+            values = [inline]
+        foreign = FOREIGN_VALUES.get((name, values[0] if values else ""))
+        choices = option.choices
+        is_listed = any(choice.casefold() == (*values, "")[0].casefold() for choice in choices)
+        if name == _TOKENIZER and values and not is_listed and foreign is None:
+            self.notes.append(f"{name} {values[0][:60]} is no tokenizer of Megatron-LM's")
+            return
+        if foreign is not None:
+            self.notes.append(
+                f"{name} {values[0]} is no value of Megatron-LM's: it {foreign.reason}"
+            )
+            self.options |= foreign.options
+            return
+        values = [self._spell_choice(name, value) for value in values]
+        self.options[name] = tuple(values)
+        self.faults += check_values(option, values)
+
+    def _spell_choice(self, name: str, value: str) -> str:
+        """Return a value as Megatron-LM spells it; forks take other capitals."""
+        alike = [c for c in self.table[name].choices if c.casefold() == value.casefold()]
+        if len(alike) != 1 or alike[0] == value:
+            return value
+        self.notes.append(f"{name} {value[:60]} is read as {alike[0]}, as Megatron-LM spells it")
+        return alike[0]
+
+    def _take_foreign_option(self, name: str, inline: str | None) -> None:
+        if inline is None:
+            values = self._following_words()[: FOREIGN_OPTIONS[name].value_count]
+            self.position += len(values)
+        else:
+            values = [inline]
+        self.foreign_options[name] = tuple(values)
+
+    def _following_words(self) -> list[str]:
+        """Return the words up to the next option."""
+        end = self.position
+        while end < len(self.words) and not _ends_values(self.words[end]):
+            end += 1
+        return self.words[self.position : end]
+
+    def _launcher_count(self, name: str, default: str) -> int:
+        """Return a number of torchrun's; 0 where the script does not tell."""
+        value = self.launcher_options.get(name, default)
+        if value.isdigit():
+            return int(value)
+        if value and not UNKNOWN_VALUE.search(value) and value not in ("gpu", "auto"):
+            rule = "must be a whole number: the layout does not change while training"
+            raise BadInput(Reason(field=f"--{name}", value=value[:60], rule=rule))
+        return 0
+
+
+def _ends_values(word: str) -> bool:
+    return word.startswith("--") or word == _ELLIPSIS
