@@ -6,23 +6,13 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import pytest
 
 _TESTS = Path(__file__).resolve().parent
 # Of the cases of a test marked `turns`, `make test` runs one in this many.
 _EVERY = 10
-
-
-class _HasId(Protocol):
-    @property
-    def id(self) -> str: ...
-
-
-T = TypeVar("T", bound=_HasId)
 
 
 def thorough(*values: object) -> object:
@@ -44,11 +34,6 @@ def leave_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
             if seen[function] % _EVERY and not _tests_of_mutants() & names:
                 yield item
             seen[function] += 1
-
-
-def choose_cases(cases: Sequence[T], count: int) -> tuple[T, ...]:
-    """Pick `count` of the cases, which have an `id`, by a hash of it: the same for every tree."""
-    return tuple(sorted(cases, key=lambda case: sha256(case.id.encode()).digest())[:count])
 
 
 @cache

@@ -12,23 +12,17 @@ import pytest
 
 from layout_proof import prove_layout
 from layout_space import CORNERS, SHAPES, Case, plan_case
-from selection import choose_cases
 
 pytestmark = pytest.mark.spawn
 
-_IN_EVERY_TEST = 1
-_MAX_RANKS = 4  # of those in every test: eight ranks on two cores take a minute
+_IN_EVERY_TEST = "zero-bubble: qwen-4x-tp1,pp4,ep1,mbs1,schedule=zb-h1"
 
 
 def mark_cases() -> list[object]:
     """Return all corners; what not every `make test` proves is marked."""
-    runnable = [
-        case for case in CORNERS if not case.refusals and case.layout.world_size <= _MAX_RANKS
-    ]
-    chosen_ids = {case.id for case in choose_cases(runnable, _IN_EVERY_TEST)}
     return [
         pytest.param(
-            case, id=case.id, marks=() if case.id in chosen_ids else (pytest.mark.thorough,)
+            case, id=case.id, marks=() if case.id == _IN_EVERY_TEST else (pytest.mark.thorough,)
         )
         for case in CORNERS
     ]
@@ -44,5 +38,7 @@ def test_a_layout_equals_one_process_and_its_ledger_the_prediction(
 
 
 def test_the_corners_cover_every_shape() -> None:
-    assert len({case.id for case in CORNERS}) == len(CORNERS)
+    ids = {case.id for case in CORNERS}
+    assert len(ids) == len(CORNERS)
+    assert _IN_EVERY_TEST in ids
     assert {case.shape for case in CORNERS} == set(SHAPES)
