@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import moewright as mw
+from moewright.api.advising import write_megatron_changes
 from moewright.api.launch_scripts import find_better_layouts
 from moewright.cli.main import main
 
@@ -82,12 +84,12 @@ def test_a_better_layout_is_shown_as_options_to_write_and_to_leave_out(script, c
     assert "--moe-token-dispatcher-type" in changes or "--micro-batch-size" in changes
 
 
-def test_options_to_write_can_be_pasted_into_a_shell(capsys):
+def test_options_to_write_can_be_pasted_into_a_shell():
     """A pipeline layout has characters that a shell would read as pipes and patterns."""
-    assert main(["estimate", "--from-flags", str(EXAMPLE), "--on", "H100"]) == 0
-    (changes,) = (
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("write: ")
-    )
+    script = mw.read_flags(EXAMPLE, on="H100").plan
+    layout = "pp4,vpp4,ep4,mbs1,layout='Et*3|(t*4|)*2(t*3|)*12tL'"
+    after = mw.estimate("Qwen3-30B-A3B", layout, on="16xH100", global_batch=512)
+    changes = write_megatron_changes(script, after).write
     assert "|" in changes
     assert all(part.count("'") % 2 == 0 for part in changes.split(" --"))
     assert "--pipeline-model-parallel-layout 'E" in changes
