@@ -71,6 +71,15 @@ def test_what_is_short_and_where_is_that_of_the_estimate(plans: Plans, misfit: M
     assert "GiB a device on pipeline rank" in misfit.lines()[0]
 
 
+def test_a_search_without_room_for_the_states_ends_as_a_whole_one(
+    plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moewright.search.search._may_hold_states", lambda *_: True)
+    whole = search_request(plans.request, Path("model"), SearchOptions()).search
+    assert whole.nearest_miss == plans.search.nearest_miss
+    assert (whole.rejected, whole.scored) == (plans.search.rejected, plans.search.scored)
+
+
 def test_devices_and_changes_that_are_said_to_fit_do(plans: Plans, misfit: Misfit) -> None:
     assert misfit.enough > plans.request.hardware.count
     assert fit_probability(plans, misfit.enough_layout, misfit.enough) >= 0.9

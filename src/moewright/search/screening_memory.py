@@ -41,7 +41,7 @@ from moewright.rules.shapes.param import Param
 from moewright.search.pipelines import PipelineBatch
 from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import MemoryRow, Module
+from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.record import copy_with
 from moewright.spec.workload import MatrixUpdate
 
@@ -369,13 +369,31 @@ class SearchedRanks(RankBatch):
         counts = self._count_blocks(len(numel))
         return np.concatenate([numel * (counts > n) for n in (0, 1)], axis=1)
 
-    def sum_parameters(self, nbytes: Callable[[Param], float]) -> Array:
-        """Sum over blocks of parameters, which differ in their number in a rank alone."""
-        sums = np.zeros((len(self.memory.tree.blocks), 2))
-        for params, block in zip(self.memory.tree.blocks, sums, strict=True):
-            for param in params:
-                block[self.columns[param.module]] += nbytes(param)
-        return np.asarray(self._count_blocks(len(sums)) @ sums)
+    def sum_parameters(self, rows: Callable[[Job, Sequence[Param]], Iterable[MemoryRow]]) -> Booked:
+        """Sum over blocks of parameters, which differ in their number in a rank alone.
+
+        The rows of a block are made once for each number of stages.
+        """
+        blocks = self.memory.tree.blocks
+        counts = self._count_blocks(len(blocks))
+        sums: dict[Component, Array] = {}
+        for place, pp in enumerate(self.batch.degrees):
+            members = np.flatnonzero(self._degrees() == place)
+            held = set(np.flatnonzero(counts[members].any(axis=0)).tolist())
+            job = replace(self.sym.job, layout=copy_with(self.sym.layout, pp=pp))
+            by_block = sum_rows(
+                [rows(job, params) if block in held else () for block, params in enumerate(blocks)],
+                self.columns,
+            )
+            for component, nbytes in by_block.items():
+                if component not in sums:
+                    sums[component] = np.zeros((len(self.rows), nbytes.shape[1]))
+                sums[component][members] = counts[members] @ nbytes
+        return sums
+
+    def _degrees(self) -> Array:
+        """Return the index of each rank's number of stages in the batch's `degrees` [ranks]."""
+        return np.asarray(self.batch.degree[self.batch.pipeline_of_rank[self.rows]])
 
     def _count_blocks(self, count: int) -> Array:
         # Counted when the tree had fewer blocks: ranks of this batch hold none of the later ones.
@@ -406,8 +424,7 @@ class SearchedRanks(RankBatch):
             nbytes(replace(self.sym, job=replace(job, layout=copy_with(job.layout, pp=pp))))
             for pp in self.batch.degrees
         ]
-        degrees = self.batch.degree[self.batch.pipeline_of_rank[self.rows]]
-        return np.array(by_degree, dtype=float)[degrees]
+        return np.array(by_degree, dtype=float)[self._degrees()]
 
     def by_contents(self, nbytes: Callable[[Collection[bool], bool], float]) -> Array:
         """Return the bytes of each rank, worked out once for each content there is."""

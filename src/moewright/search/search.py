@@ -10,8 +10,11 @@ from functools import lru_cache
 import numpy as np
 
 from moewright.codec import fingerprint
+from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.cost.evidence import count_proofs
+from moewright.cost.memory.host_memory import USABLE_SHARE, host_capacity
+from moewright.cost.memory.model_states import least_state_bytes
 from moewright.rules.grid import with_fabric_nodes
 from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_device, check_legality, check_precision
@@ -41,7 +44,7 @@ from moewright.search.space import (
 )
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import Layout, Overlap
+from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import DEFAULT_RULE, Plan, RankingRule, Verdict
 from moewright.spec.units import GIB
@@ -199,6 +202,8 @@ def find_best_plan(
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):
         raise BadInput(*reasons)
+    if not _may_hold_states(space, rule):
+        return None
     space, _, pool = _screen(space, rule, keep=_SPARE, extra_bytes=())
     candidates = NearBest(space, pool.ranked()).put_simplest_first()
     plans = (_build_legal_plan(space, candidate, Counter()) for candidate in candidates)
@@ -209,15 +214,34 @@ def _screen(
     space: SearchSpace, rule: RankingRule, *, keep: int, extra_bytes: tuple[float, ...]
 ) -> tuple[SearchSpace, Screener, CandidatePool]:
     """Screen a space; where nothing in it is safe, with what saves memory combined."""
-    for tried in (space, replace(space, combines_savings=True)):
-        if tried is not space and state_policies(tried) == state_policies(space):
-            break
+    combined = replace(space, combines_savings=True)
+    spaces = [space]
+    if state_policies(combined) != state_policies(space):
+        spaces.append(combined)
+    if not _may_hold_states(space, rule):
+        spaces = spaces[-1:]  # nothing in any is safe: the last one says what is nearest
+    for tried in spaces:
         screener = Screener(tried, rule)
         pool = _fill_pool(tried, screener, keep=keep, extra_bytes=extra_bytes)
         screened = tried, screener, pool
         if pool.ranked():
             break
     return screened
+
+
+def _may_hold_states(space: SearchSpace, rule: RankingRule) -> bool:
+    """Return whether all devices, with their hosts, may hold the states of the job at all.
+
+    Where they do not, no layout is safe, whatever it is.
+    """
+    if rule.fit_probability < 0.5:  # layouts whose mean peak is over the capacity count as safe
+        return True
+    rank_bytes = space.hardware.device.memory_bytes.value
+    combined = replace(space, combines_savings=True)
+    if any(Offload.OPTIMIZER in policy.offload for policy in state_policies(combined)):
+        rank_bytes += USABLE_SHARE * host_capacity(space.hardware, Constants(space.hardware))
+    least_bytes = least_state_bytes(space.model, space.workload)
+    return least_bytes <= space.hardware.count * rank_bytes
 
 
 def _build_nearest_miss(space: SearchSpace, pool: CandidatePool) -> Plan | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from moewright.cost.memory.model_states import (
     MASTER_BYTES,
@@ -14,10 +14,12 @@ from moewright.cost.memory.model_states import (
     is_updated_by_muon,
     state_rows,
 )
+from moewright.rules import grid
 from moewright.rules.job import Job
 from moewright.rules.optimizers import moment_nbytes, scale_nbytes
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes import fsdp, shards
+from moewright.rules.shapes.param import Param
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import Workload
@@ -32,14 +34,18 @@ def flat_bucket_sets(job: Job, rank: int) -> tuple[BucketSet, ...]:
     return bucket_sets(flat_job, rank, groups)
 
 
+def flat_state_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
+    """Return the memory rows of what fully_shard leaves in a rank's flat buffers."""
+    flat_sets = flat_bucket_sets(job, rank)
+    if not flat_sets:
+        return ()
+    return state_rows(job.workload, fsdp.flat_buffer_layout(job.layout), flat_sets)
+
+
 def unit_state_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
     """Return the memory rows of a rank's states in flat buffers and in fully_shard's units."""
-    flat_sets = flat_bucket_sets(job, rank)
-    flat_rows: tuple[MemoryRow, ...] = ()
-    if flat_sets:
-        flat_rows = state_rows(job.workload, fsdp.flat_buffer_layout(job.layout), flat_sets)
     return (
-        *flat_rows,
+        *flat_state_rows(job, rank),
         *fsdp_rows(job.workload, job.layout, fsdp.fsdp_units(job.model, job.layout, rank)),
     )
 
@@ -58,6 +64,19 @@ def unit_gradient_bytes(layout: Layout, units: Sequence[fsdp.FsdpUnit], *, with_
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ShardForm:
+    """What the bytes of a rank's part of a parameter depend on; layers are alike, so most are."""
+
+    module: Module
+    own_numel: int
+    padded_numel: int
+    whole_padding: int
+    whole_numel: int
+    is_offloaded: bool
+    is_matrix: bool
+
+
 def fsdp_rows(
     workload: Workload, layout: Layout, units: Sequence[fsdp.FsdpUnit]
 ) -> tuple[MemoryRow, ...]:
@@ -67,44 +86,75 @@ def fsdp_rows(
     Padding is booked to OTHER. What is offloaded of the optimizer is in host memory by whole units,
     gradients too, but for whole weights.
     """
-    sums: dict[tuple[Component, Module], int] = {}
     offloaded = fsdp.offloaded_names(layout, units)
-    if layout.zero == 2:
-        for unit in units:
-            for shard in unit.shards:
-                whole = {
-                    shard.module: shard.whole_numel,
-                    Module.OTHER: unit.ranks * shard.padded_numel - shard.whole_numel,
-                }
-                for module, numel in whole.items():
-                    key = Component.WEIGHTS, module
-                    sums[key] = sums.get(key, 0) + numel * activation_nbytes(workload)
-    # Layers are alike, and so are most of their shards.
-    alike = Counter(
-        (
-            shard.module,
-            shard.own_numel,
-            shard.padded_numel,
-            shard.param.name in offloaded,
-            is_updated_by_muon(workload, shard.param),
+    forms = Counter(
+        _ShardForm(
+            module=shard.module,
+            own_numel=shard.own_numel,
+            padded_numel=shard.padded_numel,
+            whole_padding=unit.ranks * shard.padded_numel - shard.whole_numel,
+            whole_numel=shard.whole_numel,
+            is_offloaded=shard.param.name in offloaded,
+            is_matrix=is_updated_by_muon(workload, shard.param),
         )
         for unit in units
         for shard in unit.shards
     )
-    for (module, own_numel, padded_numel, is_offloaded, is_matrix), count in alike.items():
-        moment_bytes = MOMENTUM_BYTES if is_matrix else moment_nbytes(workload.optimizer)
-        scale_bytes = 0 if is_matrix else scale_nbytes(workload.optimizer, own_numel)
+    return _form_rows(workload, layout, forms)
+
+
+def offloaded_rows(job: Job, params: Sequence[Param]) -> tuple[MemoryRow, ...]:
+    """Return the memory rows of parameters on the first rank of a stage, all of them offloaded.
+
+    Those are `fsdp_rows` of the units that the parameters are in: where every unit is moved, what
+    a parameter takes does not depend on the others. What lies in flat buffers is left out.
+    """
+    layout = job.layout
+    forms: Counter[_ShardForm] = Counter()
+    for param in params:
+        group = shards.gradient_group(param.sharded_dims, layout)
+        if not fsdp.is_fsdp_sharded(layout, group):
+            continue
+        ranks = grid.group_size(layout, fsdp.fsdp_groups(layout, group).shard_group)
+        numels = fsdp.count_numels(param, layout, ranks=ranks, place=0)
+        form = _ShardForm(
+            module=param.module,
+            own_numel=numels["own_numel"],
+            padded_numel=numels["padded_numel"],
+            whole_padding=ranks * numels["padded_numel"] - numels["whole_numel"],
+            whole_numel=numels["whole_numel"],
+            is_offloaded=True,
+            is_matrix=is_updated_by_muon(job.workload, param),
+        )
+        forms[form] += 1
+    return _form_rows(job.workload, layout, forms)
+
+
+def _form_rows(
+    workload: Workload, layout: Layout, forms: Counter[_ShardForm]
+) -> tuple[MemoryRow, ...]:
+    """Return the memory rows of so many parts of each form."""
+    sums: dict[tuple[Component, Module], int] = {}
+    for form, count in forms.items():
+        if layout.zero == 2:
+            whole = {form.module: form.whole_numel, Module.OTHER: form.whole_padding}
+            for module, numel in whole.items():
+                key = Component.WEIGHTS, module
+                sums[key] = sums.get(key, 0) + count * numel * activation_nbytes(workload)
+        moment_bytes = MOMENTUM_BYTES if form.is_matrix else moment_nbytes(workload.optimizer)
+        scale_bytes = 0 if form.is_matrix else scale_nbytes(workload.optimizer, form.own_numel)
         # The padding of master weights and gradients is allocated too, that of moments is not.
-        padding = (padded_numel - own_numel) * MASTER_BYTES
-        for component, own_bytes, other_bytes in (
-            (Component.MASTER, own_numel * MASTER_BYTES, padding),
-            (Component.GRADIENTS, own_numel * MASTER_BYTES, padding),
-            (Component.MOMENTS, own_numel * moment_bytes, scale_bytes),
+        own_bytes = form.own_numel * MASTER_BYTES
+        padding = (form.padded_numel - form.own_numel) * MASTER_BYTES
+        for component, nbytes, other_bytes in (
+            (Component.MASTER, own_bytes, padding),
+            (Component.GRADIENTS, own_bytes, padding),
+            (Component.MOMENTS, form.own_numel * moment_bytes, scale_bytes),
         ):
-            booked_to = Component.HOST if is_offloaded else component
-            for booked_in, nbytes in ((module, own_bytes), (Module.OTHER, other_bytes)):
+            booked_to = Component.HOST if form.is_offloaded else component
+            for booked_in, booked_bytes in ((form.module, nbytes), (Module.OTHER, other_bytes)):
                 key = booked_to, booked_in
-                sums[key] = sums.get(key, 0) + count * nbytes
+                sums[key] = sums.get(key, 0) + count * booked_bytes
     return tuple(
         MemoryRow(component=component, module=module, bytes=nbytes)
         for (component, module), nbytes in sorted(sums.items())

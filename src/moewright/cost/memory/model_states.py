@@ -29,8 +29,10 @@ from moewright.rules.packed_base import (
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes import buckets, fsdp, shards
 from moewright.rules.shapes.param import Param
+from moewright.rules.shapes.parameters import parameters
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, MatrixUpdate, SaveMode, Workload
 
 MASTER_BYTES = 4
@@ -215,6 +217,25 @@ def _unit_bytes_per_parameter(workload: Workload, zero: int) -> dict[Component, 
         Component.WEIGHTS: activation_nbytes(workload) if zero == 2 else 0,
         Component.GRADIENTS: MASTER_BYTES,
     }
+
+
+def least_state_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Return a lower bound of the bytes of all states of a model, wherever and however they lie.
+
+    Every layout holds each parameter in each state at least once. It is 0 beside frozen weights.
+    """
+    if not trains_all(workload.fine_tuning):
+        return 0
+    least = min(
+        sum(per_parameter.values())
+        for per_parameter in (
+            state_bytes_per_parameter(workload),
+            _unit_bytes_per_parameter(workload, zero=3),
+        )
+    )
+    if workload.optimizer.matrix_update is MatrixUpdate.MUON:
+        least -= max(0, moment_nbytes(workload.optimizer) - MOMENTUM_BYTES)
+    return least * sum(param.numel for param in parameters(model))
 
 
 def sharded_states(zero: int) -> frozenset[Component]:

@@ -8,7 +8,7 @@ cost.memory.peak, `LIVE_TERMS` and `ModelMemory.transient_bytes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import hypot
@@ -18,7 +18,7 @@ import numpy as np
 
 from moewright.cost.constants import Constants
 from moewright.cost.memory.buffers import fsdp_buffer_bytes, gathered_bytes, resident_bytes
-from moewright.cost.memory.fsdp_states import unit_state_rows
+from moewright.cost.memory.fsdp_states import flat_state_rows, offloaded_rows, unit_state_rows
 from moewright.cost.memory.host_memory import element_nbytes
 from moewright.cost.memory.model_states import (
     book_states,
@@ -28,13 +28,14 @@ from moewright.cost.memory.model_states import (
     moves_units,
     step_gradient_bytes,
 )
-from moewright.cost.memory.rank_batch import Booked, RankBatch
+from moewright.cost.memory.rank_batch import Booked, RankBatch, add_booked
 from moewright.cost.memory.replicas import replica_rows
 from moewright.cost.stage_parts import Array
 from moewright.rules import grid
 from moewright.rules.adapters import is_trained
 from moewright.rules.delayed_scaling import delayed_scaling_rows, is_delayed
 from moewright.rules.job import COPIES, Job
+from moewright.rules.shapes.param import Param
 from moewright.rules.weight_copies import weight_copy_rows
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -58,12 +59,14 @@ class PeakTerm:
 def model_states(ranks: RankBatch, _: Booked) -> Booked:
     """Return weights, gradients, master weights and moments of what trains, and the host's part.
 
-    Units of fully_shard that the host holds are moved whole, so that each rank is asked for its
-    own.
+    Units of fully_shard that the host holds are moved whole. Where it holds a part of them, each
+    rank is asked for its own; where it holds all, they are sums of what each parameter takes.
     """
     sym = ranks.sym
     if moves_units(sym.layout, trained=sym.trained_share):
-        return ranks.sum_rows(_unit_rows)
+        if sym.layout.offload_fraction < 1:
+            return ranks.sum_rows(_unit_rows)
+        return add_booked(ranks.sum_rows(_flat_rows), ranks.sum_parameters(offloaded_rows))
     return book_states(
         sym.workload,
         sym.layout,
@@ -79,16 +82,22 @@ def _unit_rows(job: Job, pp_rank: int) -> tuple[MemoryRow, ...]:
     return unit_state_rows(job, grid.stage_rank(job.layout, pp_rank))
 
 
+def _flat_rows(job: Job, pp_rank: int) -> tuple[MemoryRow, ...]:
+    return flat_state_rows(job, grid.stage_rank(job.layout, pp_rank))
+
+
 def frozen_weights(ranks: RankBatch, _: Booked) -> Booked:
     """Return the weights of frozen parts, of which every rank holds its whole shard."""
-    job = ranks.sym.job
-    fine_tuning = job.workload.fine_tuning
-    if not fine_tuning.freeze:
+    if not ranks.sym.workload.fine_tuning.freeze:
         return {}
-    nbytes = ranks.sum_parameters(
-        lambda param: 0 if is_trained(fine_tuning, param.name) else frozen_nbytes(param, job)
-    )
-    return {Component.WEIGHTS: nbytes}
+    return ranks.sum_parameters(_frozen_rows)
+
+
+def _frozen_rows(job: Job, params: Sequence[Param]) -> Iterator[MemoryRow]:
+    for param in params:
+        if not is_trained(job.workload.fine_tuning, param.name):
+            nbytes = frozen_nbytes(param, job)
+            yield MemoryRow(component=Component.WEIGHTS, module=param.module, bytes=nbytes)
 
 
 def expert_replicas(ranks: RankBatch, _: Booked) -> Booked:
@@ -197,12 +206,11 @@ OPTIMIZER_TERMS: tuple[PeakTerm, ...] = (PeakTerm(book=step_gradients, fields=_S
 
 def book_terms(ranks: RankBatch, terms: Sequence[PeakTerm]) -> list[Booked]:
     """Return what each of these terms books."""
-    sums: dict[Component, Array] = {}
+    sums: Booked = {}
     booked = []
     for term in terms:
         more = ranks.recall(term, term.fields, partial(term.book, ranks, sums))
-        for component, nbytes in more.items():
-            sums[component] = sums[component] + nbytes if component in sums else nbytes
+        sums = add_booked(sums, more)
         booked.append(more)
     return booked
 

@@ -76,8 +76,11 @@ class RankBatch(ABC):
         """Count the elements of each layer of a rank before ZeRO shards them [ranks, layers]."""
 
     @abstractmethod
-    def sum_parameters(self, nbytes: Callable[[Param], float]) -> Array:
-        """Sum the bytes of the parameters that each rank holds [ranks, columns]."""
+    def sum_parameters(self, rows: Callable[[Job, Sequence[Param]], Iterable[MemoryRow]]) -> Booked:
+        """Sum the memory rows of the parameters that each rank holds, given its job.
+
+        The rows of parameters are those of each alone: they know neither its rank nor the others.
+        """
 
     @abstractmethod
     def sum_rows(self, rows: Callable[[Job, int], Iterable[MemoryRow]]) -> Booked:
@@ -119,12 +122,11 @@ class StageRank(RankBatch):
         """Count the elements of the rank's layers, in rules.shapes.parameters' order."""
         return rank_layer_numel(self.sym.model, self.sym.layout, self.pp_rank)[None]
 
-    def sum_parameters(self, nbytes: Callable[[Param], float]) -> Array:
+    def sum_parameters(self, rows: Callable[[Job, Sequence[Param]], Iterable[MemoryRow]]) -> Booked:
         """Sum over the parameters of the stage."""
-        sums = np.zeros((1, len(self.columns)))
-        for param in shards.stage_parameters(self.sym.model, self.sym.layout, self.pp_rank):
-            sums[0, self.columns[param.module]] += nbytes(param)
-        return sums
+        job = self.sym.job
+        params = shards.stage_parameters(job.model, job.layout, self.pp_rank)
+        return sum_rows([rows(job, params)], self.columns)
 
     def sum_rows(self, rows: Callable[[Job, int], Iterable[MemoryRow]]) -> Booked:
         """Sum the rows of the one rank."""
@@ -141,6 +143,14 @@ class StageRank(RankBatch):
         kinds = {layers[column].kind.is_moe for column in columns}
         has_head = bool(self.counts[:, self.parts.head_columns].any())
         return np.array([nbytes(kinds, has_head)], dtype=float)
+
+
+def add_booked(booked: Booked, more: Booked) -> Booked:
+    """Return the sum of what two terms book."""
+    sums = dict(booked)
+    for component, nbytes in more.items():
+        sums[component] = sums[component] + nbytes if component in sums else nbytes
+    return sums
 
 
 def sum_rows(ranks: Sequence[Iterable[MemoryRow]], columns: Mapping[Module, int]) -> Booked:

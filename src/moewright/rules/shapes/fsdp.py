@@ -172,7 +172,10 @@ def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, .
             unit = (groups.shard_group, _param_layer(model, param))
             form = param.shape, param.sharded_dims
             if form not in numels:
-                numels[form] = _count_numels(param, layout, sharing[groups.shard_group], rank)
+                sharers = sharing[groups.shard_group]
+                numels[form] = count_numels(
+                    param, layout, ranks=len(sharers), place=sharers.index(rank)
+                )
             shard = FsdpShard(
                 param=param,
                 module=param.module,
@@ -218,14 +221,15 @@ def count_gathers(layout: Layout, unit: FsdpUnit, table: Sequence[TimetableRow])
     return gathers
 
 
-def _count_numels(
-    param: Param, layout: Layout, sharing: Sequence[int], rank: int
-) -> dict[str, int]:
-    """Return what an FsdpShard says of the elements of a parameter that ranks share."""
+def count_numels(param: Param, layout: Layout, *, ranks: int, place: int) -> dict[str, int]:
+    """Return what an FsdpShard says of the elements of a parameter that so many ranks share.
+
+    `place` is that of the rank among them.
+    """
     rows, *rest = shards.local_shape(param, layout)
     columns = prod(rest)
-    part = shards.shard_size(rows, len(sharing))
-    own = max(0, min(part, rows - sharing.index(rank) * part))
+    part = shards.shard_size(rows, ranks)
+    own = max(0, min(part, rows - place * part))
     return {
         "own_numel": own * columns,
         "padded_numel": part * columns,
