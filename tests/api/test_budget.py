@@ -19,6 +19,7 @@ from moewright.cost.calendar_time import (
     estimate_calendar,
     unit_devices,
 )
+from moewright.report.calendar_section import build_calendar_section
 from moewright.spec.options import BudgetOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.workload import SaveMode
@@ -166,6 +167,22 @@ def test_a_job_that_never_fails_keeps_all_but_its_last_save() -> None:
 )
 def test_what_goes_worse_takes_longer(worse: dict[str, Any]) -> None:
     assert by_the_calendar(**worse).days > by_the_calendar(spares=1).days
+
+
+def test_stragglers_lengthen_days_of_many_devices_and_the_interval_of_all() -> None:
+    plain, known = by_the_calendar(mtbf="inf"), by_the_calendar(mtbf="inf", slowdown=0.0)
+    assert plain.days == pytest.approx(known.days)  # the slowest of 64 is in the fitted step
+    assert known.days_80[1] / known.days == pytest.approx(known.days / known.days_80[0])
+    assert plain.days_80[1] > known.days_80[1] * 1.1
+    assert plain.days_80[0] > known.days_80[0]
+    layout = "pp2,ep64,mbs1,recompute=full"
+    large = mw.estimate("Qwen3-235B-A22B", layout, on="98304xH100", global_batch=98304)
+    calendar = by_the_calendar(large)
+    assert 0.005 < calendar.slowdown < 0.015
+    ratio = calendar.days / by_the_calendar(large, slowdown=calendar.slowdown).days
+    assert ratio == pytest.approx(1.0)
+    text = " ".join(str(note) for note in build_calendar_section([calendar]).notes)
+    assert f"{calendar.slowdown:.1%}" in text
 
 
 def test_synchronous_saves_stand_still_until_they_are_durable() -> None:

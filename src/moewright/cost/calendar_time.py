@@ -14,9 +14,9 @@ import tomllib
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from math import ceil, exp, hypot, inf, log, sqrt
+from math import ceil, hypot, inf, log, sqrt
 from pathlib import Path
-from statistics import NormalDist, median
+from statistics import median
 from typing import Any
 
 from moewright.cost.memory.model_states import state_bytes_per_parameter
@@ -30,6 +30,7 @@ from moewright.rules.goodput import (
     waiting_share,
 )
 from moewright.rules.shapes.parameters import count_parameters
+from moewright.rules.stragglers import delayed_interval, slowest_share
 from moewright.spec.hardware import Fabric, NetworkKind
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
@@ -71,6 +72,12 @@ class Reliability:
     parts_source: str
     hardware_share: Sourced
     planned: FailureRate
+    worker_spread: tuple[
+        float, float
+    ]  # deviations between workers, and within one from step to step
+    spread_source: str
+    measured_devices: int  # of the runs that steps are fitted to
+    mean_delay: Sourced  # share, by what slows jobs for a while
     recovery_s: Sourced
     storage_Bps_a_device: Sourced
     node_power_share: Sourced
@@ -108,6 +115,10 @@ def read_reliability() -> Reliability:
             hours=data["planned"]["hours"],
             source=data["planned"]["source"],
         ),
+        worker_spread=(data["worker_spread"]["between"], data["worker_spread"]["within"]),
+        spread_source=data["worker_spread"]["source"],
+        measured_devices=data["measured_runs"]["devices"],
+        mean_delay=_read_sourced(data["delay"], "share"),
         recovery_s=_read_sourced(data["recovery"], "seconds"),
         storage_Bps_a_device=_read_sourced(data["storage"], "Bps_a_device"),
         node_power_share=_read_sourced(data["node_power"], "share"),
@@ -132,7 +143,7 @@ def checkpoint_bytes(model: ModelSpec, workload: Workload) -> float:
 
 
 _DAY_S = 86400.0
-_DEVIATIONS_80 = NormalDist().inv_cdf(0.9)
+_INTERVAL = 0.8
 # Domains whose ranks are of no use without the others: a failure takes all of them out.
 _WHOLE_DOMAINS = (NetworkKind.NVL36, NetworkKind.NVL72)
 _MOST_SPARES = 4096
@@ -169,7 +180,9 @@ class Operations:
     storage_Bps: float = 0.0  # of the whole job
     spares: int = -1  # units; -1: as many as cost least
     repair_s: float = 24 * _HOUR_S
-    slowdown: float = 0.0  # share that stragglers add to a step
+    # The share that stragglers add to a step; None: that of the slowest of so many devices, and
+    # the published delays in the interval.
+    slowdown: float | None = None
     board_watts: float = 0.0  # 0: not known
     price: float | None = None  # of an hour of a device
     pue: float = 1.2
@@ -187,11 +200,12 @@ class WhenShort(StrEnum):
 class CalendarTime:
     """A training by the calendar, with shares of it; `goodput` is that of training alone.
 
-    `running` is the share of a whole job's throughput that missing parts leave, and `days_80` holds
-    the days with a probability of 80 % as far as steps, failure rates and luck go. `node_watts` are
-    those of a device with its share of the node, in the mean over the calendar, of which it
-    computes in `computing`; energy has the data centre's overhead too, and that of idle spares. It
-    is 0 where the power of the part is not known.
+    `running` is the share of a whole job's throughput that missing parts leave, `slowdown` what
+    stragglers add to a step, and `days_80` holds the days with a probability of 80 % as far as
+    steps, failure rates, luck and `mean_delay` go, the delays of jobs by slow spells.
+    `node_watts` are those of a device with its share of the node, in the mean over the calendar, of
+    which it computes in `computing`; energy has the data centre's overhead too, and that of idle
+    spares. It is 0 where the power of the part is not known.
     """
 
     devices: int
@@ -211,6 +225,8 @@ class CalendarTime:
     spares: int  # units
     when_short: WhenShort
     running: float
+    slowdown: float
+    mean_delay: float
     days: float
     days_80: tuple[float, float]
     device_hours: float  # spares too
@@ -232,18 +248,19 @@ def estimate_calendar(
     devices = plan.hardware.count
     stopped = _list_interruptions(plan, operations, facts)
     rate = operations.rate_per_device_s * devices
-    step_s = training_s / max(1, steps) * (1 + operations.slowdown)
+    slowdown, mean_delay = _read_slowdown(devices, operations, facts)
+    step_s = training_s / max(1, steps) * (1 + slowdown)
     interval_s = _choose_interval_s(stopped, operations.save_every_s, step_s, training_s)
     shares = compute_goodput(stopped, interval_s)
     unit = unit_devices(plan.hardware.fabric, devices)
     spares, running, when_short = _choose_spares(plan, rate, unit, operations, facts)
-    work_s = training_s * (1 + operations.slowdown)
+    work_s = training_s * (1 + slowdown)
     evaluation_s = _evaluation_s(plan.workload, steps, step_s)
     goodput = shares.training * running
     total_s = (work_s + evaluation_s) / goodput
     low, high = (_goodput_at(stopped, operations, bound, devices, running) for bound in (1, 0))
     spread = _log_deviation(total_s, stopped, interval_s, (low, high), step_log_deviation)
-    factor = exp(_DEVIATIONS_80 * spread)
+    shortest, longest = delayed_interval(spread, mean_delay, _INTERVAL)
     days = total_s / _DAY_S
     device_hours = (devices + spares * unit) * total_s / _HOUR_S
     computing = (shares.training + shares.replay) * running * _computing_share(plan)
@@ -271,8 +288,10 @@ def estimate_calendar(
         spares=spares,
         when_short=when_short,
         running=running,
+        slowdown=slowdown,
+        mean_delay=mean_delay,
         days=days,
-        days_80=(days / factor, days * factor),
+        days_80=(days * shortest, days * longest),
         device_hours=device_hours,
         cost=None if operations.price is None else operations.price * device_hours,
         computing=computing,
@@ -280,6 +299,18 @@ def estimate_calendar(
         energy_kWh=energy_kWh,
         co2_kg=energy_kWh * operations.grid_kg_per_kWh,
     )
+
+
+def _read_slowdown(devices: int, operations: Operations, facts: Reliability) -> tuple[float, float]:
+    """Return the share that stragglers add to a predicted step, and the mean delay of a job.
+
+    The runs that steps are fitted to had their slowest device too: it counts where there are more.
+    """
+    if operations.slowdown is not None:
+        return operations.slowdown, 0.0
+    fitted = 1 + slowest_share(facts.measured_devices, *facts.worker_spread)
+    slowest = 1 + slowest_share(devices, *facts.worker_spread)
+    return max(0.0, slowest / fitted - 1), facts.mean_delay.value
 
 
 def _computing_share(plan: Plan) -> float:

@@ -123,6 +123,13 @@ def _list_notes(calendars: Sequence[CalendarTime]) -> Iterator[str]:
         f"A checkpoint has {format_bytes(first.checkpoint_bytes)}; the interval is the one that "
         "loses the least."
     )
+    if first.mean_delay:
+        most = max(calendar.slowdown for calendar in calendars)
+        yield (
+            f"Stragglers: the slowest of so many devices adds up to {most:.1%} to a step. Slow "
+            f"spells delay jobs by {first.mean_delay:.0%} in the mean and some far longer "
+            "(exponential): that is in the interval of days alone."
+        )
     if first.evaluation_days:
         days = format_figures(first.evaluation_days)
         yield f"Evaluations take {days} days on {first.devices:,} devices."

@@ -100,7 +100,7 @@ class BudgetOptions:
     storage: float = 0.0  # GB/s, of the whole job
     spares: int | None = None  # devices
     repair: float = 24.0  # hours
-    slowdown: float = 0.0  # share that stragglers add to a step
+    slowdown: float | None = None  # share that stragglers add to a step; None: published ones
     deadline: float = 0.0  # days
     max_cost: float = 0.0  # in the money of the price
     watts: float = 0.0  # of a device
@@ -199,5 +199,10 @@ class DesignOptions:
     context: int = 8192
     batch: int = 64
     served_tokens: str = ""  # decoded over the model's life
+    # What shapes vary besides width, depth and routed experts; empty: as the model has it.
+    attention_kinds: tuple[str, ...] = ()  # gqa, mla
+    kv_heads: tuple[int, ...] = ()
+    vocab_sizes: tuple[int, ...] = ()
+    shared_experts: tuple[int, ...] = ()
     fit_loss: tuple[Path, ...] = ()  # folders of runs whose losses set the level
     out: Path | None = None  # a folder for config.json, plan.json and job.toml
