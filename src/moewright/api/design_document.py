@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from moewright.api.designing import Design, describe_level
 from moewright.cost.loss_laws import DENSE_LAW, read_laws
 from moewright.report.document import (
@@ -17,6 +19,8 @@ from moewright.report.document import (
     words,
 )
 from moewright.search.design import DesignedShape
+from moewright.spec.model import AttentionKind, AttentionSpec
+from moewright.spec.options import DesignOptions
 from moewright.spec.units import (
     format_bytes,
     format_count,
@@ -51,6 +55,7 @@ def _build_front(design: Design) -> DocumentSection:
     notes = [
         f"{design.tried:,} shapes, of which {design.timed} were estimated in template layouts; "
         "the first has a full plan.",
+        *_list_unknown_to_laws(design.options),
         describe_level(design.level),
     ]
     if design.chosen.prediction.outside:
@@ -64,6 +69,17 @@ def _build_front(design: Design) -> DocumentSection:
         table=build_table(_list_columns(design), rows, short=_SHOWN, total=reference),
         notes=tuple(notes),
     )
+
+
+def _list_unknown_to_laws(options: DesignOptions) -> Iterator[str]:
+    """Yield what loss laws do not know of what was varied."""
+    if options.attention_kinds or options.kv_heads or options.vocab_sizes:
+        yield (
+            "No loss law knows attention or vocabulary: they change speed, memory and serving "
+            "only, for as many tokens."
+        )
+    if options.shared_experts:
+        yield "Of shared experts one law of five knows more than their size: five factors."
 
 
 def _list_columns(design: Design) -> tuple[Column, ...]:
@@ -93,12 +109,15 @@ def _build_choice(design: Design) -> DocumentSection:
     experts = "none"
     if moe is not None:
         experts = f"{moe.experts}, {moe.router.top_k} a token, {moe.ffn_size:,} wide"
+        if moe.shared_ffn_size:
+            experts += f", {moe.shared_ffn_size:,} shared"
     estimate = design.plan.estimate
     return DocumentSection(
         title=f"{_name_goal(design)}: {model.name}",
         facts=(
             ("width, layers", f"{model.hidden_size:,}, {model.layers}"),
-            ("heads", f"{model.attention.heads} of {model.attention.head_dim}"),
+            ("attention", _describe_attention(model.attention)),
+            ("vocabulary", f"{model.vocab_size:,}"),
             ("experts", experts),
             ("layout", Phrase(text=design.chosen.layout, face=Face.CODE)),
             (
@@ -119,6 +138,13 @@ def _build_choice(design: Design) -> DocumentSection:
             ),
         ),
     )
+
+
+def _describe_attention(attention: AttentionSpec) -> str:
+    heads = f"{attention.heads} heads of {attention.head_dim}"
+    if attention.kind is AttentionKind.MLA:
+        return f"{heads}, latent keys and values of {attention.kv_lora_rank}"
+    return f"{heads}, {attention.kv_heads} of keys and values"
 
 
 def _build_published(design: Design) -> DocumentSection:

@@ -33,6 +33,8 @@ from moewright.rules.shapes.parameters import count_parameters
 from moewright.search.design import (
     DesignedShape,
     DesignGoal,
+    ShapeAxes,
+    describe_like,
     estimate_template,
     find_front,
     list_shapes,
@@ -41,7 +43,7 @@ from moewright.search.design import (
 )
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.options import DesignOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row, format_json
@@ -53,6 +55,8 @@ _HOUR_S = 3600.0
 _TIMED_A_SIZE = 4  # shapes that are estimated in template layouts, for a factor of two in size
 _PUBLISHED_SHOWN = 4
 _MOST_LOSS = 20.0  # nats; that of a vocabulary that nobody has
+_VOCABULARIES = (256, 2**20)
+_MOST_SHARED = 16
 _SERVING_SHARE = 0.9  # of a device's memory that weights and caches may take
 
 
@@ -69,6 +73,10 @@ class DesignChoices(TypedDict, total=False):
     context: int
     batch: int
     served_tokens: str
+    attention_kinds: tuple[str, ...]
+    kv_heads: tuple[int, ...]
+    vocab_sizes: tuple[int, ...]
+    shared_experts: tuple[int, ...]
     fit_loss: tuple[Path, ...]
     out: Path
 
@@ -172,12 +180,14 @@ def compute_design(
     if options.until:
         goal = replace(goal, reference=_find_until(request.model, options.until, level))
     life = _read_life(request, options)
-    shapes = [shape for shape in list_shapes(request.model, goal) if life.can_serve(shape)]
+    axes = _read_axes(options, request.model)
+    listed = list_shapes(request.model, goal, axes)
+    shapes = [shape for shape in listed if life.can_serve(shape)]
     if not shapes:
         raise _nothing_fits(request, "no shape is within the bounds and can be served")
-    timed = _time_best(shapes, request, goal)
-    like_timed = list(time_shapes([request.model], request.workload, request.hardware, goal))
-    described = [describe_shape(shape, tokens) for shape, _, _, tokens in timed]
+    timed = _time_best(shapes, request, goal, axes)
+    like_timed = _time_published([request.model], request, goal)
+    described = [describe_like(shape, request.model, tokens) for shape, _, _, tokens in timed]
     described_like = [describe_shape(shape, tokens) for shape, _, _, tokens in like_timed]
     reference = goal.reference or (described_like[0] if described_like else described[0])
     losses = predict_losses([*described, *described_like], reference, level)
@@ -190,7 +200,7 @@ def compute_design(
     plan = find_best(replace(request, model=best.model))
     if plan is None:
         raise _nothing_fits(request, "no layout of the best shape fits surely enough")
-    chosen = _replan(best, plan, goal, life, (reference, level))
+    chosen = _replan(best, plan, request.model, goal, life, (reference, level))
     rest = [shape for shape in own if shape is not best]
     front = sorted(find_front([chosen, *rest]), key=_choose_key(options))
     answer = Design(
@@ -204,7 +214,7 @@ def compute_design(
         serving=life.serve(chosen.model),
         level=level,
         like=like_shapes[0] if like_shapes else None,
-        published=_time_published(chosen, request, goal, life, (reference, level)),
+        published=_design_published(chosen, request, goal, life, (reference, level)),
     )
     if options.out is not None:
         write_design(answer, options.out)
@@ -293,6 +303,54 @@ def _read_goal(options: DesignOptions) -> DesignGoal:
     )
 
 
+def _read_axes(options: DesignOptions, base: ModelSpec) -> ShapeAxes:
+    """Return what is varied beside width, depth and routed experts.
+
+    Raises:
+        BadInput: a value that the model of --like cannot have.
+    """
+    kinds = tuple(dict.fromkeys(_read_kind(text, base) for text in options.attention_kinds))
+    if options.kv_heads and base.attention.kind is not AttentionKind.GQA:
+        rule = f"{base.name} has no groups of heads"
+        raise BadInput(Reason(field="--kv-heads", rule=rule, nearest=f"--like {DEFAULT_LIKE}"))
+    if options.kv_heads and kinds and AttentionKind.GQA not in kinds:
+        rule = "counts only with gqa among --attention-kinds"
+        raise BadInput(Reason(field="--kv-heads", rule=rule, nearest="--attention-kinds gqa mla"))
+    if any(options.shared_experts) and not (base.moe and base.moe.shared_ffn_size):
+        rule = f"{base.name} has no shared experts, nor has a model of its family"
+        nearest = "--like DeepSeek-V2-Lite"
+        raise BadInput(Reason(field="--shared-experts", rule=rule, nearest=nearest))
+    for field, counts, (least, most) in (
+        ("--kv-heads", options.kv_heads, (1, base.attention.heads)),
+        ("--vocab-sizes", options.vocab_sizes, _VOCABULARIES),
+        ("--shared-experts", options.shared_experts, (0, _MOST_SHARED)),
+    ):
+        for count in counts:
+            if not least <= count <= most:
+                near = str(min(max(count, least), most))
+                rule = f"must be in {least}..{most}"
+                raise BadInput(Reason(field=field, value=str(count), rule=rule, nearest=near))
+    return ShapeAxes(
+        attention=kinds,
+        kv_heads=tuple(dict.fromkeys(options.kv_heads)),
+        vocab_sizes=tuple(dict.fromkeys(options.vocab_sizes)),
+        shared_experts=tuple(dict.fromkeys(options.shared_experts)),
+    )
+
+
+def _read_kind(text: str, base: ModelSpec) -> AttentionKind:
+    """Return a kind of attention: that of the model, or latent attention in place of GQA."""
+    own = base.attention.kind
+    kinds = [own]
+    if own is AttentionKind.GQA:
+        kinds.append(AttentionKind.MLA)
+    for kind in kinds:
+        if text == kind.value:
+            return kind
+    rule = f"must be {' or '.join(kind.value for kind in kinds)} with --like {base.name}"
+    raise BadInput(Reason(field="--attention-kinds", value=text, rule=rule, nearest=own.value))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Life:
     """How a model is trained and served: by what devices, how many sequences, how many tokens."""
@@ -365,23 +423,24 @@ TimedShape = tuple[ModelSpec, str, float, float]
 
 
 def _time_best(
-    shapes: Sequence[ModelSpec], request: PlanRequest, goal: DesignGoal
+    shapes: Sequence[ModelSpec], request: PlanRequest, goal: DesignGoal, axes: ShapeAxes
 ) -> list[TimedShape]:
     """Return the shapes of least loss of each size, timed in template layouts.
 
     They are ranked at the rate of model FLOPs of one shape; a size is a factor of two in total
-    parameters.
+    parameters. Where variants are alike to the laws, more of a size are timed.
     """
     workload, hardware = request.workload, request.hardware
     rate = _find_rate(shapes, workload, hardware)
     if rate is None:
         raise _nothing_fits(request, "no shape fits in a template layout")
-    ranked = rank_by_flops(shapes, workload, goal, rate)
+    ranked = rank_by_flops(shapes, workload, goal, request.model, rate)
+    timed_a_size = _TIMED_A_SIZE * axes.count_unknown_to_laws()
     sizes: dict[int, list[ModelSpec]] = {}
     for shape in ranked:
         sizes.setdefault(count_parameters(shape).total.bit_length(), []).append(shape)
-    kept = [shape for group in sizes.values() for shape in group[:_TIMED_A_SIZE]]
-    timed = list(time_shapes(kept, workload, hardware, goal))
+    kept = [shape for group in sizes.values() for shape in group[:timed_a_size]]
+    timed = list(time_shapes(kept, workload, hardware, goal, request.model))
     if not timed:
         raise _nothing_fits(request, "no shape of least loss fits in a template layout")
     return timed
@@ -422,20 +481,32 @@ def _build_shape(
 def _replan(
     best: DesignedShape,
     plan: Plan,
+    base: ModelSpec,
     goal: DesignGoal,
     life: _Life,
     reference_level: tuple[Shape, float],
 ) -> DesignedShape:
     """Return the shape with the speed of its full plan, and the tokens and loss that follow."""
     tokens_per_s = plan.workload.tokens_per_step / plan.estimate.step_s
-    tokens = goal.count_tokens(best.model, tokens_per_s) or best.tokens
+    shape = describe_like(best.model, base, best.tokens)
+    tokens = goal.count_tokens(shape, tokens_per_s) or best.tokens
     reference, level = reference_level
-    (prediction,) = predict_losses([describe_shape(best.model, tokens)], reference, level)
+    (prediction,) = predict_losses([replace(shape, tokens=tokens)], reference, level)
     timed = (best.model, format_layout(plan.layout), tokens_per_s, tokens)
     return _build_shape(timed, prediction, goal, life)
 
 
 def _time_published(
+    models: Sequence[ModelSpec], request: PlanRequest, goal: DesignGoal
+) -> list[TimedShape]:
+    """Return models that fit, timed in template layouts, each to the laws as it is."""
+    workload, hardware = request.workload, request.hardware
+    return [
+        timed for model in models for timed in time_shapes([model], workload, hardware, goal, model)
+    ]
+
+
+def _design_published(
     chosen: DesignedShape,
     request: PlanRequest,
     goal: DesignGoal,
@@ -443,9 +514,8 @@ def _time_published(
     reference_level: tuple[Shape, float],
 ) -> tuple[DesignedShape, ...]:
     """Return published models of about the chosen size in template layouts, the nearest first."""
-    models = _list_published(chosen)
     reference, level = reference_level
-    timed = list(time_shapes(models, request.workload, request.hardware, goal))
+    timed = _time_published(_list_published(chosen), request, goal)
     described = [describe_shape(model, tokens) for model, _, _, tokens in timed]
     losses = predict_losses(described, reference, level)
     return tuple(

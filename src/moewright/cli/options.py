@@ -181,7 +181,8 @@ class CalendarOptions(BudgetOptions):
     repair
         Hours until a part that failed is back.
     slowdown
-        Share by which stragglers lengthen steps, such as 0.03.
+        Share by which stragglers lengthen steps, such as 0.03; when not given, that of the slowest
+        of so many devices, and published delays of jobs in the interval of days.
     deadline
         Days by which training has to end: the cheapest number of devices that meets it is named.
     max_cost
@@ -711,6 +712,16 @@ class ShapeOptions(DesignOptions):
     served_tokens
         Tokens that the model decodes in its life, such as 10T: device-hours of training and serving
         together are compared too.
+    attention_kinds
+        Kinds of attention to compare, gqa and mla (latent, in DeepSeek-V2's proportions); that of
+        --like when not given.
+    kv_heads
+        Numbers of heads of keys and values to compare; that of --like when not given.
+    vocab_sizes
+        Sizes of the vocabulary to compare; that of --like when not given.
+    shared_experts
+        Numbers of shared experts to compare, each as wide as a routed one; one where --like has
+        shared experts when not given.
     fit_loss
         Folders of own runs, whose last held-out losses set the level of the prediction.
     out
@@ -719,6 +730,10 @@ class ShapeOptions(DesignOptions):
 
     batch: Count = 64
     context: Count = 8192
+    attention_kinds: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = ()
+    kv_heads: Annotated[tuple[int, ...], Parameter(negative="", consume_multiple=True)] = ()
+    vocab_sizes: Annotated[tuple[int, ...], Parameter(negative="", consume_multiple=True)] = ()
+    shared_experts: Annotated[tuple[int, ...], Parameter(negative="", consume_multiple=True)] = ()
     fit_loss: Annotated[tuple[Path, ...], Parameter(negative="", consume_multiple=True)] = ()
     out: Path | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
@@ -25,7 +26,7 @@ from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, QkNorm, ScoreFunction
 from moewright.spec.plan import Estimate
 from moewright.spec.workload import Workload
 
@@ -43,6 +44,10 @@ _TEMPLATES = (
     "ep8,pp8,mbs1,recompute=full",
 )
 _FIT = 0.9
+# Ranks of latent attention over the width of a head (DeepSeek-V2, arXiv 2405.04434, 3.1.2): of keys
+# and values, and of queries; the queries of narrow models have none (DeepSeek-V2-Lite).
+_KV_RANK = 4
+_QUERY_RANK = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,15 +63,94 @@ class DesignGoal:
     tokens: float = 0.0
     reference: Shape | None = None  # whose loss is the goal
 
-    def count_tokens(self, model: ModelSpec, tokens_per_s: float) -> float | None:
-        """Return the tokens that a model sees at a speed, None where it never has the loss."""
+    def count_tokens(self, shape: Shape, tokens_per_s: float) -> float | None:
+        """Return the tokens that a shape sees at a speed, None where it never has the loss."""
         if self.reference is None:
             return self.tokens or self.seconds * tokens_per_s
-        trained = find_tokens(describe_shape(model, 1.0), self.reference)
+        trained = find_tokens(shape, self.reference)
         return None if trained is None else trained.tokens
 
     most_total: float = 0.0  # parameters
     most_active: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeAxes:
+    """What shapes vary besides width, depth and routed experts; an empty axis stays as it is.
+
+    No loss law knows attention or vocabulary: shapes that differ in them alone have one loss after
+    as many tokens (`describe_like`).
+    """
+
+    attention: tuple[AttentionKind, ...] = ()
+    kv_heads: tuple[int, ...] = ()  # of GQA
+    vocab_sizes: tuple[int, ...] = ()
+    shared_experts: tuple[int, ...] = ()  # each as wide as a routed one
+
+    def vary(self, shape: ModelSpec) -> Iterator[ModelSpec]:
+        """Yield the variants of a shape, each with what is varied in its name."""
+        vocab_sizes = self.vocab_sizes or (shape.vocab_size,)
+        for variant, vocab_size in product(self._vary_attention(shape), vocab_sizes):
+            name = variant.name + f"-v{vocab_size}" * bool(self.vocab_sizes)
+            variant = replace(variant, name=name, vocab_size=vocab_size)
+            if not self.shared_experts or variant.moe is None:
+                yield variant
+                continue
+            for count in self.shared_experts:
+                moe = replace(variant.moe, shared_ffn_size=count * variant.moe.ffn_size)
+                yield replace(variant, name=f"{name}-s{count}", moe=moe)
+
+    def _vary_attention(self, shape: ModelSpec) -> Iterator[ModelSpec]:
+        own = shape.attention
+        for kind in self.attention or (own.kind,):
+            name = shape.name + f"-{kind.value}" * bool(self.attention)
+            if kind is not own.kind:
+                family, latent = _find_latent_family(shape), _make_latent(shape)
+                yield replace(shape, name=name, family=family, attention=latent)
+            elif self.kv_heads:
+                for count in self.kv_heads:
+                    grouped = _group_heads(own, count)
+                    yield replace(shape, name=f"{name}-kv{count}", attention=grouped)
+            else:
+                yield replace(shape, name=name)
+
+    def count_unknown_to_laws(self) -> int:
+        """Count the variants of a shape that loss laws do not tell apart, at most."""
+        attention = max(1, len(self.attention)) - 1 + max(1, len(self.kv_heads))
+        return attention * max(1, len(self.vocab_sizes))
+
+
+def _group_heads(attention: AttentionSpec, kv_heads: int) -> AttentionSpec:
+    """Return attention with about as many heads in groups of so many keys and values."""
+    groups = max(1, round(attention.heads / kv_heads))
+    return replace(attention, heads=groups * kv_heads, kv_heads=kv_heads)
+
+
+def _make_latent(shape: ModelSpec) -> AttentionSpec:
+    """Return latent attention of as many heads, in DeepSeek-V2's proportions."""
+    attention = shape.attention
+    width = attention.head_dim
+    query_rank = _QUERY_RANK * width
+    return AttentionSpec(
+        kind=AttentionKind.MLA,
+        heads=attention.heads,
+        kv_heads=attention.heads,
+        head_dim=width + width // 2,
+        v_head_dim=width,
+        qk_norm=QkNorm.NONE,
+        q_lora_rank=query_rank if shape.hidden_size > 2 * query_rank else 0,
+        kv_lora_rank=_KV_RANK * width,
+        qk_nope_head_dim=width,
+        qk_rope_head_dim=width // 2,
+        rope=replace(attention.rope, interleaved=True),
+    )
+
+
+def _find_latent_family(shape: ModelSpec) -> str:
+    """Return the family with latent attention whose router scores as the shape's."""
+    if shape.moe is not None and shape.moe.router.score is ScoreFunction.SIGMOID:
+        return "deepseek_v3"
+    return "deepseek_v2"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,20 +173,37 @@ class DesignedShape:
     life_hours: float
 
 
-def list_shapes(base: ModelSpec, goal: DesignGoal) -> Iterator[ModelSpec]:
+def describe_like(model: ModelSpec, base: ModelSpec, tokens: float) -> Shape:
+    """Describe a model to the loss laws: with the attention and the vocabulary of `base`.
+
+    No law says how the loss depends on them, and as parameters they would count like any others.
+    """
+    attention = _scale_attention(base, model.hidden_size)
+    return describe_shape(replace(model, attention=attention, vocab_size=base.vocab_size), tokens)
+
+
+def _scale_attention(base: ModelSpec, width: int) -> AttentionSpec:
+    """Return the attention of `base` with heads in proportion to the width."""
+    attention = base.attention
+    per_width = attention.heads / base.hidden_size
+    groups = max(1, round(per_width * width / attention.kv_heads))
+    return replace(attention, heads=groups * attention.kv_heads)
+
+
+def list_shapes(base: ModelSpec, goal: DesignGoal, axes: ShapeAxes) -> Iterator[ModelSpec]:
     """Yield models like `base` of other width, depth, experts, experts a token and their width.
+
+    `axes` has what else is varied.
 
     Widths are those of today's models, and in proportion smaller of a base that is smaller.
     """
     moe = base.moe
     if moe is None:
         return
-    per_width = base.attention.heads / base.hidden_size
     scale = min(1.0, base.hidden_size / WIDTHS[0])
     for full_width in WIDTHS:
         width = round(full_width * scale)
-        heads = max(1, round(per_width * width / base.attention.kv_heads))
-        attention = replace(base.attention, heads=heads * base.attention.kv_heads)
+        attention = _scale_attention(base, width)
         for aspect in ASPECTS:
             layers = max(8, 4 * round(width / aspect / 4))
             for experts in EXPERTS:
@@ -124,8 +225,9 @@ def list_shapes(base: ModelSpec, goal: DesignGoal) -> Iterator[ModelSpec]:
                             ),
                             moe_layers=(True,) * layers,
                         )
-                        if _is_allowed(shape, goal):
-                            yield shape
+                        yield from (
+                            variant for variant in axes.vary(shape) if _is_allowed(variant, goal)
+                        )
 
 
 def _is_allowed(shape: ModelSpec, goal: DesignGoal) -> bool:
@@ -155,7 +257,11 @@ def estimate_template(
 
 
 def rank_by_flops(
-    shapes: Sequence[ModelSpec], workload: Workload, goal: DesignGoal, flops_per_s: float
+    shapes: Sequence[ModelSpec],
+    workload: Workload,
+    goal: DesignGoal,
+    base: ModelSpec,
+    flops_per_s: float,
 ) -> list[ModelSpec]:
     """Return the shapes at one rate of model FLOPs, best loss first, or least FLOPs to the loss.
 
@@ -163,7 +269,10 @@ def rank_by_flops(
     the loss are left out.
     """
     speeds = [flops_per_s / model_flops_per_token(shape, workload.seq_len) for shape in shapes]
-    counts = [goal.count_tokens(shape, speed) for shape, speed in zip(shapes, speeds, strict=True)]
+    counts = [
+        goal.count_tokens(describe_like(shape, base, 1.0), speed)
+        for shape, speed in zip(shapes, speeds, strict=True)
+    ]
     able = [
         (shape, tokens, tokens / speed)
         for shape, tokens, speed in zip(shapes, counts, speeds, strict=True)
@@ -174,23 +283,30 @@ def rank_by_flops(
     if goal.reference is not None:
         keys = [seconds for _, _, seconds in able]
     else:
-        described = [describe_shape(shape, tokens) for shape, tokens, _ in able]
+        described = [describe_like(shape, base, tokens) for shape, tokens, _ in able]
         middle = described[len(described) // 2]
         keys = [prediction.loss for prediction in predict_losses(described, middle)]
     return [able[place][0] for place in sorted(range(len(able)), key=keys.__getitem__)]
 
 
 def time_shapes(
-    shapes: Sequence[ModelSpec], workload: Workload, hardware: Hardware, goal: DesignGoal
+    shapes: Sequence[ModelSpec],
+    workload: Workload,
+    hardware: Hardware,
+    goal: DesignGoal,
+    base: ModelSpec,
 ) -> Iterator[tuple[ModelSpec, str, float, float]]:
-    """Yield each shape that fits with its layout, tokens a second, and the tokens that it sees."""
+    """Yield each shape that fits with its layout, tokens a second, and the tokens that it sees.
+
+    The laws take its attention and its vocabulary for those of `base`.
+    """
     for shape in shapes:
         fastest = estimate_template(shape, workload, hardware)
         if fastest is None:
             continue
         layout, estimated = fastest
         tokens_per_s = workload.tokens_per_step / estimated.step_s
-        tokens = goal.count_tokens(shape, tokens_per_s)
+        tokens = goal.count_tokens(describe_like(shape, base, 1.0), tokens_per_s)
         if tokens is not None:
             yield shape, layout, tokens_per_s, tokens
 
