@@ -139,7 +139,7 @@ evidence: | $(VENV)/.ready
 
 # Budgets by the calendar and loss laws beside what their papers print.
 design-evidence: $(VENV)/.dev
-	$(BIN)/pytest -v -n 0 tests/cost/test_loss_laws.py tests/rules/test_goodput.py tests/rules/test_checkpoint_interval.py
+	$(BIN)/pytest -v -n 0 tests/cost/test_loss_laws.py tests/published/test_loss_ranks.py tests/rules/test_goodput.py tests/rules/test_slow_workers.py tests/rules/test_checkpoint_interval.py
 
 # The pictures of the studio's pages in docs/studio, by a headless chromium.
 pictures: $(VENV)/.dev

@@ -30,7 +30,7 @@ from moewright.rules.goodput import (
     waiting_share,
 )
 from moewright.rules.shapes.parameters import count_parameters
-from moewright.rules.stragglers import delayed_interval, slowest_share
+from moewright.rules.slow_workers import delayed_interval, slowest_share
 from moewright.spec.hardware import Fabric, NetworkKind
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moewright.cost.calendar_time import read_reliability
-from moewright.rules.stragglers import delayed_interval, expected_slowest, slowest_share
+from moewright.rules.slow_workers import delayed_interval, expected_slowest, slowest_share
 
 
 @pytest.mark.parametrize("workers", [1, 8, 64, 1024])
