@@ -19,7 +19,7 @@ from moewright.cost.loss_laws import describe_shape, find_law
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.intake.hf import build_config, read_config
-from moewright.search.design import DesignGoal, list_shapes
+from moewright.search.design import DesignGoal, ShapeAxes, list_shapes
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec
 
@@ -30,7 +30,7 @@ def list_tiny_shapes(folder: Path) -> list[ModelSpec]:
     """Return designed shapes like a tiny model, smallest first, as their config.json is read."""
     base = replace(tiny_jobs.MODEL, max_position=512, dense_ffn_size=0)
     shapes = sorted(
-        list_shapes(base, DesignGoal(tokens=1.0, most_total=6e6)),
+        list_shapes(base, DesignGoal(tokens=1.0, most_total=6e6), ShapeAxes()),
         key=lambda shape: describe_shape(shape, 1.0).total,
     )
     models = []
