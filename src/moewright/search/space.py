@@ -298,23 +298,29 @@ def _captures_iterations(
 ) -> bool:
     """Return whether graphs of whole iterations are searched beside those of parts.
 
-    They are where the library that moves tokens here pads them to a budget of each rank. A capacity
-    that fixes the rows of an expert changes what is trained, and is taken only when asked for.
+    They are where the library that moves tokens here pads them to a budget of each rank, or the
+    user's rank_capacity does. A capacity that fixes the rows of an expert changes what is trained,
+    and is taken only when asked for.
     """
     if space.hardware.device.kind is not DeviceKind.CUDA or space.model.moe is None:
         return False
     libraries = _list_libraries(space, domains=1)
     if "dispatcher" in space.fixed:
         libraries = [space.base.dispatcher]
-    if not libraries or not libraries[0].facts.has_static_shapes:
+    static = [library for library in libraries[:1] if library.facts.has_static_shapes]
+    if not static and space.base.rank_capacity:
+        static = [space.base.dispatcher]  # the user's, or the plain all-to-all, which pads rows
+    if not static:
         return False
-    graphs = (CudaGraphScope.FULL,)
-    layout = Layout(
-        world_size=1, recompute=recompute, offload=offload, graphs=graphs, dispatcher=libraries[0]
-    )
-    is_permitted = space.permits(
-        graphs=graphs, recompute=recompute, offload=offload, dispatcher=libraries[0]
-    )
+    choices: dict[str, Any] = {
+        "graphs": (CudaGraphScope.FULL,),
+        "recompute": recompute,
+        "offload": offload,
+        "dispatcher": static[0],
+        "rank_capacity": space.base.rank_capacity,
+    }
+    layout = Layout(world_size=1, **choices)
+    is_permitted = space.permits(**choices)
     return is_permitted and _is_compatible(space, layout, "graphs")
 
 
@@ -364,8 +370,10 @@ def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind,
     domains = group_span(cut, "ep", space.hardware.fabric.domain_size).domains
     libraries = _list_libraries(space, domains=domains)
     dispatchers = (DEFAULT_LAYOUT.dispatcher, *libraries[:1])
-    has_budget = space.base.capacity > 0 or space.base.rank_capacity > 0
-    if CudaGraphScope.FULL in space.base.graphs and not has_budget:
+    if space.base.has_fixed_rows:
+        padding = [kind for kind in dispatchers if kind.facts.pads_rows]
+        dispatchers = tuple(padding) or dispatchers
+    elif CudaGraphScope.FULL in space.base.graphs and not space.base.capacity:
         static = [kind for kind in dispatchers if kind.facts.has_static_shapes]
         dispatchers = tuple(static) or dispatchers
     return tuple(kind for kind in dispatchers if space.permits(dispatcher=kind))

@@ -6,7 +6,7 @@ The bytes that parts of a stage keep are arrays over activation policies; an est
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -125,6 +125,8 @@ class ModelMemory:
     layers: tuple[LayerMemory, ...]
     saved: Array
     head: HeadBytes
+    # The bytes of one of what each of LIVE_TERMS counts [counted, policies or 1], once asked for.
+    _live_prices: dict[int, Array] = field(default_factory=dict, init=False)
 
     @cached_property
     def owed(self) -> Array:
@@ -153,18 +155,15 @@ class ModelMemory:
         outside = np.zeros((self.parts.count - len(self.layers), *sent.shape[1:]))
         return np.concatenate([sent, outside])
 
-    @cached_property
-    def live_prices(self) -> tuple[Array, ...]:
-        """The bytes of one of what each of LIVE_TERMS counts [counted, policies or 1]."""
-        return tuple(term.nbytes(self).sum(axis=2) for term in LIVE_TERMS)
-
     def live_bytes(self, moments: AliveCounts) -> Array:
         """Return the bytes kept at moments, short-lived logits included [moments, policies]."""
         total = np.zeros((len(moments.kept), self.saved.shape[1]))
-        for term, prices in zip(LIVE_TERMS, self.live_prices, strict=True):
+        for place, term in enumerate(LIVE_TERMS):
             counts = term.count(moments)
             if counts.any():  # some are there under some schedules alone
-                total += counts @ prices
+                if place not in self._live_prices:
+                    self._live_prices[place] = term.nbytes(self).sum(axis=2)
+                total += counts @ self._live_prices[place]
         return total
 
     def transient_bytes(self, backward: Array, paired: Array, *, beside_layer: int) -> Array:

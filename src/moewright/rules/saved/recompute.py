@@ -14,7 +14,7 @@ experts.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from moewright.rules import expert_placement, routing
@@ -54,6 +54,7 @@ from moewright.spec.model import (
     QkNorm,
     ScoreFunction,
 )
+from moewright.spec.record import copy_with
 from moewright.spec.workload import Fusion, TrainerSpec, Workload
 
 # A layer's input, as its first block calls it.
@@ -145,7 +146,7 @@ def saved_tensors(
     if is_mtp:
         rows = [_book_to_mtp(row) for row in rows]
     return tuple(
-        replace(convert_kept(job, row, symbols.c, stack), sent_by=find_offload(row))
+        copy_with(convert_kept(job, row, symbols.c, stack), sent_by=find_offload(row))
         for row in rows
         if row.bytes
     )
@@ -170,10 +171,10 @@ def _change_for_adapters(
 def _book_to_mtp(row: SavedTensor) -> SavedTensor:
     """Book a tensor of a depth's layer, whose input is inside of the depth's checkpoint."""
     if row.name in _LAYER_INPUTS:
-        row = replace(row, freed_by=(Recompute.FULL, *row.freed_by))
+        row = copy_with(row, freed_by=(Recompute.FULL, *row.freed_by))
     if row.module is Module.ROUTER:
         return row
-    return replace(row, module=Module.MTP)
+    return copy_with(row, module=Module.MTP)
 
 
 def layer_recompute(layout: Layout, place: int) -> tuple[Recompute, ...]:
@@ -248,7 +249,7 @@ def _mixer(
     row = saved_tensor(Module.NORM, name, layer_input, full=False)
     if not model.norm_placement.is_before:
         # What mixes tokens takes the input as it is, and keeps it; else a checkpoint does.
-        row = replace(row, kept_by=(Recompute.FULL,))
+        row = copy_with(row, kept_by=(Recompute.FULL,))
     yield row
     if mixer is MixerKind.NONE:
         return
