@@ -379,10 +379,13 @@ class SearchedRanks(RankBatch):
         sums: dict[Component, Array] = {}
         for place, pp in enumerate(self.batch.degrees):
             members = np.flatnonzero(self._degrees() == place)
-            held = set(np.flatnonzero(counts[members].any(axis=0)).tolist())
+            blocks_held = set(np.flatnonzero(counts[members].any(axis=0)).tolist())
             job = replace(self.sym.job, layout=copy_with(self.sym.layout, pp=pp))
             by_block = sum_rows(
-                [rows(job, params) if block in held else () for block, params in enumerate(blocks)],
+                [
+                    rows(job, params) if block in blocks_held else ()
+                    for block, params in enumerate(blocks)
+                ],
                 self.columns,
             )
             for component, nbytes in by_block.items():
