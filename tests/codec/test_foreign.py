@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jinja2
@@ -45,6 +46,22 @@ def _list_libraries(path: Path) -> set[str]:
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
             names.add("pickle")
     return names & _READERS
+
+
+@read_apart
+def _read_in_a_thread() -> int:
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        return threads.submit(_read_within_a_budget).result()
+
+
+def _read_within_a_budget() -> int:
+    with budget("a thread's input", 1):
+        return 1
+
+
+def test_threads_of_a_fork_have_its_border() -> None:
+    """Tokenizers read the text that they learn from in a thread of theirs."""
+    assert _read_in_a_thread() == 1
 
 
 def test_nothing_reads_foreign_input_past_the_border() -> None:

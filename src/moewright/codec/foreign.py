@@ -25,7 +25,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
@@ -104,7 +103,17 @@ class Account:
         self._left_s -= seconds
 
 
-_WORKER: ContextVar[_Worker | None] = ContextVar("worker", default=None)
+@dataclass(slots=True)
+class _Fork:
+    """What this process is: a fork that reads foreign input has a worker, in all its threads.
+
+    Tokenizers read the text that they learn from in a thread of theirs.
+    """
+
+    worker: _Worker | None = None
+
+
+_FORK = _Fork()
 
 
 def read_apart(function: Callable[P, R]) -> Callable[P, R]:
@@ -116,7 +125,7 @@ def read_apart(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _WORKER.get() is not None:
+        if _FORK.worker is not None:
             return function(*args, **kwargs)
         return cast(R, _run_fork(function, args, kwargs))
 
@@ -137,7 +146,7 @@ def budget(
         BadInput: the piece needs more memory.
         RuntimeError: outside of `read_apart`.
     """
-    worker = _WORKER.get()
+    worker = _FORK.worker
     if worker is None:
         raise RuntimeError(f"{where} would be read without the border of codec.foreign")
     seconds = CPU_S + CPU_S_PER_BYTE * nbytes + CPU_S_PER_FILE_BYTE * file_bytes
@@ -196,7 +205,7 @@ def require_budget(where: str) -> None:
     Raises:
         RuntimeError: there is none.
     """
-    worker = _WORKER.get()
+    worker = _FORK.worker
     if worker is None or not worker.is_busy:
         raise RuntimeError(f"{where} would be read without the border of codec.foreign")
 
@@ -246,7 +255,7 @@ def _work(
             signal.signal(number, signal.SIG_DFL)
         gc.freeze()
         forbid_network()
-        _WORKER.set(worker)
+        _FORK.worker = worker
         if kwargs.get("report_progress") is not None:
             kwargs = {**kwargs, "report_progress": _build_progress(writer)}
         try:

@@ -211,8 +211,11 @@ def open_indexed(prefix: Path) -> IndexedDataset:
     bin_path = _with_suffix(prefix, ".bin")
     seal_path = _with_suffix(prefix, ".seal.json")
     for path in (idx_path, bin_path):
-        if not path.is_file():
-            raise _file_error(path, "is not a file" if path.exists() else "does not exist")
+        if path.exists() and not path.is_file():
+            raise _file_error(path, "is not a file")
+        if not path.exists():
+            nearest = f"moewright data build --out {prefix.parent}"
+            raise _file_error(path, "does not exist", nearest)
     lengths, document_marks, dtype = _read_index(idx_path)
     expected_bytes = int(lengths.sum()) * dtype.itemsize
     actual_bytes = bin_path.stat().st_size
@@ -288,8 +291,8 @@ def _with_suffix(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def _file_error(path: Path, rule: str) -> BadInput:
-    return BadInput(Reason(field=str(path), rule=rule))
+def _file_error(path: Path, rule: str, nearest: str = "") -> BadInput:
+    return BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
 
 
 def _open_part(path: Path, size: int) -> BinaryIO:
