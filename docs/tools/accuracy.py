@@ -50,7 +50,7 @@ their speed; of *switches unstated* the likely readings are priced and their med
 measurements inside their own intervals, whose widths come from residuals of other publishers.
 Rank correlation and regret are means over groups of one model on one device with three layouts or
 more. Nothing here was measured by us on a GPU. [Other planners](rivals.md) have a page of their
-own, on the runs that they can express.
+own.
 """
 
 _STACK_TEXT = """The folds leave out each pair of a framework and a part: what a stranger meets
@@ -59,11 +59,9 @@ whose stack nobody fitted (`--leave-out framework,hardware`).
 _OWN_ROWS = 3
 _OWN_COLUMNS = ("model", "hardware")
 _OWN_ALIKE_TEXT = """As a user's own first runs would be: of each model on each part of a publisher,
-three rows, those whose choices tell most of the others, are fitted with all other publishers' and
-not scored; the publisher's rows of other models and parts are left out as before
-(`--own-rows 3 --own-columns model,hardware`). What the fitted constants leave open of the three is
-carried over to runs alike (`moewright fit` does the same). A model of three rows or fewer on a part
-is predicted without.
+three rows, those whose choices tell most of the others, are fitted and not scored; the publisher's
+other models and parts are left out (`--own-rows 3 --own-columns model,hardware`). What the fit
+leaves open of the three is carried over to runs alike, as by `moewright fit`.
 """
 _OWN_ROWS_TEXT = """Three rows of all that the publisher ran, whatever model and part, those whose
 choices tell most of the others (`--own-rows 3`).
