@@ -21,12 +21,7 @@ from moewright.report.document import (
 from moewright.search.design import DesignedShape
 from moewright.spec.model import AttentionKind, AttentionSpec
 from moewright.spec.options import DesignOptions
-from moewright.spec.units import (
-    format_bytes,
-    format_count,
-    format_figures,
-    format_seconds,
-)
+from moewright.spec.units import format_bytes, format_count, format_figures, format_seconds
 from moewright.view.design_view import DesignView, ShapePoint, ShapeRole
 
 _SHOWN = 12  # shapes of the front in a short answer

@@ -8,8 +8,7 @@ from statistics import fmean
 
 from moewright.calibration.fit_inputs import is_other_hardware
 from moewright.calibration.measured_row import MeasuredRow
-from moewright.calibration.own_runs import row_from_run
-from moewright.calibration.speed import MeasuredSpeed
+from moewright.calibration.own_runs import row_from_run, row_from_step
 from moewright.calibration.traced_step import TracedSeconds, calibrate_on_trace
 from moewright.codec import PLAN_FILE, read_json, read_run
 from moewright.codec.run_files import TRACE_FOLDER
@@ -73,20 +72,7 @@ def _read_step(path: Path) -> tuple[MeasuredRow, tuple[Capture, ...]]:
         return row_from_run(read_run(path), name=path.name), captures
     plan = read_json(Plan, folder / PLAN_FILE)
     step_s = fmean(break_down_step(capture).step_s for capture in captures)
-    tokens = plan.workload.tokens_per_step / plan.layout.world_size / step_s
-    row = MeasuredRow(
-        id=path.name,
-        cells={},
-        model=plan.model,
-        workload=plan.workload,
-        hardware=plan.hardware,
-        layout=plan.layout,
-        speed=MeasuredSpeed(tokens_per_s_per_device=tokens, origin="traced steps"),
-        peak=None,
-        oom=False,
-        unstated=(),
-    )
-    return row, captures
+    return row_from_step(plan, step_s, name=path.name, origin="traced steps"), captures
 
 
 def _measure_kinds(

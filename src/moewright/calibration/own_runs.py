@@ -20,6 +20,7 @@ from moewright.rules.expert_placement import rank_load_factor
 from moewright.rules.steady_steps import median_step_s, steady_steps
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import OwnRun
+from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
 from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Routing, Workload
@@ -131,16 +132,21 @@ def read_engine_runs(folder: Path) -> MeasurementTable:
 
 def row_from_run(record: RunRecord, *, name: str) -> MeasuredRow:
     """Return a run's median steady step as a row, under the load that its experts had."""
-    plan = record.plan
-    tokens = plan.workload.tokens_per_step / plan.layout.world_size / median_step_s(record)
+    row = row_from_step(record.plan, median_step_s(record), name=name, origin="median steady step")
+    return replace(row, workload=_with_measured_load(row.workload, record))
+
+
+def row_from_step(plan: Plan, step_s: float, *, name: str, origin: str) -> MeasuredRow:
+    """Return a step of a plan's job that took so many seconds as a row."""
+    tokens = plan.workload.tokens_per_step / plan.layout.world_size / step_s
     return MeasuredRow(
         id=name,
         cells={},
         model=plan.model,
-        workload=_with_measured_load(plan.workload, record),
+        workload=plan.workload,
         hardware=plan.hardware,
         layout=plan.layout,
-        speed=MeasuredSpeed(tokens_per_s_per_device=tokens, origin="median steady step"),
+        speed=MeasuredSpeed(tokens_per_s_per_device=tokens, origin=origin),
         peak=None,
         oom=False,
         unstated=(),

@@ -72,9 +72,8 @@ class Reliability:
     parts_source: str
     hardware_share: Sourced
     planned: FailureRate
-    worker_spread: tuple[
-        float, float
-    ]  # deviations between workers, and within one from step to step
+    # Deviations between workers, and within one from step to step.
+    worker_spread: tuple[float, float]
     spread_source: str
     measured_devices: int  # of the runs that steps are fitted to
     mean_delay: Sourced  # share, by what slows jobs for a while

@@ -18,12 +18,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan, RankingRule, TimeShare, Verdict, WhatIf
-from moewright.spec.units import (
-    format_bytes,
-    format_change,
-    format_figures,
-    format_seconds,
-)
+from moewright.spec.units import format_bytes, format_change, format_figures, format_seconds
 from moewright.spec.workload import NARROW_FORMATS, Dtype, Workload
 
 DEPARTURE = "Departs from the usual"  # what sentences on guidelines begin with
