@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -125,7 +125,10 @@ def search(
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):
         raise BadInput(*reasons)
-    space, screener, pool = _screen(space, rule, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
+    spaces = _list_spaces(space)
+    if not _may_hold_states(spaces, rule):
+        spaces = spaces[-1:]  # nothing in any is safe: the last one says what is nearest
+    space, screener, pool = _screen(spaces, rule, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
     rejected: Counter[str] = Counter(pool.refused)
     rejected[DOES_NOT_FIT] += pool.without_room
     rejected[NO_HOST_MEMORY] += pool.without_host_room
@@ -202,24 +205,31 @@ def find_best_plan(
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):
         raise BadInput(*reasons)
-    if not _may_hold_states(space, rule):
+    spaces = _list_spaces(space)
+    if not _may_hold_states(spaces, rule):
         return None
-    space, _, pool = _screen(space, rule, keep=_SPARE, extra_bytes=())
+    space, _, pool = _screen(spaces, rule, keep=_SPARE, extra_bytes=())
     candidates = NearBest(space, pool.ranked()).put_simplest_first()
     plans = (_build_legal_plan(space, candidate, Counter()) for candidate in candidates)
     return next((plan for plan in plans if plan and is_safe(plan.estimate, rule)), None)
 
 
-def _screen(
-    space: SearchSpace, rule: RankingRule, *, keep: int, extra_bytes: tuple[float, ...]
-) -> tuple[SearchSpace, Screener, CandidatePool]:
-    """Screen a space; where nothing in it is safe, with what saves memory combined."""
+def _list_spaces(space: SearchSpace) -> list[SearchSpace]:
+    """Return a space, and the one with what saves memory combined where that is another."""
     combined = replace(space, combines_savings=True)
-    spaces = [space]
-    if state_policies(combined) != state_policies(space):
-        spaces.append(combined)
-    if not _may_hold_states(space, rule):
-        spaces = spaces[-1:]  # nothing in any is safe: the last one says what is nearest
+    if state_policies(combined) == state_policies(space):
+        return [space]
+    return [space, combined]
+
+
+def _screen(
+    spaces: Sequence[SearchSpace],
+    rule: RankingRule,
+    *,
+    keep: int,
+    extra_bytes: tuple[float, ...],
+) -> tuple[SearchSpace, Screener, CandidatePool]:
+    """Screen spaces, the next one only where nothing in those before is safe."""
     for tried in spaces:
         screener = Screener(tried, rule)
         pool = _fill_pool(tried, screener, keep=keep, extra_bytes=extra_bytes)
@@ -229,16 +239,16 @@ def _screen(
     return screened
 
 
-def _may_hold_states(space: SearchSpace, rule: RankingRule) -> bool:
+def _may_hold_states(spaces: Sequence[SearchSpace], rule: RankingRule) -> bool:
     """Return whether all devices, with their hosts, may hold the states of the job at all.
 
     Where they do not, no layout is safe, whatever it is.
     """
     if rule.fit_probability < 0.5:  # layouts whose mean peak is over the capacity count as safe
         return True
+    space = spaces[-1]
     rank_bytes = space.hardware.device.memory_bytes.value
-    combined = replace(space, combines_savings=True)
-    if any(Offload.OPTIMIZER in policy.offload for policy in state_policies(combined)):
+    if any(Offload.OPTIMIZER in policy.offload for policy in state_policies(space)):
         rank_bytes += USABLE_SHARE * host_capacity(space.hardware, Constants(space.hardware))
     least_bytes = least_state_bytes(space.model, space.workload)
     return least_bytes <= space.hardware.count * rank_bytes
