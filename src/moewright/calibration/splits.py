@@ -31,6 +31,7 @@ from moewright.cost.evidence import (
     tail_width,
 )
 from moewright.spec.plan import DEFAULT_RULE
+from moewright.spec.units import divide
 
 # Intervals of predictions: how wide they have to be, and how many measurements they cover.
 #
@@ -250,7 +251,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     a = a - a.mean()
     b = b - b.mean()
     scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
-    return float((a * b).sum()) / scale if scale else 0.0
+    return divide(float((a * b).sum()), scale)
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -35,7 +35,7 @@ from moewright.spec.hardware import Fabric, NetworkKind
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan, TimePart
-from moewright.spec.units import Sourced, SourceKind
+from moewright.spec.units import Sourced, SourceKind, divide
 from moewright.spec.workload import SaveMode, Workload
 
 _DATA = Path(__file__).parent / "data" / "reliability.toml"
@@ -272,7 +272,7 @@ def estimate_calendar(
     return CalendarTime(
         devices=devices,
         mtbf_s=stopped.mtbf_s,
-        mtbf_range_s=(_invert(most_rate * devices), _invert(least_rate * devices)),
+        mtbf_range_s=(divide(1, most_rate * devices, inf), divide(1, least_rate * devices, inf)),
         failures=rate * total_s,
         checkpoint_bytes=checkpoint_bytes(plan.model, plan.workload),
         save_s=stopped.save_s,
@@ -336,7 +336,7 @@ def _list_interruptions(plan: Plan, operations: Operations, facts: Reliability) 
     is_interrupted = operations.rate_per_device_s > 0
     recovery_s = operations.recovery_s + write_s
     return Interruptions(
-        mtbf_s=_invert(operations.rate_per_device_s * devices),
+        mtbf_s=divide(1, operations.rate_per_device_s * devices, otherwise=inf),
         recovery_s=recovery_s,
         save_s=save_s,
         durable_s=max(save_s, SAVE_OVERHEAD_S + write_s),
@@ -384,7 +384,7 @@ def _goodput_at(
     stopped: Interruptions, operations: Operations, bound: int, devices: int, running: float
 ) -> float:
     """Return the goodput at the least (0) or the most (1) failures, with its own best interval."""
-    mtbf_s = _invert(operations.rate_range[bound] * devices)
+    mtbf_s = divide(1, operations.rate_range[bound] * devices, otherwise=inf)
     changed = replace(stopped, mtbf_s=mtbf_s)
     interval_s = operations.save_every_s or choose_interval_s(changed)
     return compute_goodput(changed, interval_s).training * running
@@ -416,7 +416,3 @@ def _evaluation_s(workload: Workload, steps: int, step_s: float) -> float:
         return 0.0
     rounds = steps // workload.eval_every_steps
     return rounds * workload.eval_batches * _FORWARD_SHARE * step_s
-
-
-def _invert(rate: float) -> float:
-    return inf if rate == 0 else 1 / rate

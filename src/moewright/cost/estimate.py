@@ -81,7 +81,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Ledger, MemoryRow, StepPhase, TimeRow
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, Imbalance, TimePart, TimeShare
-from moewright.spec.units import TERA, Sourced, SourceKind, format_seconds
+from moewright.spec.units import TERA, Sourced, SourceKind, divide, format_seconds
 from moewright.spec.workload import DocumentMasking, Dtype, Fusion, Routing, Workload
 
 
@@ -248,7 +248,7 @@ def _ledger(
         rank,
         micro_batches=sym.m,
         selection=None,
-        load=sym.R / even_rows if even_rows else 1.0,
+        load=divide(sym.R, even_rows, otherwise=1.0),
     )
     return Ledger(
         rank=rank,

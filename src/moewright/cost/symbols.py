@@ -12,6 +12,7 @@ from moewright.rules.saved.recompute import activation_nbytes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
+from moewright.spec.units import divide
 from moewright.spec.workload import Dtype, NarrowedProducts, Workload
 
 # With so few micro-batches a step nothing runs ahead of the device, so all of the host time shows
@@ -66,7 +67,7 @@ class Symbols:
     def peak_load(self) -> float:
         """Rows that the fullest rank keeps of a micro-batch, over those of even routing."""
         even = self.job.routed_rows(1.0)
-        return self.R_peak / even if even else 1.0
+        return divide(self.R_peak, even, otherwise=1.0)
 
     @property
     def is_frozen(self) -> bool:

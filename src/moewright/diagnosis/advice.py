@@ -25,7 +25,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.finding import Basis, Cause, Finding, Waterfall
 from moewright.spec.plan import Plan, TimePart, Verdict
 from moewright.spec.record import Record, Row
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import divide, format_bytes, format_seconds
 from moewright.spec.workload import Dtype, Workload
 
 SHOWN_CHANGES = 3
@@ -101,7 +101,7 @@ class Advice(Record):
     @property
     def gain(self) -> float:
         """Return the share of the step that all changes take away by estimate."""
-        return 1 - self.after_s / self.before_s if self.before_s else 0.0
+        return 1 - divide(self.after_s, self.before_s, otherwise=1.0)
 
     def title(self) -> str:
         """Return what all changes gain together."""

@@ -32,7 +32,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase, StorageMoment
 from moewright.spec.plan import Plan, TimePart
 from moewright.spec.run import HostTime, RankTiming, RunRecord
-from moewright.spec.units import format_bytes, format_seconds, plural
+from moewright.spec.units import divide, format_bytes, format_seconds, plural
 
 UNEVEN_LOAD_FACTOR = 1.20  # hottest expert rank over the mean
 _MIN_SHARE = 0.03  # of the step: smaller causes are not reported
@@ -282,7 +282,7 @@ def _measured(name: str, seconds: float) -> WaterfallDrop:
 
 def _recompute_share(mfu: float, hfu: float) -> float:
     """Return the share of the FLOPs that recompute makes."""
-    return 1 - mfu / hfu if hfu else 0.0
+    return 1 - divide(mfu, hfu, otherwise=1.0)
 
 
 def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str) -> Finding:

@@ -26,6 +26,7 @@ from moewright.spec.layout import LAYOUT_FIELDS
 from moewright.spec.ledger import Component, Ledger
 from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row, format_cell, to_plain_data
+from moewright.spec.units import divide
 
 _STATES = frozenset({Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS})
 _INTERVAL = 0.8
@@ -84,7 +85,7 @@ class MeasureChange:
         """Return the change over the value before; infinite where that is 0 and this is not."""
         if self.after == self.before:
             return 0.0
-        return self.after / self.before - 1 if self.before else inf
+        return divide(self.after, self.before, otherwise=inf) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ from moewright.spec.finding import Basis, Cause, Fix, Waterfall
 from moewright.spec.layout import LAYOUT_FIELDS, Layout
 from moewright.spec.plan import Plan, TimePart, Verdict
 from moewright.spec.record import Record, Row
-from moewright.spec.units import format_seconds
+from moewright.spec.units import divide, format_seconds
 from moewright.spec.workload import Dtype
 
 SHOWN_RUNS = 5
@@ -225,7 +225,7 @@ def compare_with_published(
 def _bf16_mfu(job: Plan, step_s: float) -> float:
     peak = peak_flops(job.hardware, Dtype.BF16)
     flops = job.estimate.model_flops_per_step / job.layout.world_size
-    return flops / step_s / peak if peak else 0.0
+    return divide(flops / step_s, peak)
 
 
 def _compare_run(run: PublishedRun, predicted: float) -> ComparedRun:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from moewright.spec.finding import Basis, Waterfall, WaterfallDrop
 from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan, TimePart
+from moewright.spec.units import divide
 from moewright.spec.workload import Dtype, Workload
 
 # Parts of a predicted step that do the model's FLOPs; recompute is a part of its own.
@@ -38,7 +39,7 @@ def peak_flops(hardware: Hardware, precision: Dtype) -> float:
 def ideal_step_s(job: Plan) -> float:
     """Return the seconds of a step of nothing but model FLOPs at the peak; 0: no peak is known."""
     peak = peak_flops(job.hardware, job.workload.precision)
-    return job.estimate.model_flops_per_step / job.layout.world_size / peak if peak else 0.0
+    return divide(job.estimate.model_flops_per_step / job.layout.world_size, peak)
 
 
 def describe_ideal_step(workload: Workload, model_flops: float) -> str:

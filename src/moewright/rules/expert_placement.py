@@ -16,6 +16,7 @@ from statistics import fmean
 from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.layout import ExpertPlacement, Layout
+from moewright.spec.units import divide
 from moewright.spec.workload import Workload
 
 
@@ -223,7 +224,7 @@ def place_with_replicas(counts: tuple[int, ...], ep: int, spare: int) -> Replica
         sum(share[expert] for expert in rank_experts(slots, ep, rank)) for rank in range(ep)
     )
     total = sum(counts)
-    load_factor = hottest * ep / total if total else 1.0
+    load_factor = divide(hottest * ep, total, otherwise=1.0)
     return ReplicaPlacement(slots=tuple(slots), load_factor=load_factor)
 
 

@@ -11,7 +11,7 @@ from moewright.spec.ledger import Ledger
 from moewright.spec.model import ModelSpec
 from moewright.spec.options import SearchOptions
 from moewright.spec.record import Record, Row
-from moewright.spec.units import GIB, SourceKind
+from moewright.spec.units import GIB, SourceKind, divide
 from moewright.spec.workload import Dtype, Workload
 
 
@@ -175,7 +175,7 @@ class Estimate(Record):
             {
                 "part": share.part.value,
                 "seconds": share.seconds,
-                "share": share.seconds / self.step_s if self.step_s else 0.0,
+                "share": divide(share.seconds, self.step_s),
                 "hidden_s": share.hidden_s,
             }
             for share in shares

@@ -65,6 +65,11 @@ def shorten(text: str) -> str:
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
 
+def divide(value: float, by: float, otherwise: float = 0.0) -> float:
+    """Return a quotient; `otherwise` where there is nothing to divide by."""
+    return value / by if by else otherwise
+
+
 def format_count(value: float) -> str:
     """Return a count with k, M, B or T, like 235093634560 as 235.1B."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

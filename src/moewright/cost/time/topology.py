@@ -20,6 +20,7 @@ import numpy as np
 from moewright.rules import grid
 from moewright.spec.hardware import Fabric, TopologyLevel, Wiring
 from moewright.spec.layout import Layout
+from moewright.spec.units import divide
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _MOST_CELLS = 1 << 24  # of a matrix of groups by units
@@ -171,7 +172,7 @@ def _exchange_slowdown(
             case Wiring.DRAGONFLY:
                 flows = _choose_routes(flows, _count_pairs(units), _count_units(level, members))
         most = max(most, flows / _unit_ports(level))
-    return most / port_flows if port_flows else 1.0
+    return divide(most, port_flows, otherwise=1.0)
 
 
 def _choose_routes(leaving: float, pairs: Array, units: int) -> float:

@@ -23,7 +23,7 @@ from moewright.diagnosis.traces.megatron_timers import (
     sum_timers,
 )
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.units import GB, GIB, MIB, TERA
+from moewright.spec.units import GB, GIB, MIB, TERA, divide
 
 # Share of the iterations seen that is warm-up (autotuning, communicators, caches).
 WARM_UP_SHARE = 0.2
@@ -343,5 +343,5 @@ def printed_flops_per_token(log: MegatronLog, *, seq_len: int, devices: int) -> 
     """Return what the trainer takes a token to cost, from its own rate; 0: it did not print one."""
     batches = (iteration.global_batch for iteration in log.steady_iterations)
     global_batch = next((batch for batch in batches if batch), 0)
-    tokens_per_s = global_batch * seq_len / log.step_s if log.step_s else 0.0
-    return log.tflops_per_device * TERA * devices / tokens_per_s if tokens_per_s else 0.0
+    tokens_per_s = divide(global_batch * seq_len, log.step_s)
+    return divide(log.tflops_per_device * TERA * devices, tokens_per_s)

@@ -15,6 +15,7 @@ from moewright.diagnosis.traces.gaps import IdleCause
 from moewright.rules.grid import GROUPS, group_ranks
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout
+from moewright.spec.units import divide
 
 # Means over the ranks of a trace: exposed communication of a class, idle time of a cause.
 
@@ -129,7 +130,7 @@ def measure_rank_skew(
     waiting_s = _waiting_seconds(captures, layout, steps)
     mean_s = compute_s.mean()
     return RankSkew(
-        compute_max_over_mean=float(compute_s.max() / mean_s) if mean_s > 0 else 1.0,
+        compute_max_over_mean=divide(float(compute_s.max()), float(mean_s), otherwise=1.0),
         slowest_rank=breakdowns[int(compute_s.argmax())].rank,
         waiting=tuple(
             RankWaiting(comm=comm, seconds=float(late.mean()), median_s=float(np.median(late)))

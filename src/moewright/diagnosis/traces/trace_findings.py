@@ -16,7 +16,7 @@ from moewright.diagnosis.traces.rank_skew import RankSkew, mean_idle_s, measure_
 from moewright.diagnosis.traces.trace_waterfall import PeakRate
 from moewright.spec.finding import Cause, Finding, Wall
 from moewright.spec.plan import Plan
-from moewright.spec.units import GB, TERA, format_bytes, format_seconds, plural
+from moewright.spec.units import GB, TERA, divide, format_bytes, format_seconds, plural
 
 _MIN_SHARE = 0.03  # of the step: smaller causes are left to the table
 _RECOMPUTE_SHARE = 0.10
@@ -299,4 +299,4 @@ def _known_matrix_rate(breakdowns: Sequence[Breakdown]) -> float:
     """Return the FLOP/s of the products whose shapes are known; 0: none are."""
     seconds = sum(breakdown.known_matrix_s for breakdown in breakdowns)
     flops = sum(breakdown.known_matrix_flops for breakdown in breakdowns)
-    return flops / seconds if seconds else 0.0
+    return divide(flops, seconds)

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from moewright.spec.ledger import StepPhase, TimeRow
 from moewright.spec.run import DeviceSample
+from moewright.spec.units import divide
 
 # Pages of this process in memory are the second number (Linux: proc.rst).
 _MEMORY_FILE = Path("/proc/self/statm")
@@ -44,7 +45,7 @@ class DeviceMeter:
         started, started_running = self._started
         step_s = time.perf_counter() - started
         running_s = time.process_time() - started_running
-        share = running_s / (step_s * torch.get_num_threads()) if step_s else 0.0
+        share = divide(running_s, step_s * torch.get_num_threads())
         used_bytes = 0
         if _MEMORY_FILE.exists():
             pages = int(_MEMORY_FILE.read_bytes().split()[1])

@@ -40,6 +40,7 @@ from moewright.spec.run import (
     Session,
     StepRecord,
 )
+from moewright.spec.units import divide
 from moewright.spec.workload import RouterForce
 
 _KINDS = ("session", "step", "eval")
@@ -352,7 +353,7 @@ def build_layer_loads(
                 entropy=load.entropy,
                 counts=tuple(counts),
                 rank_counts=rank_loads(slot_rows([counts], slot_experts), ep),
-                dropped_share=1 - sum(counts) / chosen_rows if chosen_rows else 0.0,
+                dropped_share=1 - divide(sum(counts), chosen_rows, otherwise=1.0),
                 aux_loss=aux,
                 seq_aux_loss=seq_aux,
                 global_aux_loss=global_aux,

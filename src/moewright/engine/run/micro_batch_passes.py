@@ -33,6 +33,7 @@ from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.rules.timetable.timetable_row import RowKind
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import StepPhase
+from moewright.spec.units import divide
 from moewright.spec.workload import DocumentMasking, Objective
 
 
@@ -240,7 +241,7 @@ class MicroBatchPasses:
         losses of the ranks that share tokens (TP, CP) add up.
         """
         filled = self.size.filled_in(self._rows(micro_batch))
-        return self.size.filled / filled if filled else inf
+        return divide(self.size.filled, filled, otherwise=inf)
 
     def _first_sequence_number(self, micro_batch: int) -> int:
         """Return the number, over all of training, of a micro-batch's first sequence."""

@@ -47,7 +47,7 @@ from moewright.spec.errors import BadInput, Paragraph, escape_controls
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan
 from moewright.spec.run import Incident, IncidentKind, LayerLoad, Session, StepRecord
-from moewright.spec.units import TERA
+from moewright.spec.units import TERA, divide
 
 _MOST_SPANS = 5
 
@@ -148,7 +148,7 @@ def _share_of_peak(plan: Plan, flops_per_s: float) -> float:
 
 def _hfu_over_mfu(plan: Plan) -> float:
     """Divide the FLOPs with the planned recomputation by those without it."""
-    return plan.estimate.hfu / plan.estimate.mfu if plan.estimate.mfu else 1.0
+    return divide(plan.estimate.hfu, plan.estimate.mfu, otherwise=1.0)
 
 
 def _build_loads(plan: Plan, result: StepResult, tokens: int) -> tuple[LayerLoad, ...]:

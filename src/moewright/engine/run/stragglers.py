@@ -25,6 +25,7 @@ from moewright.rules.expert_placement import rank_experts, slot_experts
 from moewright.rules.job import Job
 from moewright.spec.ledger import StepPhase
 from moewright.spec.run import HostTime
+from moewright.spec.units import divide
 
 # A rank is slow that takes more than this times the median of its peers, in so many windows of so
 # many steps, one after the other.
@@ -105,7 +106,7 @@ def find_slow_ranks(paces: Sequence[Pace]) -> dict[int, str]:
             continue
         peer_s = median(peer.seconds for peer in peers)
         peer_rows = median(peer.rows for peer in peers)
-        rows_ratio = pace.rows / peer_rows if peer_rows else 1.0
+        rows_ratio = divide(pace.rows, peer_rows, otherwise=1.0)
         if pace.seconds > SLOW_RATIO * max(1.0, rows_ratio) * peer_s:
             slow[rank] = (
                 f"{1e3 * pace.seconds:.1f} ms of compute a step, {pace.seconds / peer_s:.2f} times "
