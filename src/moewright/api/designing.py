@@ -47,6 +47,7 @@ from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.options import DesignOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row, format_json
+from moewright.spec.units import mention
 from moewright.spec.workload import Workload
 
 DEFAULT_LIKE = "Qwen3-30B-A3B"
@@ -106,7 +107,7 @@ class Design(Record):
     def title(self) -> str:
         """Return the hardware, the time or the tokens, and the shape of least loss."""
         hardware = self.request.hardware
-        goal = f"{self.options.days:g} days" if self.options.days else self.options.tokens
+        goal = mention("{:g} days", self.options.days) or self.options.tokens
         if self.options.until:
             goal = f"to a loss of {self.options.until:g}"
         return f"{goal} on {hardware.count:,} x {hardware.device.name}: {self.chosen.model.name}"

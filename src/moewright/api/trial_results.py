@@ -242,5 +242,5 @@ def _check_arguments(log: MegatronLog, plan: Plan) -> ValidationCheck:
         if dumped and dumped != wanted:
             differing.append(f"{name} is {dumped}, not {wanted}")
         agreeing += dumped == wanted
-    message = f"{agreeing} degrees as planned" if not differing else ", ".join(differing)
+    message = ", ".join(differing) or f"{agreeing} degrees as planned"
     return ValidationCheck(name="what ran", passed=not differing and agreeing > 0, said=message)

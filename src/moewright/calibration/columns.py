@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from moewright.codec import explicit_fields, parse_layout
 from moewright.spec.layout import DEGREES, CudaGraphScope, Layout, Overlap, Recompute
+from moewright.spec.units import mention
 
 
 class ColumnKind(StrEnum):
@@ -216,4 +217,4 @@ def _recompute_granularity(layout: Layout) -> str:
 def _cuda_graph_cell(layout: Layout) -> str:
     if CudaGraphScope.FULL in layout.graphs:
         return "scope: iteration"
-    return f"scope: {' '.join(layout.graphs)}" if layout.graphs else "none"
+    return mention("scope: {}", " ".join(layout.graphs)) or "none"

@@ -31,7 +31,7 @@ from moewright.cost.evidence import (
     tail_width,
 )
 from moewright.spec.plan import DEFAULT_RULE
-from moewright.spec.units import divide
+from moewright.spec.units import divide, mention
 
 # Intervals of predictions: how wide they have to be, and how many measurements they cover.
 #
@@ -441,7 +441,7 @@ def _describe_job(pair: SpeedPair) -> str:
     """Return what the layouts of a choice have in common."""
     row = pair.row
     workload = row.workload
-    mtp = f", {row.model.mtp_layers} MTP" if row.model.mtp_layers else ""
+    mtp = mention(", {} MTP", row.model.mtp_layers)
     return (
         f"{row.model.name}, {row.model.layers} layers{mtp} on {row.hardware.count} x "
         f"{row.hardware.name}, {workload.precision.value}, sequence {workload.seq_len}, "

@@ -21,7 +21,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
 from moewright.spec.record import to_plain_data
 from moewright.spec.stage_string import StageString, parse_stages
-from moewright.spec.units import shorten
+from moewright.spec.units import mention, shorten
 
 T = TypeVar("T")
 
@@ -288,7 +288,7 @@ def _reasons(error: BaseException, path: str, where: str) -> Iterator[Reason]:
     elif isinstance(error, ForbiddenExtraKeysError):
         legal = [field.name for field in fields(cast(Any, error.cl))]
         for key in sorted(map(str, error.extra_fields)):
-            field = _located(where, f"{path}.{key}" if path else key)
+            field = _located(where, mention("{}.", path) + key)
             near = closest_match(key, legal)
             rule = "unknown key" if near else f"unknown key; known here: {', '.join(legal)}"
             yield Reason(field=field, rule=rule, nearest=near)

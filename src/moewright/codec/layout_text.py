@@ -21,6 +21,7 @@ from moewright.spec.layout import (
 )
 from moewright.spec.names import closest_match
 from moewright.spec.stage_string import StageString, parse_stages
+from moewright.spec.units import mention
 
 FIELD_OF_KEY = MappingProxyType({field.key: field for field in LAYOUT_FIELDS if field.key})
 # Keys that may be written without "=".
@@ -175,7 +176,7 @@ def format_layout_changes(layout: Layout, base: Layout) -> str:
     base_parts = {_parse_item(part).key: part for part in _split_parts(format_layout(base))}
     changes = [part for key, part in parts.items() if part != base_parts.get(key)]
     lacking = [f"without {_KEY_NOUNS.get(key, key)}" for key in base_parts if key not in parts]
-    return ", ".join([*([f"with {', '.join(changes)}"] if changes else []), *lacking])
+    return ", ".join(filter(None, (mention("with {}", ", ".join(changes)), *lacking)))
 
 
 def _parse_fields(text: str) -> tuple[dict[str, Any], int | None]:

@@ -24,6 +24,7 @@ from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, Incident, RankTiming, RunRecord, Session, StepRecord
+from moewright.spec.units import mention
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ def read_run(directory: Path) -> RunRecord:
     records, notes = _read_records(directory / STEPS_FILE)
     incidents, damage = read_journal(directory)
     if damage:
-        more = f", and {len(damage) - 1} more lines" if len(damage) > 1 else ""
+        more = mention(", and {} more lines", len(damage) - 1)
         notes.append(f"left out: {damage[0]}{more}")
     if plan.fingerprint != fingerprint(plan.model, plan.workload, plan.hardware, plan.layout):
         notes.append(

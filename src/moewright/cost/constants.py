@@ -6,7 +6,7 @@ A hardware file's own constants win over the defaults for its kind of device.
 from __future__ import annotations
 
 from moewright.spec.hardware import Constant, Hardware
-from moewright.spec.units import GIB, MIB, Sourced, SourceKind
+from moewright.spec.units import GIB, MIB, Sourced, SourceKind, mention
 from moewright.spec.workload import Dtype
 
 TIME_FINDINGS = "fit of 96 published MoE rows, centre of the neutral priors"
@@ -128,7 +128,7 @@ def _fit_source(sd: float, what: str = "") -> str:
     `sd` is the standard deviation of its logarithm.
     """
     fit = f"{TIME_FIT}, +-{100 * sd:.0f} %"
-    return f"{what}; {fit}" if what else fit
+    return mention("{}; ", what) + fit
 
 
 _ACCELERATOR = (

@@ -81,7 +81,15 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Ledger, MemoryRow, StepPhase, TimeRow
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, Imbalance, TimePart, TimeShare
-from moewright.spec.units import TERA, Sourced, SourceKind, divide, format_seconds
+from moewright.spec.units import (
+    TERA,
+    Sourced,
+    SourceKind,
+    divide,
+    format_given,
+    format_seconds,
+    mention,
+)
 from moewright.spec.workload import DocumentMasking, Dtype, Fusion, Routing, Workload
 
 
@@ -424,7 +432,7 @@ def _level_assumptions(
         crossing = collectives.span(layout, group).crossing
         if crossing == NO_CROSSING:
             continue
-        latency = f", {format_seconds(crossing.latency_s)} a message" if crossing.latency_s else ""
+        latency = mention(", {} a message", format_given(crossing.latency_s, format_seconds))
         yield Assumption(
             name=f"levels of switches, {group}",
             value=f"rings {crossing.ring:.3g} x, exchanges {crossing.exchange:.3g} x{latency}",

@@ -21,7 +21,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.layout import LAYOUT_FIELDS, Layout, Recompute
 from moewright.spec.plan import DEFAULT_RULE, Plan, Verdict
 from moewright.spec.record import Record, Row
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_seconds, mention
 
 # A part of the space that holds good layouts and is searched in a fraction of a second.
 QUICK_PART = "mbs1,cp1,etp1,vpp1"
@@ -162,7 +162,7 @@ def describe_nearest_run(run: PublishedRun) -> str:
     name = f"{run.model.rpartition('/')[2]} on {run.devices:,} x {run.device}"
     if run.nearness is Nearness.FAR:
         return f"No published run is near: the nearest is {name}."
-    differs = f"but {run.differs}" if run.differs else "the same job"
+    differs = mention("but {}", run.differs) or "the same job"
     text = f"Nearest published run: {name}, {differs}: prediction {run.error:+.1%} off"
     if run.mfu:
         text += f", MFU {run.mfu:.1%}"
@@ -178,7 +178,7 @@ def _describe_speed(
     step = format_seconds(estimate.step_s)
     rival = "the best that fits" if is_searched else "a layout that fits"
     if plan.layout == best.layout:
-        of = f" of {scored:,} layouts" if scored else ""
+        of = mention(" of {:,} layouts", scored)
         return f"{step} a step: the best{of} that fits."
     best_step = format_seconds(best.estimate.step_s)
     if times <= 1 and not is_searched:

@@ -32,6 +32,7 @@ from moewright.spec.errors import BadInput, Reason, escape_controls
 from moewright.spec.hardware import MAX_DEVICES, Curve, Device, Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
+from moewright.spec.units import mention
 from moewright.spec.workload import Dtype
 
 # Hardware files, such as the one that `moewright bench` writes.
@@ -226,7 +227,7 @@ def model_entry(name: str) -> ModelEntry:
         raise BadInput(Reason(field="model", value=name[:80], rule="is not in the catalogue"))
     entry = _read_models()[key]
     also = ", ".join(entry.get("also", ()))
-    notes = (entry.get("note", ""), f"of the same shape: {also}" if also else "")
+    notes = (entry.get("note", ""), mention("of the same shape: {}", also))
     return ModelEntry(
         name=key,
         source=entry["source"],

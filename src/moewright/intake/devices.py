@@ -28,7 +28,7 @@ from moewright.spec.hardware import (
     Op,
     OpRate,
 )
-from moewright.spec.units import GIB, Sourced, SourceKind
+from moewright.spec.units import GIB, Sourced, SourceKind, mention
 from moewright.spec.workload import Dtype
 
 # A rate that approaches its maximum as x / (x + half) is given at these points.
@@ -132,7 +132,7 @@ class DeviceEntry:
 
     @property
     def cited_source(self) -> str:
-        return f"{self.source}; {self.notes}" if self.notes else self.source
+        return self.source + mention("; {}", self.notes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

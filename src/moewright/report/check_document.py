@@ -26,7 +26,7 @@ from moewright.report.document import (
 )
 from moewright.spec.errors import escape_controls
 from moewright.spec.quoting import Json
-from moewright.spec.units import format_bytes, format_count
+from moewright.spec.units import format_bytes, format_count, format_given
 from moewright.version import __version__
 
 _MAX_SWITCHES = 12
@@ -159,8 +159,8 @@ def _list_row_cells(row: RowChange) -> Iterator[Line]:
     )
     yield row.section.value
     yield row.label
-    yield shown(row.before) if row.before else "-"
-    yield shown(row.after) if row.after else "-"
+    yield format_given(row.before, shown, "-")
+    yield format_given(row.after, shown, "-")
     yield f"{row.after - row.before:+,.0f}"
 
 

@@ -30,7 +30,9 @@ from moewright.spec.units import (
     SourceKind,
     format_bytes,
     format_figures,
+    format_given,
     format_seconds,
+    mention,
     plural,
 )
 
@@ -167,7 +169,7 @@ def _describe_routing(estimate: Estimate) -> str:
         return limit
     return (
         f"imbalance costs {uneven.cost:.1%}: busiest rank {uneven.load:.2f} x even, "
-        f"{uneven.peak_load:.2f} x in peaks{f' ({limit})' if limit else ''}; 1 run of 10 over "
+        f"{uneven.peak_load:.2f} x in peaks{mention(' ({})', limit)}; 1 run of 10 over "
         f"{format_seconds(uneven.step_p90_s)}, {format_bytes(uneven.peak_p90_bytes)}"
     )
 
@@ -195,7 +197,7 @@ def _memory_section(ledger: Ledger) -> DocumentSection:
     for component in Component:
         row = [sizes.get((component, module), 0) for module in modules]
         if any(row):
-            texts = (f"{size / scale:.2f}" if size else "" for size in row)
+            texts = (mention("{:.2f}", size / scale) for size in row)
             rows.append((component.value, *texts, f"{sum(row) / scale:.2f}"))
     # Memory of the host is shown above, but does not count in what the device holds.
     on_device = [component for component in Component if component is not Component.HOST]
@@ -274,5 +276,5 @@ def _time_cells(estimate: Estimate, shares: Iterable[TimeShare]) -> tuple[str, s
     shares = tuple(shares)
     exposed_s = sum(share.seconds for share in shares)
     hidden_s = sum(share.hidden_s for share in shares)
-    hidden = format_seconds(hidden_s) if hidden_s else ""
+    hidden = format_given(hidden_s, format_seconds)
     return format_seconds(exposed_s), hidden, f"{exposed_s / estimate.step_s:.1%}"

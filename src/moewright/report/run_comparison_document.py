@@ -20,7 +20,13 @@ from moewright.report.document import (
 )
 from moewright.report.estimate_document import job_title
 from moewright.report.finding_sections import build_advice_section, list_fix_runs
-from moewright.spec.units import format_change, format_figures, format_seconds
+from moewright.spec.units import (
+    format_change,
+    format_figures,
+    format_given,
+    format_seconds,
+    mention,
+)
 
 _MAX_GAPS = 6
 _MAX_CLOSERS = 2
@@ -102,8 +108,8 @@ def _list_run_cells(item: ComparedRun) -> Iterator[Line]:
     run = item.run
     yield f"{run.id}: {run.model.rpartition('/')[2]}, {run.devices} x {run.device}"
     yield format_figures(run.measured)
-    yield f"{run.mfu:.1%}" if run.mfu else ""
-    yield format_figures(item.expected) if item.expected else ""
+    yield mention("{:.1%}", run.mfu)
+    yield format_given(item.expected, format_figures)
     yield run.nearness.value
     yield run.differs or "nothing compared"
 
@@ -129,5 +135,5 @@ def _list_gaps(comparison: RunComparison) -> DocumentSection:
 
 
 def _list_closer_runs(closer: GapCloser) -> tuple[str | Phrase, ...]:
-    source = f" [{closer.source}]" if closer.source else ""
+    source = mention(" [{}]", closer.source)
     return (f"{closer.gap}: ", *list_fix_runs(closer.fix), source)

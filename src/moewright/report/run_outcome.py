@@ -12,7 +12,7 @@ from moewright.report.run_sections import describe_learning, is_number
 from moewright.rules.steady_steps import median_step_s, steady_steps
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.run import RunRecord
-from moewright.spec.units import format_figures, format_seconds, plural
+from moewright.spec.units import format_figures, format_seconds, mention, plural
 
 _NAME_WIDTH = 9
 
@@ -99,6 +99,6 @@ def describe_saved(checkpoint: Path | None, record: RunRecord, written: Sequence
     text = str(checkpoint) if checkpoint is not None else "no checkpoint"
     last = record.steps[-1] if record.steps else None
     if last is not None and last.copied_step >= 0:
-        copy = f"step {last.copied_step}" if last.copied_step else "none"
+        copy = mention("step {}", last.copied_step) or "none"
         text += f" (copy elsewhere: {copy})"
     return ", ".join((text, *map(str, written)))

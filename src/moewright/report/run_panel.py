@@ -29,7 +29,7 @@ from moewright.report.document import draw_bar
 from moewright.report.run_sections import is_number
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, LayerLoad, StepRecord
-from moewright.spec.units import format_bytes, format_figures, format_seconds
+from moewright.spec.units import format_bytes, format_figures, format_seconds, mention
 
 # The bits of braille's dots, by column and row.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -324,7 +324,7 @@ def _describe_waits(record: StepRecord) -> str:
         if wait.seconds >= _LEAST_SHARE * record.step_s
     )
     text = f"{total_s / record.step_s:.0%} of the step for other ranks"
-    return f"{text}: {groups}" if groups else text
+    return text + mention(": {}", groups)
 
 
 def _describe_loads(loads: tuple[LayerLoad, ...]) -> str:
@@ -346,7 +346,7 @@ def _describe_saves(progress: RunProgress, record: StepRecord) -> str:
         age = max(0, record.step - progress.saved_step)
         text = f"step {progress.saved_step:,}, {age:,} ago"
     if record.copied_step >= 0:
-        copy = f"step {record.copied_step:,}" if record.copied_step else "none yet"
+        copy = mention("step {:,}", record.copied_step) or "none yet"
         text += f"; copy elsewhere: {copy}"
     return text
 

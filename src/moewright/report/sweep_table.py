@@ -15,7 +15,7 @@ from moewright.report.document import (
 )
 from moewright.spec.plan import Estimate
 from moewright.spec.quoting import Csv, Html
-from moewright.spec.units import GIB, format_figures
+from moewright.spec.units import GIB, format_figures, format_given, mention
 from moewright.tuning.sweep import StepFigures, SweepRow, peak_memory_by_part, step_figures
 
 COLUMNS = (
@@ -78,7 +78,7 @@ def _format_figures(figures: StepFigures | None) -> tuple[str, str, str]:
     return (
         f"{figures.time_s:.3f}".rstrip("0").rstrip(".") if figures.time_s else "-",
         f"{figures.tokens:.{digits}f}" if figures.tokens else "-",
-        format_figures(figures.tflops) if figures.tflops else "-",
+        format_given(figures.tflops, format_figures, "-"),
     )
 
 
@@ -93,7 +93,7 @@ def build_sweep_document(
     """Build the tables of a sweep by title, each with its note, and the memory of some layouts."""
     return Document(
         heading=title,
-        subject=f"Measured: {source}." if source else "",
+        subject=mention("Measured: {}.", source),
         sections=(
             *(
                 DocumentSection(

@@ -20,7 +20,7 @@ from moewright.report.document import (
     words,
 )
 from moewright.spec.finding import Basis, Waterfall
-from moewright.spec.units import format_bytes, format_seconds, plural
+from moewright.spec.units import format_bytes, format_given, format_seconds, mention, plural
 from moewright.tuning.decisions import (
     Decision,
     IncumbentProfile,
@@ -247,17 +247,16 @@ def _build_decision_table(decisions: Sequence[Decision], basis: Basis) -> Table:
 
 
 def _list_decision_cells(decision: Decision, basis: Basis) -> Iterator[Line]:
-    peak_bytes = decision.predicted_peak_bytes
     yield _code(decision.point)
     yield decision.why
-    yield format_seconds(decision.predicted_s) if decision.predicted_s else "-"
+    yield format_given(decision.predicted_s, format_seconds, "-")
     yield f"{decision.predicted_ratio - 1:+.1%}" if decision.predicted_ratio else "-"
-    yield format_bytes(peak_bytes) if peak_bytes else "-"
+    yield format_given(decision.predicted_peak_bytes, format_bytes, "-")
     if basis is Basis.MEASURED:
-        yield format_seconds(decision.step_s) if decision.step_s else "-"
-        yield _format_gain(decision.interval) if decision.interval else "-"
+        yield format_given(decision.step_s, format_seconds, "-")
+        yield format_given(decision.interval, _format_gain, "-")
         yield str(decision.run_count) if decision.ruling in _RAN else "-"
-    yield f"{decision.ruling}: {decision.reason}" if decision.reason else str(decision.ruling)
+    yield str(decision.ruling) + mention(": {}", decision.reason)
 
 
 def _format_gain(interval: Interval) -> str:

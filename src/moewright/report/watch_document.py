@@ -18,7 +18,7 @@ from moewright.report.document import (
     numbers,
     words,
 )
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_seconds, mention
 
 _MAX_SHOWN = 8
 
@@ -48,7 +48,7 @@ def build_watch_document(watch: RunWatch) -> Document:
 
 def list_facts(watch: RunWatch) -> Iterator[tuple[str, str]]:
     """Yield what is known of a run: its names and a sentence each."""
-    of = f" of {watch.total:,}" if watch.total else ""
+    of = mention(" of {:,}", watch.total)
     yield "trainer", watch.trainer
     yield "step", f"{watch.latest:,}{of}, {watch.steps:,} read"
     unit = "a token of a device" if watch.has_rates else "a step"
@@ -93,7 +93,7 @@ def _build_recurrences(watch: RunWatch) -> Table:
         (
             (
                 item.name or ("" if item.period else "no regular time"),
-                f"{item.period:,} steps" if item.period else "",
+                mention("{:,} steps", item.period),
                 f"{item.count:,}",
                 format_seconds(item.added_s),
                 f"{item.share:.2%}",

@@ -18,7 +18,13 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan, RankingRule, TimeShare, Verdict, WhatIf
-from moewright.spec.units import format_bytes, format_change, format_figures, format_seconds
+from moewright.spec.units import (
+    format_bytes,
+    format_change,
+    format_figures,
+    format_seconds,
+    mention,
+)
 from moewright.spec.workload import NARROW_FORMATS, Dtype, Workload
 
 DEPARTURE = "Departs from the usual"  # what sentences on guidelines begin with
@@ -260,5 +266,5 @@ def _compare(other: Estimate, best: Estimate, rule: RankingRule, name: str = _LE
     ]
     relation = f"{describe_relation(other.step_s / best.step_s)} than {name}"
     doubt = _explain_doubt(other, best, rule)
-    text = f"{format_seconds(other.step_s)} a step, {relation}{doubt}"
-    return f"{text} ({', '.join(parts)})" if parts else text
+    named = mention(" ({})", ", ".join(parts))
+    return f"{format_seconds(other.step_s)} a step, {relation}{doubt}{named}"

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from moewright.cost.estimate import estimate
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Estimate, Plan
-from moewright.spec.units import GIB, format_bytes, format_change, format_figures, format_seconds
+from moewright.spec.units import (
+    GIB,
+    format_bytes,
+    format_change,
+    format_figures,
+    format_seconds,
+    mention,
+)
 from moewright.spec.workload import (
     Dtype,
     ExpertKernels,
@@ -112,4 +119,4 @@ def _describe_change(other: Estimate, own: Estimate) -> str:
     more_bytes = other.peak_bytes - own.peak_bytes
     if abs(more_bytes) > _WORTH_SAYING_BYTES:
         texts.append(format_change(more_bytes, format_bytes))
-    return f"({', '.join(texts)})" if texts else ""
+    return mention("({})", ", ".join(texts))

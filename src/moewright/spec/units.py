@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Context, Decimal
 from enum import StrEnum
 from math import isfinite
+from typing import TypeVar
 
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 GB = 10**9
 TERA = 10**12
+
+_Value = TypeVar("_Value")
 
 _THREE_FIGURES = Context(prec=3, rounding=ROUND_HALF_UP)
 _MOST_LETTERS = 60  # of a value in a refusal
@@ -58,6 +61,16 @@ def format_change(change: float, form: Callable[[float], str]) -> str:
     """Return a change with its sign, as `form` writes its size."""
     sign = "-" if change < 0 else "+"
     return sign + form(abs(change))
+
+
+def format_given(value: _Value | None, form: Callable[[_Value], str], instead: str = "") -> str:
+    """Return a value as `form` writes it; `instead` where there is none, or nothing of it."""
+    return form(value) if value else instead
+
+
+def mention(template: str, value: object) -> str:
+    """Return a clause that names a value, in braces; no clause where there is none."""
+    return format_given(value, template.format)
 
 
 def shorten(text: str) -> str:

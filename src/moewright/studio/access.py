@@ -6,6 +6,8 @@ import hmac
 import secrets
 from dataclasses import dataclass, field
 
+from moewright.spec.units import mention
+
 _TOKEN_BYTES = 32
 
 
@@ -24,7 +26,7 @@ class Access:
     @property
     def cookie(self) -> str:
         """The name of the cookie: hosts have one jar for all their ports."""
-        return f"moewright-studio-{self.port}" if self.port else "moewright-studio"
+        return "moewright-studio" + mention("-{}", self.port)
 
     def accepts(self, token: str) -> bool:
         """Return whether a text is the token; it takes as long wherever they differ."""

@@ -10,6 +10,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moewright.spec.errors import Reason
+from moewright.spec.units import mention
 from moewright.studio.access import Access
 from moewright.studio.wire import encode_refusal
 
@@ -91,7 +92,7 @@ class LocalGuard:
         params = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
         # A path of two slashes would be another host.
         path = f"/{request.scope['path'].lstrip('/')}"
-        address = f"{path}?{urlencode(params)}" if params else path
+        address = path + mention("?{}", urlencode(params))
         response = RedirectResponse(address, status_code=303)
         name, token = self._access.cookie, self._access.token
         response.set_cookie(name, token, httponly=True, samesite="strict", path="/")

@@ -17,6 +17,7 @@ from moewright.diagnosis.remedy import RemedyContext
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Basis
 from moewright.spec.plan import Verdict
+from moewright.spec.units import mention
 from moewright.tuning.decisions import (
     AcceptanceRules,
     Decision,
@@ -284,7 +285,7 @@ class Tuner:
             self._decide(
                 TuningPhase.VALIDATE,
                 point,
-                f"{outcome.steps} steps" if outcome.steps else "a long run",
+                mention("{} steps", outcome.steps) or "a long run",
                 Ruling.VALID if is_valid else Ruling.INVALID,
                 reason=outcome.said or checked,
             )

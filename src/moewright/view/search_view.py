@@ -12,6 +12,7 @@ from moewright.search.search import SearchResult
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan, Recommendation, WhatIf
 from moewright.spec.record import Record, Row, spread
+from moewright.spec.units import mention
 from moewright.view.plan_view import ListedFigures, NamedValue, list_figures
 
 _MOST_POINTS = 300
@@ -170,7 +171,7 @@ def _build_answer(title: str, answer: Recommendation, other: Recommendation) -> 
     if run is not None:
         published = (
             f"{run.ratio:.2f} x the nearest published run: {run.devices:,} x {run.device}"
-            f"{f', but {run.differs}' if run.differs else ', the same job'}"
+            f"{mention(', but {}', run.differs) or ', the same job'}"
         )
     return AnswerView(
         title=title,

@@ -23,7 +23,7 @@ from moewright.diagnosis.waterfall import COMPUTE_PARTS
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Cause, Finding, Wall, Waterfall
 from moewright.spec.plan import Plan, TimePart, Verdict
-from moewright.spec.units import TERA, format_bytes, format_seconds
+from moewright.spec.units import TERA, format_bytes, format_given, format_seconds, mention
 
 _SPIKE = 1.5  # of the median step
 _SPIKE_SHARE = 0.05  # of the steps: more often than checkpoints and evaluations explain
@@ -112,7 +112,7 @@ def _describe_memory(report: MemoryReport) -> str:
 
 def _describe_failures(log: MegatronLog) -> str:
     first = log.failures[0]
-    size = f" of {format_bytes(first.requested_bytes)}" if first.requested_bytes else ""
+    size = mention(" of {}", format_given(first.requested_bytes, format_bytes))
     return f"an allocation{size} failed at line {first.line}, {len(log.failures)} in all (measured)"
 
 
@@ -267,7 +267,7 @@ def predict_findings(job: Plan, measured_s: float = 0.0) -> Iterator[Finding]:
     They stand in for what was not timed in a run, or for a run that was not made.
     """
     prediction = job.estimate
-    measured = f"measured step {format_seconds(measured_s)}, " if measured_s else ""
+    measured = mention("measured step {}, ", format_given(measured_s, format_seconds))
     basis = f"{measured}predicted {format_seconds(prediction.step_s)} (predicted)"
     # A part is what was predicted of a slower run, and the same share of a faster one.
     whole_s = max(measured_s, prediction.step_s)

@@ -25,6 +25,7 @@ from moewright.diagnosis.traces.intervals import (
     unite,
 )
 from moewright.spec.layout import Layout
+from moewright.spec.units import mention
 
 # When each part of a traced step runs: the intervals behind a breakdown, to be looked at.
 
@@ -83,9 +84,7 @@ def _longest_gaps(capture: Capture, layout: Layout | None) -> StepSpans:
     return StepSpans(
         part="longest gaps",
         spans=np.array(spans, dtype=np.float64).reshape(-1, 2),
-        labels=tuple(
-            f"idle: {gap.cause}{f', filled by {gap.filler}' if gap.filler else ''}" for gap in gaps
-        ),
+        labels=tuple(f"idle: {gap.cause}{mention(', filled by {}', gap.filler)}" for gap in gaps),
     )
 
 

@@ -38,6 +38,7 @@ from moewright.engine.checkpoint.files import damage_error, fsync_directory
 from moewright.engine.checkpoint.index import INDEX_FILE, CheckpointIndex, FileEntry, read_index
 from moewright.engine.checkpoint.loader import put_aside
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import mention
 from moewright.spec.workload import CheckpointSpec
 
 T = TypeVar("T")
@@ -154,7 +155,7 @@ class RemoteFolder:
 
     def _path(self, step: int, name: str = "") -> str:
         folder = f"{self._root}/{checkpoint_path(Path(), step).name}"
-        return f"{folder}/{name}" if name else folder
+        return folder + mention("/{}", name)
 
     def probe(self, note: Callable[[str], None]) -> None:
         """Write a small file into the folder, read it back, and remove it.

@@ -30,6 +30,7 @@ from moewright.engine.run.neighbour_update import NeighbourUpdate
 from moewright.engine.run.step import BackwardResult, clipping_factor, forward_backward
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import CorruptionError
+from moewright.spec.units import mention
 
 _WEIGHT = "weight "
 _REDUCED = "the reduced gradient of "
@@ -202,7 +203,7 @@ class StateGuard:
         culprits = find_culprits(differences)
         if self._rank in culprits:
             others = [str(rank) for rank in culprits if rank != self._rank]
-            also = f" (so it did on rank {', '.join(others)})" if others else ""
+            also = mention(" (so it did on rank {})", ", ".join(others))
             raise CorruptionError(
                 f"{culprits[self._rank]} of step {step} came out otherwise when repeated{also}"
             )

@@ -47,7 +47,7 @@ from moewright.spec.errors import BadInput, Paragraph, escape_controls
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan
 from moewright.spec.run import Incident, IncidentKind, LayerLoad, Session, StepRecord
-from moewright.spec.units import TERA, divide
+from moewright.spec.units import TERA, divide, mention
 
 _MOST_SPANS = 5
 
@@ -74,7 +74,7 @@ def open_recorder(
 def _tell_missing(run_dir: Path, missing: Sequence[tuple[int, int]]) -> None:
     """Say which steps before the checkpoint nobody knows anything about any more."""
     spans = [str(first) if first == last else f"{first}-{last}" for first, last in missing]
-    more = f" and {len(spans) - _MOST_SPANS} more spans" if len(spans) > _MOST_SPANS else ""
+    more = mention(" and {} more spans", len(spans[_MOST_SPANS:]))
     steps = ", ".join(spans[:_MOST_SPANS])
     line = (
         f"{run_dir / STEPS_FILE} has no record of steps {steps}{more}, which the checkpoint holds: "

@@ -26,6 +26,7 @@ from moewright.engine.run.worker import (
     receive_failure,
 )
 from moewright.spec.run import IncidentKind
+from moewright.spec.units import mention
 
 _POLL_S = 0.2
 # The most that one round of a watch counts as time in which ranks were silent.
@@ -241,7 +242,7 @@ def blame_hanging_rank(
     if rank.is_suspended():
         cause = "it is suspended (SIGSTOP)"
     silence_s = rank.silence_s(watched)
-    activity = f" in: {rank.activity()}" if rank.activity() else ""
+    activity = mention(" in: {}", rank.activity())
     record = write_flight_record(live, run_dir)
     return RankFailure(
         rank=rank.info.rank,

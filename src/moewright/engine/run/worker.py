@@ -31,6 +31,7 @@ from moewright.engine.torch_private import FileStore, Store
 from moewright.spec.errors import BadInput, Reason, lacks_memory
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.run import IncidentKind
+from moewright.spec.units import mention
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STACK_SIGNAL = signal.SIGUSR1
@@ -288,8 +289,8 @@ class RankFailure:
     is_certain: bool = True  # that it is this rank's fault, and not that of another one
 
     def __str__(self) -> str:
-        when = f"at step {self.step}" if self.step else "before its first step"
-        cause = f": {self.error}" if self.error else ""
+        when = mention("at step {}", self.step) or "before its first step"
+        cause = mention(": {}", self.error)
         return f"rank {self.rank} {self.event} {when}{cause}"
 
 
@@ -356,7 +357,7 @@ def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure
     if lacks_memory(error):
         # Where it happened to run out says less than what to do.
         hint = "raise the limits of this process (ulimit -v, ulimit -u), or free memory"
-        text = f"{text}; {hint}" if text else hint
+        text = mention("{}; ", text) + hint
         detail = ""
     return RankFailure(
         rank=rank,
@@ -364,7 +365,7 @@ def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure
         time_s=time.monotonic(),
         kind=FailureKind.PEER_LOST if has_lost_peer(error) else FailureKind.CAUSE,
         event="failed",
-        error=f"{name}: {text}" if text else name,
+        error=name + mention(": {}", text),
         detail=detail,
         reasons=error.reasons if isinstance(error, BadInput) else (),
         cause=cause,

@@ -13,6 +13,7 @@ from moewright.intake.megatron.bash_patterns import matches_pattern
 from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, find_unknown
 from moewright.spec.errors import BadInput
+from moewright.spec.units import mention
 
 # Programs that succeed in a run that trains, and that set nothing.
 PLAIN_PROGRAMS = (
@@ -153,7 +154,7 @@ class DecisionNeeded(BadInput):
 
     def __init__(self, unknown: UnknownValue, line: int) -> None:
         rule = f"what follows depends on {unknown.origin}, which only running tells"
-        nearest = f"--set {unknown.name}=..." if unknown.name else ""
+        nearest = mention("--set {}=...", unknown.name)
         super().__init__(*syntax_refusal(line, rule, nearest).reasons)
         self.unknown = unknown
 

@@ -35,6 +35,7 @@ from moewright.intake.megatron.unread import (
     group_names,
 )
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import mention
 
 _PROGRAMS = ("torchrun", "python", "python3", "deepspeed")
 _RUNNERS = ("uv",)  # of modules, where they start no program of those
@@ -187,7 +188,7 @@ def _explain_refusal(reading: ShellReading) -> Reason:
     if reading.exit_line:
         rule += f"; the script leaves at line {reading.exit_line}"
         printed = _last_words(reading.commands)
-        rule += f", saying: {printed}" if printed else ""
+        rule += mention(", saying: {}", printed)
         needed = _NEEDED_VARIABLE.search(printed)
         if "usage" in printed.casefold():
             nearest = '--script-args "..."'

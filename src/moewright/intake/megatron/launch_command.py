@@ -33,6 +33,7 @@ from moewright.intake.megatron.unread import (
     order_forks,
 )
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import mention
 
 _LAUNCHER_SWITCHES = (
     "--standalone",
@@ -242,7 +243,7 @@ class _LaunchParser:
             if find_harmless(name, (*_FORK_TABLES, "megatron")) is not None:
                 left_out.append(name)
                 continue
-            nearest = f"--set {unknown.name}=..." if unknown.name else f"--set {name}=null"
+            nearest = mention("--set {}=...", unknown.name) or f"--set {name}=null"
             rule = f"depends on {unknown.origin}, which only running tells"
             self.faults.append(Reason(field=name[:60], rule=rule, nearest=nearest))
         if left_out:
@@ -295,7 +296,7 @@ class _LaunchParser:
         topic = find_topic(name)
         nearest = self._nearest_option(name, _SIMILAR if not topic else _ALIKE)
         if topic or nearest:
-            about = f", and sounds of {topic}" if topic else ""
+            about = mention(", and sounds of {}", topic)
             rule = f"is no option of Megatron-LM or of a fork that is known here{about}"
             self.faults.append(Reason(field=name[:60], rule=rule, nearest=nearest))
         else:

@@ -14,6 +14,7 @@ from moewright.intake.megatron.options import Arguments
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.units import mention
 
 _DIVISOR = 128  # Megatron-LM's default
 
@@ -167,7 +168,7 @@ def with_sizes(arguments: Arguments, model: ModelSpec) -> tuple[ModelSpec, str]:
         if arguments.has(name) and not holds(model):
             rule = f"does not hold of {model.name}"
             raise BadInput(Reason(field=name, rule=rule, nearest="leave it out"))
-    return model, f"with {'; '.join(changes)}" if changes else ""
+    return model, mention("with {}", "; ".join(changes))
 
 
 def _differences(arguments: Arguments, model: ModelSpec) -> Iterator[tuple[str, Any, str]]:

@@ -13,6 +13,7 @@ from typing import Any
 from moewright.codec import parse_json, read_text
 from moewright.codec.yaml_text import parse_yaml
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import mention
 
 Value = str | tuple[str, ...]
 
@@ -83,7 +84,7 @@ def _leaves(data: Any, name: str) -> Iterator[tuple[str, Value]]:
             yield name, str(data["_name_"])
         else:
             for key, inner in data.items():
-                yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+                yield from _leaves(inner, mention("{}.", name) + str(key))
     elif isinstance(data, list):
         if data and all(_is_stage(item) for item in data):
             yield name, "|".join(_stage_letters(item) for item in data)
@@ -269,7 +270,7 @@ def read_settings(path: Path, depth: int = 0) -> dict[str, Value]:
             missing.append(parent)
         else:
             inherited = read_settings(file, depth + 1)
-            prefix = f"{package}." if package else ""
+            prefix = mention("{}.", package)
             settings |= {f"{prefix}{name}": value for name, value in inherited.items()}
     own = {key: value for key, value in data.items() if key not in _PARENTS}
     settings |= flatten(own)

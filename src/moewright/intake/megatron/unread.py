@@ -20,6 +20,7 @@ from typing import Any
 from moewright.intake.megatron.options import option_table
 from moewright.intake.megatron.settings import Value, is_unset
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import mention
 
 _DATA = "moewright.intake.megatron"
 # What words are about, by what stands in their names between underscores.
@@ -336,8 +337,8 @@ def account_for_options(
         raise BadInput(*refused)
     return (
         *noted,
-        f"of no effect beside the others: {' '.join(void)}" if void else "",
-        f"not part of a plan: {' '.join(left)}" if left else "",
+        mention("of no effect beside the others: {}", " ".join(void)),
+        mention("not part of a plan: {}", " ".join(left)),
     )
 
 

@@ -19,7 +19,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.stage_string import Stages, StageString, parse_stages
-from moewright.spec.units import shorten
+from moewright.spec.units import mention, shorten
 
 _FIELD = "layout.stages"
 
@@ -208,7 +208,7 @@ def _check_even_split(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
     if _find_even_split(layers, stages) is not None:
         return ()
     text = _example_string(model, layout)
-    example = f"stages '{text}'" if text else ""
+    example = mention("stages '{}'", text)
     rule = (
         f"pp * vpp = {stages} divides neither the {layers} layers nor {layers} + 2 "
         "(embedding and loss counted)"

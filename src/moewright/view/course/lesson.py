@@ -17,6 +17,7 @@ from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan
+from moewright.spec.units import mention
 from moewright.spec.workload import Dtype, Workload
 from moewright.view.course.chapter import Chapter, ChapterControl, ControlStep
 
@@ -124,8 +125,7 @@ def _format_keys(settings: Mapping[str, str]) -> Iterator[str]:
 
 def _name_model(settings: Mapping[str, str]) -> str:
     """Return the name of the model, cut where the settings say so, as the catalogue reads it."""
-    layers = settings.get("layers")
-    return f"{settings['model']} ({layers} layers)" if layers else settings["model"]
+    return settings["model"] + mention(" ({} layers)", settings.get("layers"))
 
 
 @lru_cache(maxsize=_KEPT_PLANS)

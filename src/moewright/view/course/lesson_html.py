@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moewright.spec.quoting import Html
+from moewright.spec.units import mention
 from moewright.view.course.chapter import (
     Block,
     ChapterControl,
@@ -251,7 +252,7 @@ def _write_fields(block: QuestionBlock, number: int, unit: str) -> Html:
         return Html.write(
             '<label class="answer">Your answer{} <input type="text" inputmode="decimal"'
             ' name="answer" autocomplete="off"></label>',
-            f", in {unit}" if unit else "",
+            mention(", in {}", unit),
         )
     return Html.concat(
         Html.write(

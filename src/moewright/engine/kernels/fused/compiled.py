@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from moewright.engine.kernels.fused.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from moewright.engine.torch_private import compile_counters, has_dispatch_modes, mark_dynamic
+from moewright.spec.units import mention
 
 _CPU_COMPILERS = ("g++", "clang++")  # what Inductor looks for
 
@@ -35,7 +36,7 @@ def describe_compilation() -> str:
     breaks = sum(counters["graph_break"].values())
     text = f"torch.compile: {graphs} graphs, {breaks} graph breaks"
     reasons = ", ".join(sorted(counters["graph_break"]))
-    return f"{text} ({reasons})" if reasons else text
+    return text + mention(" ({})", reasons)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

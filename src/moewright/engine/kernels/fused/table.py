@@ -18,6 +18,7 @@ from moewright.engine.kernels.fused.scans import TorchScans, build_fast_scans, f
 from moewright.rules.row_blocks import CACHED_NUMEL
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
+from moewright.spec.units import mention
 from moewright.spec.workload import FusedKernels
 
 
@@ -194,8 +195,7 @@ def implementation_name(choice: FusedKernels, device: DeviceKind) -> str:
     must send them to the same experts.
     """
     if _uses_triton(choice, device):
-        scans = fla_version()
-        return f"triton {version('triton')}" + (f", fla {scans}" if scans else "")
+        return f"triton {version('triton')}" + mention(", fla {}", fla_version())
     if choice is FusedKernels.COMPILED:
         return f"compiled {compile_backend(is_cpu=device is DeviceKind.CPU)} {version('torch')}"
     return FusedKernels.PLAIN.value
