@@ -46,6 +46,10 @@ class Component(StrEnum):
     # part of the peak of a device
     HOST = "host"
 
+    def placed(self, *, on_host: bool) -> Component:
+        """Return what it is booked to, where it may be kept in host memory."""
+        return Component.HOST if on_host else self
+
 
 class FlopOp(StrEnum):
     """The operations whose FLOPs are counted."""

@@ -151,7 +151,7 @@ def _form_rows(
             (Component.GRADIENTS, own_bytes, padding),
             (Component.MOMENTS, form.own_numel * moment_bytes, scale_bytes),
         ):
-            booked_to = Component.HOST if form.is_offloaded else component
+            booked_to = component.placed(on_host=form.is_offloaded)
             for booked_in, booked_bytes in ((form.module, nbytes), (Module.OTHER, other_bytes)):
                 key = booked_to, booked_in
                 sums[key] = sums.get(key, 0) + count * booked_bytes

@@ -169,7 +169,7 @@ def checkpoint_copies(ranks: RankBatch, _: Booked) -> Booked:
     if keeps_peers:
         own = ranks.count_elements().own.sum(axis=1)
         nbytes = nbytes + COPIES * element_nbytes(workload) * own
-    component = Component.HOST if ranks.sym.is_fused else Component.BUFFERS
+    component = Component.BUFFERS.placed(on_host=ranks.sym.is_fused)
     return {component: ranks.book(nbytes, Module.OTHER)}
 
 

@@ -230,9 +230,9 @@ class FsdpParams:
             spans = [(parameter.named.module, parameter.master.numel())]
             storage_bytes = _local_tensor(parameter.parameter).untyped_storage().nbytes()
             on_host = parameter.on_host
-            master = Component.HOST if on_host else Component.MASTER
+            master = Component.MASTER.placed(on_host=on_host)
             rows += split_by_module(master, parameter.master, spans, storage_bytes)
-            moments = Component.HOST if on_host else Component.MOMENTS
+            moments = Component.MOMENTS.placed(on_host=on_host)
             momentum_spans = [(parameter.named.module, parameter.momentum.numel())]
             rows += split_by_module(moments, parameter.momentum, momentum_spans)
             for moment in (parameter.exp_avg, parameter.exp_avg_sq):
@@ -248,7 +248,7 @@ class FsdpParams:
                 spans = [(module, grad.numel()) for module, grad in grads]
                 storages = {storage_id(grad): grad.untyped_storage().nbytes() for _, grad in grads}
                 _, like = grads[0]
-                component = Component.HOST if on_host else Component.GRADIENTS
+                component = Component.GRADIENTS.placed(on_host=on_host)
                 rows += split_by_module(component, like, spans, sum(storages.values()))
         return rows
 

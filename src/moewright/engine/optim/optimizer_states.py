@@ -145,8 +145,8 @@ class StateSegment:
             ]
             for has_momentum in (False, True)
         )
-        master = Component.HOST if self.on_host else Component.MASTER
-        moments = Component.HOST if self.on_host else Component.MOMENTS
+        master = Component.MASTER.placed(on_host=self.on_host)
+        moments = Component.MOMENTS.placed(on_host=self.on_host)
         return [
             *split_by_module(master, self.master, owned_spans),
             *split_moment_by_module(moments, self.exp_avg, moment_spans),
