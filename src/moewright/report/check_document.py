@@ -47,7 +47,7 @@ def build_check_document(check: Check) -> Document:
     """Build the verdict, and a section for each job."""
     tone = Tone.BAD
     if check.keeps_budgets and check.keeps_fit:
-        tone = Tone.GOOD if check.is_neutral else Tone.PLAIN
+        tone = Tone.GOOD.where(check.is_neutral)
     return Document(
         subject=f"{check.before} -> {check.after}",
         heading=check.title(),

@@ -23,6 +23,15 @@ class Tone(StrEnum):
     BAD = "bad"
     PLAIN = "plain"
 
+    @classmethod
+    def judge(cls, *, holds: bool) -> Tone:
+        """Return the tone of what holds, or does not."""
+        return cls.GOOD if holds else cls.BAD
+
+    def where(self, applies: bool) -> Tone:
+        """Return the tone where it applies; elsewhere a figure is plain."""
+        return self if applies else Tone.PLAIN
+
 
 class Face(StrEnum):
     """How text is set."""

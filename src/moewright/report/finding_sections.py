@@ -34,7 +34,7 @@ def list_finding_sections(
         is_wall = index == 0 and not has_headline
         label = Phrase(
             text=f"WALL: {finding.wall}" if is_wall else f"then: {finding.wall}",
-            tone=Tone.DOUBTFUL if is_wall else Tone.PLAIN,
+            tone=Tone.DOUBTFUL.where(is_wall),
             face=Face.BADGE,
         )
         fixes = ItemList(
@@ -76,7 +76,7 @@ def list_fix_runs(fix: Fix) -> Iterator[str | Phrase]:
         memory = format_change(price.peak_bytes, format_bytes)
         change = f"step {price.step_share:+.1%}, memory {memory}"
         yield " [predicted: "
-        yield Phrase(text=change, tone=Tone.GOOD if price.step_share < 0 else Tone.PLAIN)
+        yield Phrase(text=change, tone=Tone.GOOD.where(price.step_share < 0))
         yield f", {price.verdict}; layout: "
         yield Phrase(text=price.layout, face=Face.CODE)
         yield "]"

@@ -98,7 +98,7 @@ def build_rank_section(comparison: LedgerComparison) -> DocumentSection:
     return DocumentSection(
         title=f"Rank {comparison.rank}",
         brief=f"{kept} of {len(promised)} promised lines hold",
-        tone=Tone.GOOD if kept == len(promised) else Tone.BAD,
+        tone=Tone.judge(holds=kept == len(promised)),
         sections=(*_list_sections(comparison), *_list_notes(comparison)),
         extent=Extent.WHOLE,
     )
@@ -172,7 +172,7 @@ def _build_row(line: LedgerLine) -> TableRow:
     mark = _STATUS_MARKS[line.status]
     if is_listed:
         mark += ", listed only"
-    tone = Tone.PLAIN if is_listed else Tone.GOOD
+    tone = Tone.GOOD.where(not is_listed)
     if not line.keeps_rule:
         tone = Tone.BAD
     state = Phrase(text=mark, tone=tone, face=Face.BADGE)
@@ -194,7 +194,7 @@ def _format_difference(line: LedgerLine) -> str:
 def _list_unlisted(comparison: LedgerComparison) -> Iterator[TableRow]:
     """Yield the largest places of what no row lists, of moments that break their rule or of all."""
     broken = {line.key[-1] for line in comparison.lines_in(Section.STORAGES) if not line.keeps_rule}
-    tone = Tone.BAD if broken else Tone.PLAIN
+    tone = Tone.BAD.where(bool(broken))
     shown: dict[StorageMoment, int] = {}
     for row in comparison.unlisted:
         shown[row.moment] = shown.get(row.moment, 0) + 1

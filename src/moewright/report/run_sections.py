@@ -123,7 +123,7 @@ def _describe_copies(record: RunRecord) -> Tile:
         label="Newest copy elsewhere",
         value=f"{plural(last.copy_age, 'step')} old" if last.copied_step else "none",
         note=f"at the last step; at worst {plural(worst, 'step')} old",
-        tone=Tone.PLAIN if last.copied_step else Tone.BAD,
+        tone=Tone.BAD.where(not last.copied_step),
     )
 
 
@@ -157,7 +157,7 @@ def _judge_training_loss(last: StepRecord, broken_steps: int) -> _Learning:
             f"{plural(last.step, 'step')} ran and the training loss ended at {loss} nats/token "
             "(no held-out data)"
         ),
-        tone=Tone.BAD if broken_steps else Tone.PLAIN,
+        tone=Tone.BAD.where(bool(broken_steps)),
         tile=Tile(label="Training loss", value=loss, note="nats/token; no held-out data"),
     )
 
@@ -172,7 +172,7 @@ def _judge_preferences(last: EvalRecord | StepRecord, broken_steps: int) -> _Lea
             f"After {plural(last.step, 'step')} the chosen answer has the greater reward in "
             f"{accuracy} of {last.rewards.pairs:,} {kind}, by {last.rewards.margin:.3f} on average"
         ),
-        tone=Tone.GOOD if has_learned else Tone.BAD,
+        tone=Tone.judge(holds=has_learned),
         tile=Tile(label="Preferences", value=accuracy, note=f"won, of {kind}"),
     )
 

@@ -25,7 +25,7 @@ _MAX_SHOWN = 8
 
 def build_watch_document(watch: RunWatch) -> Document:
     """Build the state of a run and what was seen in its steps."""
-    tone = Tone.BAD if watch.alarms else Tone.GOOD
+    tone = Tone.judge(holds=not watch.alarms)
     heading = watch.title()
     changes = tuple(map(describe_change, watch.changes))
     sections = [DocumentSection(facts=tuple(list_facts(watch)))]
