@@ -9,3 +9,8 @@ ALARMED = 5  # of `watch`
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 STOPPED = 143  # by SIGTERM; a run that trained has saved
+
+
+def exit_code(*, holds: bool, otherwise: int = FAILED) -> int:
+    """Return DONE where what a verb asks holds, and the code of what does not."""
+    return DONE if holds else otherwise

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from moewright.cli.answers import STANDARD_OUTPUT, write_answer
-from moewright.cli.exit_codes import DOES_NOT_FIT
+from moewright.cli.exit_codes import DOES_NOT_FIT, exit_code
 from moewright.cli.option_types import Count, Flag, JsonOption
 from moewright.cli.options import LaunchFileOptions, LaunchScriptOptions
 from moewright.spec.errors import BadInput, Reason
@@ -211,4 +211,5 @@ def capture(
     with write_answer(reading.plan, json) as console:
         better = find_better_layouts(reading.plan)
         print_script_plan(console, better, reading.notes, is_verbose=verbose)
-    return DOES_NOT_FIT if reading.plan.estimate.verdict is Verdict.OOM else 0
+    fits = reading.plan.estimate.verdict is not Verdict.OOM
+    return exit_code(holds=fits, otherwise=DOES_NOT_FIT)

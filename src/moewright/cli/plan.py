@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moewright.cli.answers import write_answer
-from moewright.cli.exit_codes import DOES_NOT_FIT
+from moewright.cli.exit_codes import DOES_NOT_FIT, exit_code
 from moewright.cli.option_types import JsonOption
 from moewright.cli.options import (
     AnswerOptions,
@@ -236,7 +236,7 @@ def estimate(
         if script.verbose:
             for line in (*explain_switches(plan), *explain_imbalance(plan)):
                 console.print(line, soft_wrap=True, markup=False)
-    return DOES_NOT_FIT if plan.estimate.verdict is Verdict.OOM else 0
+    return exit_code(holds=plan.estimate.verdict is not Verdict.OOM, otherwise=DOES_NOT_FIT)
 
 
 def print_script_plan(

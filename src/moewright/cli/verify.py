@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moewright.cli.answers import open_console, print_now, reserve_stdout, write_answer
-from moewright.cli.exit_codes import FAILED
+from moewright.cli.exit_codes import exit_code
 from moewright.cli.option_types import Count, JsonOption, SetOption
 from moewright.cli.options import AnswerOptions, UpdateOptions, VerifiedRun
 from moewright.cli.progress import show_share
@@ -89,7 +89,7 @@ def _verify_training(path: Path, out: Path, run: VerifiedRun, overrides: tuple[s
     if answer.code:
         return answer.code
     print(f"wrote {out / CHECK_FILE}")
-    return 0 if answer.holds else FAILED
+    return exit_code(holds=answer.holds)
 
 
 def _verify_checkpoint(
@@ -240,4 +240,4 @@ def dryrun(
         counts.to_record(), json, html=answer.html, views=lambda: [document]
     ) as console:
         print_document(console, document, verbose=answer.verbose)
-    return 0 if counts.comparison.keeps_rules else 1
+    return exit_code(holds=counts.comparison.keeps_rules)

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from moewright.cli.answers import STANDARD_OUTPUT, open_console, write_answer
-from moewright.cli.exit_codes import ALARMED, DOES_NOT_FIT, DONE, OVER_BUDGET
+from moewright.cli.exit_codes import ALARMED, DOES_NOT_FIT, OVER_BUDGET, exit_code
 from moewright.cli.option_types import LogPath
 from moewright.cli.options import BatchOptions, CheckOutputs, ScriptOptions, WatchOptions
 from moewright.spec.errors import BadInput, Reason
@@ -129,7 +129,7 @@ def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread
         shown, watching.json, html=watching.html, views=lambda: [document]
     ) as console:
         print_document(console, document, verbose=watching.verbose)
-    return ALARMED if told else DONE
+    return exit_code(holds=not told, otherwise=ALARMED)
 
 
 def _look(
@@ -199,7 +199,7 @@ def check(
         print_document(console, document, verbose=outputs.verbose)
     if not checked.keeps_budgets:
         return OVER_BUDGET
-    return DONE if checked.keeps_fit else DOES_NOT_FIT
+    return exit_code(holds=checked.keeps_fit, otherwise=DOES_NOT_FIT)
 
 
 def _write_files(checked: Check, outputs: CheckOutputs) -> tuple[Path, ...]:

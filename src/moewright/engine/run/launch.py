@@ -178,7 +178,7 @@ def _run_in_process(
             return ExitCode.BAD_INPUT
         if isinstance(outcome, RankFailure):
             return _report(outcome, hooks)
-    return ExitCode.DONE if outcome is RankOutcome.DONE else ExitCode.STOPPED
+    return outcome.exit_code
 
 
 def _run_worker(

@@ -70,6 +70,11 @@ class RankOutcome(StrEnum):
     DONE = "done"
     STOPPED = "stopped"
 
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of a process that ends so."""
+        return ExitCode[self.name]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
@@ -414,7 +419,7 @@ def _run_rank(
         outcome = worker(
             RankContext(info=info, stop=stop, beat=heartbeat.beat, note=heartbeat.note, calls=calls)
         )
-        code = ExitCode.DONE if outcome is RankOutcome.DONE else ExitCode.STOPPED
+        code = outcome.exit_code
     except Exception as error:
         failure = failure_from_error(error, rank=info.rank, step=heartbeat.step)
         code = ExitCode.BAD_INPUT if failure.reasons else ExitCode.RANK_FAILED
