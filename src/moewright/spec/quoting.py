@@ -53,6 +53,11 @@ class Target(str):
         return cls._make(_Writer(cls).vformat(template, values, {}))
 
     @classmethod
+    def mention(cls, template: str, /, value: object) -> Self:
+        """Return a literal with a value, quoted; nothing where there is no value."""
+        return cls.write(template, value) if value else cls.write("")
+
+    @classmethod
     def concat(cls, parts: Iterable[Self], separator: str = "") -> Self:
         """Return parts with a literal between them."""
         return cls._make(separator.join(parts))

@@ -172,7 +172,7 @@ def _render_header(page: str = "") -> Html:
         Html.write(
             '<a href="/{}" data-page="{}"{}>{}</a>',
             *("" if name == "plan" else name, name),
-            Html.write(' aria-current="page"') if name == page else Html.write(""),
+            Html.mention(' aria-current="page"', name == page),
             title,
         )
         for name, title in (*PAGES, _COURSE)

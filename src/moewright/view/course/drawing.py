@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from moewright.spec.quoting import Html
 
 WIDE = 680
 NARROW = 340
+_Value = TypeVar("_Value")
+
 _CHARACTER = 6.6  # units of a letter of 12.5, about
 
 
@@ -39,6 +42,10 @@ class Drawing:
         """Whether it is drawn for a phone."""
         return self.width < WIDE
 
+    def choose(self, *, narrow: _Value, wide: _Value) -> _Value:
+        """Return what stands for a phone, or for a screen."""
+        return narrow if self.is_narrow else wide
+
     def box(
         self,
         x: float,
@@ -51,8 +58,8 @@ class Drawing:
     ) -> None:
         """Put a rectangle; `colour` is one of the palette or "" for the class alone."""
         width, height = size
-        fill = Html.write(' fill="{}"', colour) if colour else Html.write("")
-        title = Html.write("<title>{}</title>", hint) if hint else Html.write("")
+        fill = Html.mention(' fill="{}"', colour)
+        title = Html.mention("<title>{}</title>", hint)
         self._add(
             Html.write(
                 '<rect class="box {}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"'
@@ -102,7 +109,7 @@ class Drawing:
     def path(self, points: Sequence[tuple[float, float]], kind: str, colour: str = "") -> None:
         """Put a broken line through points."""
         steps = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        stroke = Html.write(' stroke="{}"', colour) if colour else Html.write("")
+        stroke = Html.mention(' stroke="{}"', colour)
         self._add(
             Html.write('<polyline class="{}" points="{}"{}/>', kind, steps, stroke),
             max(y for _, y in points),
@@ -126,7 +133,7 @@ class Drawing:
         return Html.write(
             '<svg class="drawing {}" viewBox="0 0 {:.0f} {:.0f}" role="img" aria-label="{}">'
             "{}</svg>",
-            "narrow" if self.is_narrow else "wide",
+            self.choose(narrow="narrow", wide="wide"),
             self.width,
             self._height + 3,
             label,
@@ -204,8 +211,9 @@ def draw_bars(
 
     On a phone the name stands above its bar.
     """
-    most = max([bar.amount for bar in bars] + [limit.amount if limit else 0.0]) or 1.0
-    names = 0 if drawing.is_narrow else 14 + 7.1 * max(len(bar.name) for bar in bars)
+    marked = limit.amount if limit else 0.0
+    most = max(*(bar.amount for bar in bars), marked) or 1.0
+    names = drawing.choose(narrow=0.0, wide=14 + 7.1 * max(len(bar.name) for bar in bars))
     figures = 12 + 7.4 * max(len(bar.text) for bar in bars)
     room = drawing.width - names - figures
     scale = room / most
@@ -223,13 +231,13 @@ def draw_bars(
             y += 18
         else:
             drawing.text(0, y + 14, bar.name, "quiet")
-        x = float(names)
+        x = names
         for part in bar.parts:
             width = part.amount * scale
             hint = f"{part.name}: {part.text}"
             drawing.box(x, y, (width, _ROW - 5), part.colour, hint=hint, kind=part.kind)
             x += width
-        wall = names + limit.amount * scale if limit else 0.0
+        wall = names + marked * scale
         if x < wall < x + figures:  # text does not stand across the limit
             x = wall
         drawing.text(x + 6, y + 14, bar.text, bar.kind or "strong")

@@ -138,7 +138,7 @@ def _draw_held(rows: Sequence[HeldRow], noun: str) -> CoursePicture:
     ranks = len(rows[0].parts)
 
     def draw(drawing: Drawing) -> None:
-        names = 0.0 if drawing.is_narrow else 165.0
+        names = drawing.choose(narrow=0.0, wide=165.0)
         step = (drawing.width - names) / ranks
         for rank in range(ranks):
             drawing.text(names + (rank + 0.5) * step, 12, str(rank), "quiet", anchor="middle")
@@ -208,7 +208,7 @@ def _draw_groups(lesson: Lesson, groups: Sequence[str]) -> CoursePicture:
     ranks = min(layout.world_size, _MOST_RANKS)
 
     def draw(drawing: Drawing) -> None:
-        names, figures = (0.0, 0.0) if drawing.is_narrow else (62.0, 190.0)
+        names, figures = drawing.choose(narrow=(0.0, 0.0), wide=(62.0, 190.0))
         step = (drawing.width - names - figures) / ranks
         for rank in range(ranks):
             drawing.text(names + (rank + 0.5) * step, 12, str(rank), "quiet", anchor="middle")

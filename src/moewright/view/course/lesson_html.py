@@ -177,7 +177,7 @@ class LessonWriter:
                 "<span>{}</span></label>",
                 control.key,
                 step.label,
-                Html.write(" checked") if step == chosen else Html.write(""),
+                Html.mention(" checked", step == chosen),
                 step.label,
             )
             for step in control.steps

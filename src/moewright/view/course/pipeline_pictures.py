@@ -150,11 +150,11 @@ def draw_timetable(lesson: Lesson) -> CoursePicture:
     table = lesson_timetable(lesson)
 
     def draw(drawing: Drawing) -> None:
-        names = 22.0 if drawing.is_narrow else 52.0
+        names = drawing.choose(narrow=22.0, wide=52.0)
         scale = (drawing.width - names) / table.end
         for rank, rows in enumerate(table.ranks):
             y = rank * (_ROW + 3)
-            name = str(rank) if drawing.is_narrow else f"stage {rank}"
+            name = drawing.choose(narrow=f"{rank}", wide=f"stage {rank}")
             drawing.text(0, y + 16, name, "quiet")
             drawing.box(names, y, (table.end * scale, _ROW), "", kind="empty")
             _draw_passes(drawing, rows, (names, y), scale)

@@ -179,7 +179,7 @@ def draw_dispatch(lesson: Lesson) -> CoursePicture:
     layer, token = _layer(lesson), _token(lesson)
 
     def draw(drawing: Drawing) -> None:
-        names = 76.0 if drawing.is_narrow else 110.0
+        names = drawing.choose(narrow=76.0, wide=110.0)
         gap = 5.0
         step = (drawing.width - names - gap * router.devices) / router.experts
 
@@ -188,7 +188,7 @@ def draw_dispatch(lesson: Lesson) -> CoursePicture:
 
         for device in range(router.devices):
             first = device * router.experts // router.devices
-            told = str(device) if drawing.is_narrow else f"device {device}"
+            told = drawing.choose(narrow=f"{device}", wide=f"device {device}")
             drawing.text(x_of(first), 12, told, "quiet")
         for place, word in enumerate(router.words):
             y = 20 + place * 21

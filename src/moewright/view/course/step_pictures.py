@@ -175,7 +175,7 @@ def draw_roofline(lesson: Lesson) -> CoursePicture:
         told = f"this job: {rows:,.0f} rows, {_rate_share(lesson, rows):.0%}"
         drawing.text(left + width, at(rows, 0.12)[1], told, "strong", anchor="end")
         below = drawing.keys(top + height + 42, [("#2f9e83", "reached")])
-        x, y = (0, below + 10) if drawing.is_narrow else (90, below - 9)
+        x, y = drawing.choose(narrow=(0, below + 10), wide=(90, below - 9))
         drawing.text(x, y, "dashed: what the memory's bandwidth allows", "quiet")
 
     table = [
