@@ -158,6 +158,13 @@ def test_a_script_is_read_as_bash_runs_it(text, arguments, folder):
     assert read_tp(whole, arguments, folder) == "4"
 
 
+@pytest.mark.parametrize("digits", ["²", "--3", "9" * 5000])
+@pytest.mark.parametrize("use", ["X=$(seq {} 9)", "X=$(expr {} + 2)", "set a b\nshift {}"])
+def test_digits_that_are_no_number_stop_no_reading(use, digits, folder):
+    text = f'{use.format(digits)}\nTP=4\ntorchrun p.py --tp "$TP"\n'
+    assert read_tp(text, (), folder) == "4"
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [

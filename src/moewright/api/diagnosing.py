@@ -48,7 +48,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
-from moewright.spec.units import TERA
+from moewright.spec.units import TERA, whole_number
 from moewright.spec.workload import Dtype
 from moewright.view.run_view import DiagnosisView, build_diagnosis_view, build_trace_view
 
@@ -286,7 +286,7 @@ def read_logged_sizes(path: Path) -> tuple[int, int]:
         return 0, 0
     log = read_log(path)
     sizes = (log.find_argument(name) for name in ("global_batch_size", "seq_length"))
-    batch, seq_len = (int(size) if size.isdecimal() else 0 for size in sizes)
+    batch, seq_len = map(whole_number, sizes)
     return log.global_batch or batch, seq_len
 
 

@@ -33,6 +33,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
+from moewright.spec.units import is_whole_number, whole_number
 
 _SUBMITTERS = ("sbatch", "qsub", "bsub")
 
@@ -104,7 +105,7 @@ def _with_ranks(words: Sequence[str], environment: Mapping[str, str]) -> tuple[s
     world = environment.get("WORLD_SIZE", "")
     local = environment.get("LOCAL_WORLD_SIZE", world)
     is_rank = not any(word.rpartition("/")[2] == "torchrun" for word in words)
-    if not (is_rank and world.isdigit() and local.isdigit() and int(local)):
+    if not (is_rank and is_whole_number(world) and whole_number(local)):
         return tuple(words)
     nodes = max(1, int(world) // int(local))
     return ("torchrun", f"--nnodes={nodes}", f"--nproc_per_node={local}", *words[1:])

@@ -37,6 +37,7 @@ from moewright.diagnosis.traces.step_lines import (
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
+from moewright.spec.units import whole_number
 
 _TIMED_STEPS = 60  # on either side of a change whose timers are compared
 _RECORDS_FOLDER = "records"  # of the step recorder, beside a log
@@ -183,7 +184,7 @@ def _state_plan(path: Path, head: MegatronLog, job: WatchedJob) -> Plan | None:
         return read_flags(job.script, on=job.on, model=job.model).plan
     if job.model:
         sizes = (head.find_argument(name) for name in ("global_batch_size", "seq_length"))
-        batch, seq_len = (int(size) if size.isdecimal() else None for size in sizes)
+        batch, seq_len = (whole_number(size) or None for size in sizes)
         options = replace(
             job.options,
             global_batch=job.options.global_batch or head.global_batch or batch,

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from moewright.codec import explicit_fields, parse_layout
 from moewright.spec.layout import DEGREES, CudaGraphScope, Layout, Overlap, Recompute
-from moewright.spec.units import mention
+from moewright.spec.units import mention, whole_number
 
 
 class ColumnKind(StrEnum):
@@ -173,7 +173,7 @@ def fill_from_layout(cells: Mapping[str, str]) -> dict[str, str]:
     if not text:
         return dict(cells)
     devices = cells.get("num_gpus", "")
-    layout = parse_layout(text, world_size=int(devices) if devices.isdecimal() else 1)
+    layout = parse_layout(text, world_size=whole_number(devices, otherwise=1))
     stated = _cells_of_layout(layout, explicit_fields(text))
     empty = {column: value for column, value in stated.items() if not cells.get(column)}
     return {**cells, **empty}

@@ -20,6 +20,7 @@ from moewright.codec.data_paths import format_data_paths, parse_data_paths
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import MAX_DEVICES
 from moewright.spec.names import closest_match
+from moewright.spec.units import is_whole_number
 from moewright.spec.workload import (
     BatchRampSpec,
     CheckpointSpec,
@@ -121,8 +122,7 @@ def _read_long_table(path: Path, rows: list[_Row]) -> ExpertCounts:
 
 def _read_count(value: Any, where: str) -> int:
     text = str(value).strip()
-    is_digits = text.isascii() and text.isdecimal() and len(text) < 19
-    if not is_digits or isinstance(value, bool):
+    if not is_whole_number(text) or isinstance(value, bool):
         rule = "must be a count, a whole number from 0"
         raise BadInput(Reason(field=where, value=text[:40], rule=rule))
     return int(text)

@@ -18,6 +18,7 @@ TERA = 10**12
 _Value = TypeVar("_Value")
 
 _THREE_FIGURES = Context(prec=3, rounding=ROUND_HALF_UP)
+_MOST_DIGITS = 18  # of a number that somebody wrote: below 2^63
 _MOST_LETTERS = 60  # of a value in a refusal
 
 
@@ -89,6 +90,16 @@ def format_count(value: float) -> str:
         if abs(value) >= scale:
             return f"{value / scale:.4g}{unit}"
     return f"{value:.4g}"
+
+
+def is_whole_number(text: str) -> bool:
+    """Return whether a text is a whole number in plain digits, of a size that numbers have."""
+    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
+
+
+def whole_number(text: str, otherwise: int = 0) -> int:
+    """Return the whole number that a text is; `otherwise` where it is none."""
+    return int(text) if is_whole_number(text) else otherwise
 
 
 def plural(count: float, noun: str) -> str:

@@ -13,7 +13,7 @@ from moewright.intake.megatron.bash_patterns import matches_pattern
 from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, find_unknown
 from moewright.spec.errors import BadInput
-from moewright.spec.units import mention
+from moewright.spec.units import is_whole_number, mention
 
 # Programs that succeed in a run that trains, and that set nothing.
 PLAIN_PROGRAMS = (
@@ -73,7 +73,7 @@ def _print_format(text: str, values: list[str]) -> str | None:
 
 
 def _print_sequence(arguments: list[str]) -> str | None:
-    if not all(word.lstrip("-").isdigit() for word in arguments) or not 1 <= len(arguments) <= 3:
+    if not 1 <= len(arguments) <= 3 or not all(map(_is_integer, arguments)):
         return None
     numbers = [int(word) for word in arguments]
     first = numbers[0] if len(numbers) > 1 else 1
@@ -85,8 +85,12 @@ def _print_sequence(arguments: list[str]) -> str | None:
     )
 
 
+def _is_integer(word: str) -> bool:
+    return is_whole_number(word.removeprefix("-"))
+
+
 def _print_expression(left: str, sign: str, right: str) -> str | None:
-    if not (left.lstrip("-").isdigit() and right.lstrip("-").isdigit()):
+    if not all(map(_is_integer, (left, right))):
         return None
     first, second = int(left), int(right)
     values = {"+": first + second, "-": first - second, "*": first * second, "\\*": first * second}

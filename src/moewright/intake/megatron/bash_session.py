@@ -11,6 +11,7 @@ from moewright.intake.megatron.bash_builtins import Condition, read_words, take_
 from moewright.intake.megatron.bash_expansion import ShellVariables
 from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, show_unknown
+from moewright.spec.units import whole_number
 
 MAX_DEPTH = 12  # of evals, functions and scripts inside each other
 Redirections = tuple[tuple[ShellToken, ShellToken | None], ...]
@@ -194,7 +195,7 @@ class ShellSession:
         return tuple(dict.fromkeys((*folders, Path())))
 
     def _shift(self, words: list[str], line: int, heredoc: str | None) -> None:
-        count = int(words[1]) if len(words) > 1 and words[1].isdigit() else 1
+        count = whole_number("".join(words[1:2]), otherwise=1)
         arguments = self.variables.arrays["@"]
         self.status = count <= len(arguments)
         if self.status:

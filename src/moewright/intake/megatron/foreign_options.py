@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from moewright.intake.megatron.settings import Value
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import whole_number
 
 _PROGRAM = "megatron"
 _TASKS = ("pt", "sft", "rlhf", "export")
@@ -96,7 +97,7 @@ def translate_options(
             translated |= _translate_dense_layers(text, options)
         elif name == _SHARED:
             size = _number(options, "--moe-ffn-hidden-size", dependent, "--moe-intermediate-size")
-            total = str(int(text) * size) if text.isdigit() else "0"
+            total = str(whole_number(text) * size)
             translated["--moe-shared-expert-intermediate-size"] = (total,)
         elif name == _EXTENDED:
             ranks = _number(options, _EXPERT_RANKS) * _number(
@@ -135,7 +136,7 @@ def _translate_dense_layers(
 ) -> dict[str, tuple[str, ...]]:
     """Return the pattern of layers that has no experts in the first ones."""
     layers = _number(options, "--num-layers")
-    if not text.isdigit() or not 0 < int(text) < layers:
+    if not 0 < whole_number(text) < layers:
         return {}
     dense = int(text)
     return {"--moe-layer-freq": (f"([0]*{dense}+[1]*{layers - dense})",)}
@@ -148,7 +149,7 @@ def _number(
     other: str = "",
 ) -> int:
     text = next(iter(options.get(name, others.get(other, ()))), "1")
-    return int(text) if text.isdigit() else 1
+    return whole_number(text, otherwise=1)
 
 
 class Treatment(StrEnum):

@@ -35,7 +35,7 @@ from moewright.intake.megatron.unread import (
     group_names,
 )
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.units import mention
+from moewright.spec.units import is_whole_number, mention, whole_number
 
 _PROGRAMS = ("torchrun", "python", "python3", "deepspeed")
 _RUNNERS = ("uv",)  # of modules, where they start no program of those
@@ -348,8 +348,7 @@ def _count_tasks(words: Sequence[str], scheduled: Mapping[str, str]) -> tuple[in
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:
-    text = variables.get(name, "")
-    return int(text) if text.isdigit() else 0
+    return whole_number(variables.get(name, ""))
 
 
 def _find_count(words: Sequence[str], names: Sequence[str]) -> int:
@@ -357,8 +356,8 @@ def _find_count(words: Sequence[str], names: Sequence[str]) -> int:
     for word, following in pairwise((*words, "")):
         for name in names:
             inline = word.removeprefix(name).removeprefix("=")
-            if word == name and following.isdigit():
+            if word == name and is_whole_number(following):
                 return int(following)
-            if word.startswith(name) and inline.isdigit():
+            if word.startswith(name) and is_whole_number(inline):
                 return int(inline)
     return 0

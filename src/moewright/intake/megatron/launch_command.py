@@ -33,7 +33,7 @@ from moewright.intake.megatron.unread import (
     order_forks,
 )
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.units import mention
+from moewright.spec.units import is_whole_number, mention, whole_number
 
 _LAUNCHER_SWITCHES = (
     "--standalone",
@@ -188,7 +188,7 @@ class _LaunchParser:
         for word, following in pairwise((*self.words, "")):
             name, equals, value = word.partition("=")
             count = value if equals else following
-            if name in _ENCODER_OPTIONS and count.isdigit() and int(count):
+            if name in _ENCODER_OPTIONS and whole_number(count):
                 rule = "is of a model with an encoder and a decoder (T5), which is not planned here"
                 raise BadInput(Reason(field=name, value=count, rule=rule))
 
@@ -400,7 +400,7 @@ class _LaunchParser:
     def _launcher_count(self, name: str, default: str) -> int:
         """Return a number of torchrun's; 0 where the script does not tell."""
         value = self.launcher_options.get(name, default)
-        if value.isdigit():
+        if is_whole_number(value):
             return int(value)
         if value and not UNKNOWN_VALUE.search(value) and value not in ("gpu", "auto"):
             rule = "must be a whole number: the layout does not change while training"

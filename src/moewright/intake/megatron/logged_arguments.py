@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from moewright.intake.megatron.options import MegatronOption, option_table
+from moewright.spec.units import is_whole_number
 
 _SHAPING_ARGUMENTS = (
     "num_layers",
@@ -102,10 +103,10 @@ def rebuild_command(arguments: Sequence[tuple[str, str]]) -> str:
     """Return the launch command of a dump; "" where it does not say how many ranks there were."""
     values = dict(arguments)
     world_size = values.get("world_size", "")
-    if not world_size.isdigit():
+    if not is_whole_number(world_size):
         return ""
     # The tokenizer's own size is often not among the arguments.
-    if values.get("padded_vocab_size", "").isdigit():
+    if is_whole_number(values.get("padded_vocab_size", "")):
         values["vocab_size"] = values["padded_vocab_size"]
     # Of the options that set one argument, the last speaks for it.
     options = {option.dest: option for option in option_table().values()}

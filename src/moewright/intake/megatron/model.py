@@ -29,6 +29,7 @@ from moewright.spec.model import (
     RouterSpec,
     ScoreFunction,
 )
+from moewright.spec.units import is_whole_number, whole_number
 
 _POSITIONS = {
     "rope": PositionKind.ROPE,
@@ -329,7 +330,7 @@ def _read_window(arguments: Arguments) -> tuple[int, int]:
     if not arguments.has(name):
         return 0, 0
     left = arguments.text(name).strip("() ").partition(",")[0].strip()
-    if not left.isdigit():
+    if not is_whole_number(left):
         rule = "is two whole numbers"
         raise BadInput(Reason(field=name, value=left[:60], rule=rule, nearest="127,0"))
     frequency = "--window-attn-skip-freq"
@@ -403,7 +404,7 @@ def _read_moe_layers(arguments: Arguments, layers: int) -> tuple[bool, ...]:
     if not arguments.integer("--num-experts"):
         return (False,) * layers
     text = arguments.text("--moe-layer-freq", "1")
-    if text.isdigit() and int(text):
+    if whole_number(text):
         return tuple(layer % int(text) == 0 for layer in range(layers))
     pattern = _parse_pattern(text)
     if not isinstance(pattern, list) or len(pattern) != layers:

@@ -14,6 +14,7 @@ from math import prod
 from moewright.intake.megatron.settings import SettingTree, is_unset
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import is_whole_number, whole_number
 
 _ACTOR = "actor_rollout_ref.actor."
 _POLICY = "policy."
@@ -211,9 +212,9 @@ def slime_words(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         added += ["--global-batch-size", _slime_batch(values)]
     tokens = values.get(_SLIME_TOKENS, "")
     pack = int(_SLIME_SEQ_LEN)
-    if tokens.isdigit():
+    if is_whole_number(tokens):
         context = values.get("--context-parallel-size", "1")
-        pack = int(tokens) * (int(context) if context.isdigit() else 1)
+        pack = int(tokens) * whole_number(context, otherwise=1)
         added += ["--micro-batch-size", "1", "--seq-length", str(pack)]
         note = f"packs of {pack} tokens stand for sequences; each text is taken for one pack"
     else:
@@ -233,12 +234,12 @@ def _slime_batch(values: Mapping[str, str]) -> str:
     texts = 1
     for name, default in (("--rollout-batch-size", ""), ("--n-samples-per-prompt", "1")):
         text = values.get(name, default)
-        if not text.isdigit():
+        if not is_whole_number(text):
             rule = "is missing, and so is --global-batch-size"
             raise BadInput(Reason(field=name, value=text[:60].replace("\0", "$"), rule=rule))
         texts *= int(text)
     steps = values.get("--num-steps-per-rollout", "1")
-    return str(texts // max(1, int(steps))) if steps.isdigit() else str(texts)
+    return str(texts // max(1, whole_number(steps)))
 
 
 def _set_batches(options: dict[str, tuple[str, ...]], seq_len: int, micro: int, batch: int) -> None:
@@ -250,7 +251,7 @@ def _set_batches(options: dict[str, tuple[str, ...]], seq_len: int, micro: int, 
 def _degree(options: Mapping[str, tuple[str, ...]], axis: str) -> int:
     name = f"--{axis}-parallel-size" if axis == "context" else f"--{axis}-model-parallel-size"
     text = next(iter(options.get(name, ())), "1")
-    return int(text) if text.isdigit() and int(text) else 1
+    return whole_number(text) or 1
 
 
 def _size(tree: SettingTree, name: str, default: int) -> int:
@@ -260,7 +261,7 @@ def _size(tree: SettingTree, name: str, default: int) -> int:
     if isinstance(value, str) and (unset := UNKNOWN_VALUE.search(value)):
         rule = f"takes the value of {unset[1]}, which is not set"
         raise BadInput(Reason(field=name, rule=rule, nearest=f"--set {unset[1]}=..."))
-    if not isinstance(value, str) or not value.isdigit() or not int(value):
+    if not isinstance(value, str) or not whole_number(value):
         shown = str(value)[:60].replace("\0", "$")
         raise BadInput(Reason(field=name, value=shown, rule="must be a whole number above 0"))
     return int(value)

@@ -27,6 +27,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.extensions import ExtensionPoint, call_extension, list_extensions
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import ModelSpec
+from moewright.spec.units import whole_number
 from moewright.spec.workload import Workload
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -218,7 +219,7 @@ def _read_derived_number(command: LaunchCommand, name: str) -> int:
     if name not in command.foreign_options:
         return 0
     value = next(iter(command.foreign_options[name]), "")
-    if not value.isdigit() or not int(value):
+    if not whole_number(value):
         shown = value[:60].strip("\0")
         raise BadInput(Reason(field=name, value=shown, rule="must be a whole number above 0"))
     return int(value)
