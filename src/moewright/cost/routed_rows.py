@@ -185,7 +185,8 @@ def _selected_rows(
 ) -> ExpertRows:
     model, layout = job.model, job.layout
     routed_layers = [model.routed_layers.index(layer) for layer in moe_layers]
-    slots = [expert_placement.slot_experts(job, layer) for layer in moe_layers]
+    slots = [selection.slots[layer] for layer in routed_layers if selection.slots]
+    slots = slots or [expert_placement.slot_experts(job, layer) for layer in moe_layers]
     etp_parts: list[_Table] = []
     for peer in grid.group_ranks(layout, "etp", rank):
         sources = _source_indices(layout, peer, selection)

@@ -195,6 +195,10 @@ def forecast_run(record: RunRecord, horizon: int) -> LoadForecast:
     if plan.model.moe is None or ep == 1:
         rule = "has all experts on every rank: no placement of them helps"
         raise BadInput(Reason(field="layout.ep", value=str(ep), rule=rule, nearest="2"))
+    if any(step.moves.experts for step in record.steps):
+        rule = "has moved experts in this run: a forecast is of a placement that stays"
+        value = str(plan.workload.rebalance_every)
+        raise BadInput(Reason(field="train.rebalance_every", value=value, rule=rule, nearest="0"))
     logged = [step for step in record.steps if step.loads]
     if len(logged) < LEAST_RECORDS:
         rule = f"has the loads of {len(logged)} steps, a forecast needs {LEAST_RECORDS}"

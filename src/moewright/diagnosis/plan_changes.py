@@ -47,6 +47,7 @@ _HOW = (
     "ledger_step",
     "router_log_every_steps",
     "check_every",
+    "rebalance_every",
 )
 # Where data lie, and how often a state is written: no figure of a plan depends on them, and a file
 # that was moved trains nothing else.

@@ -353,6 +353,7 @@ def _workload_ranges(workload: Workload) -> Iterator[_Range]:
     yield "train.first_step_timeout_s", workload.first_step_timeout_s, 0, 1e6
     yield "train.compile_timeout_s", workload.compile_timeout_s, 0, 1e6
     yield "train.check_every", workload.check_every, 0, MAX_STEPS
+    yield "train.rebalance_every", workload.rebalance_every, 0, MAX_STEPS
 
 
 def _profile_ranges(profile: ProfileSpec) -> Iterator[_Range]:

@@ -210,6 +210,8 @@ class Selection:
 
     A repeated step was over a rank_capacity and was run again with all rows; the counts are of
     that second run.
+
+    Where experts were moved, slots[moe_layer] is the expert of every slot; () otherwise.
     """
 
     step: int
@@ -219,3 +221,4 @@ class Selection:
     attended: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
     is_repeated: bool = False
+    slots: tuple[tuple[int, ...], ...] = ()

@@ -117,6 +117,22 @@ class PairRewards:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertMoves:
+    """The experts that changed their rank between a step and the one before; zeros where none did.
+
+    Bytes are those that all ranks sent together, and what was expected of them. `gain_s` is what
+    the step is expected to gain, with the loads before.
+    """
+
+    experts: int = 0
+    sent_bytes: int = 0
+    expected_bytes: int = 0
+    seconds: float = 0.0
+    expected_s: float = 0.0
+    gain_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One line of steps.jsonl of kind "step".
 
@@ -145,6 +161,7 @@ class StepRecord:
     is_repeated: bool = False  # run twice: some rank had more rows than its rank_capacity
     rewards: PairRewards = PairRewards()
     copied_step: int = -1  # of the newest copy elsewhere, 0 before the first; -1: none are made
+    moves: ExpertMoves = ExpertMoves()  # before the step
 
     @property
     def copy_age(self) -> int:

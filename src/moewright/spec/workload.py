@@ -529,6 +529,9 @@ class Workload(Record):
     compile_timeout_s: float = 600.0
     # steps between checks that no bit of the state has changed but by updates; 0: none
     check_every: int = 0
+    # experts change their ranks after every so many steps, by the loads of these, where that pays;
+    # 0: never
+    rebalance_every: int = 0
     # where scalars of a run go besides TensorBoard
     trackers: tuple[str, ...] = ()  # of Tracker, or names of those that packages add
     profile: ProfileSpec = ProfileSpec()

@@ -94,8 +94,9 @@ class CheckpointSaver:
     ) -> Path:
         """Save `shards` as they are now, and return the checkpoint's path.
 
-        They have the same boxes in every call, so the save is planned once. `verify` is called
-        between the reading of them and the commit; what it raises keeps them from being committed.
+        They have the same boxes in every call until `plan_anew`, so the save is planned once.
+        `verify` is called between the reading of them and the commit; what it raises keeps them
+        from being committed.
         """
         self.wait()
         validate_extra(step, self._extra)
@@ -119,6 +120,13 @@ class CheckpointSaver:
         self._thread = Thread(target=self._commit, args=(request,), name="checkpoint", daemon=True)
         self._thread.start()
         return request.path
+
+    def plan_anew(self, extra: Mapping[str, Any]) -> None:
+        """Say that the boxes of the shards are others from now on, with another `extra`."""
+        self.wait()
+        self._extra = extra
+        self._tensors = None
+        self._host_copies = ()
 
     def raise_failure(self) -> None:
         """Raise what a save under way has failed with by now."""

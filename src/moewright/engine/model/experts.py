@@ -6,6 +6,7 @@ Shapes: R routed rows, H hidden, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -42,8 +43,8 @@ class RoutedExperts(nn.Module):
         hidden = runtime.model.expert_width
         self._runtime = runtime
         self._own_experts = experts // ep
-        self._experts = tuple(rank_experts(slots, ep, ep_rank)[: self._own_experts])
-        row_indices = self._experts if slots != tuple(range(experts)) else ()
+        own = tuple(rank_experts(slots, ep, ep_rank)[: self._own_experts])
+        row_indices = own if slots != tuple(range(experts)) else ()
         is_gated = runtime.model.gated
         stacked = (experts, 2) if is_gated else (experts,)
         sharding = (("ep", 0), ("etp", len(stacked)))
@@ -73,11 +74,9 @@ class RoutedExperts(nn.Module):
         self.replicas: ExpertReplicas | None = None
         spare = (len(slots) - experts) // ep
         if spare:
-            weights = (first, self.down)
-            parts = (*weights, *(part.bias for part in weights if part.bias is not None))
             exchange = plan_replica_exchange(slots, ep, ep_rank, spare)
             replicated = rank_experts(slots, ep, ep_rank)[self._own_experts :]
-            self.replicas = ExpertReplicas(runtime, parts, exchange, tuple(replicated))
+            self.replicas = ExpertReplicas(runtime, self.parts, exchange, tuple(replicated))
 
     def forward(
         self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor
@@ -98,6 +97,19 @@ class RoutedExperts(nn.Module):
                 self.replicas,
             )
         return torch.cat((own_out, replica_out))
+
+    @property
+    def parts(self) -> tuple[Weight, ...]:
+        """The weights and biases of the experts, each with a row for each of them."""
+        weights = (self._first, self.down)
+        return (*weights, *(part.bias for part in weights if part.bias is not None))
+
+    def place(self, slots: tuple[int, ...]) -> None:
+        """Let the rows of the weights be those of other experts: of all ranks, by slot."""
+        group = self._runtime.mesh.group("ep")
+        own = tuple(rank_experts(slots, group.size, group.index))
+        for part in self.parts:
+            part.placement = replace(part.placement, row_indices=own)
 
     @property
     def _first(self) -> Weight:

@@ -201,10 +201,9 @@ class MoeLayer(torch.nn.Module):
         self._runtime = runtime
         self._spec = spec
         self.router = Router(runtime, spec.experts, layer_number)
+        self.number = layer_number
         slots = slot_experts(runtime.job, layer_number)
-        self._assigner: SlotAssigner | None = None
-        if slots != tuple(range(spec.experts)):
-            self._assigner = SlotAssigner(runtime, slots, spec.experts)
+        self._assigner = self._build_assigner(slots)
         self.latent = LatentProjection(runtime, spec) if spec.latent_size else None
         self.experts = RoutedExperts(runtime, spec.experts, spec.ffn_size, slots)
         self.shared = SharedExperts(runtime, spec) if spec.shared_ffn_size else None
@@ -252,6 +251,16 @@ class MoeLayer(torch.nn.Module):
             ids = context.ids if context else None
             selection, aux_losses = self.router(x_TH, decisions, first_sequence, counted, ids)
             return selection, aux_losses
+
+    def place_experts(self, slots: tuple[int, ...]) -> None:
+        """Take other experts into the slots of all ranks, by their numbers; weights stay."""
+        self._assigner = self._build_assigner(slots)
+        self.experts.place(slots)
+
+    def _build_assigner(self, slots: tuple[int, ...]) -> SlotAssigner | None:
+        if slots == tuple(range(self._spec.experts)):
+            return None
+        return SlotAssigner(self._runtime, slots, self._spec.experts)
 
     def map_rows(self, choice: ExpertChoice) -> tuple[torch.Tensor, ...]:
         """Return what is known of the rows to send before the host reads how many there are."""

@@ -40,7 +40,7 @@ from moewright.spec.run import (
     Session,
     StepRecord,
 )
-from moewright.spec.units import divide
+from moewright.spec.units import divide, format_bytes
 from moewright.spec.workload import RouterForce
 
 _KINDS = ("session", "step", "eval")
@@ -242,6 +242,9 @@ class ConsoleWriter:
             parts.append(f"waits {_wait_share(record):.0%}")
         if record.copied_step >= 0:
             parts.append(f"copy {record.copy_age} steps old")
+        if record.moves.experts:
+            size = format_bytes(record.moves.sent_bytes)
+            parts.append(f"{record.moves.experts} experts moved before, {size}")
         if record.skipped:
             parts.append("SKIPPED: gradient not finite")
         if record.is_repeated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,22 @@ from moewright.spec.workload import DocumentMasking, Dtype, FusedKernels
 
 
 def record_ledger(
-    state: TrainState, run_dir: Path, step: int, result: StepResult, context: RankContext
+    state: TrainState,
+    run_dir: Path,
+    step: int,
+    result: StepResult,
+    context: RankContext,
+    *,
+    slots: tuple[tuple[int, ...], ...] = (),
 ) -> None:
     """Write what this rank counted on this step.
 
-    Rank 0 also writes the selection that explains the routed rows of all ranks. Every rank of the
-    world calls this.
+    Rank 0 also writes the selection that explains the routed rows of all ranks, with the experts in
+    the `slots` of each layer, where they were moved. Every rank of the world calls this.
     """
     runtime = state.runtime
     selection = _gather_selection(runtime, step, result, context.world_size)
+    selection = replace(selection, slots=slots)
     ledger = runtime.counters.build_ledger(
         rank=context.rank,
         pp_rank=runtime.mesh.coordinate("pp"),

@@ -38,6 +38,7 @@ from moewright.engine.hf.folder import (
 from moewright.engine.hf.import_weights import read_local_part, read_parameter_box
 from moewright.engine.hf.names import build_name_table
 from moewright.engine.optim.frozen_weights import FrozenWeights, build_frozen_shards
+from moewright.engine.run.expert_mover import PLACEMENT_KEY
 from moewright.engine.run.peer_copies import PeerCopies
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
@@ -176,7 +177,8 @@ def _refuse_other_job(
 ) -> None:
     """Raise BadInput unless a checkpoint's identity is the job's, whatever its model is called."""
     model = _rename(saved.get("model", {}), identity["model"])
-    refuse_mismatch({**saved, "model": model}, identity, defaults=defaults)
+    job = {name: value for name, value in saved.items() if name != PLACEMENT_KEY}
+    refuse_mismatch({**job, "model": model}, identity, defaults=defaults)
 
 
 def _refuse_other_model(model: ModelSpec, weights: Path) -> None:
@@ -207,12 +209,14 @@ def restore(
     *,
     falls_back: bool = False,
     copies: PeerCopies | None = None,
+    take_extra: Callable[[Mapping[str, Any]], None] = lambda extra: None,
 ) -> int:
     """Load the last checkpoint, or the weights to start from, if there are any.
 
     Where the ranks have `copies` in memory of a step that is not older, these are loaded. With
     `falls_back`, damaged checkpoints are put aside, and the last whole one is loaded, or a newer
-    copy that lies elsewhere. Returns the number of updates made so far.
+    copy that lies elsewhere. `take_extra` is called with what a checkpoint says besides its
+    tensors, before they are read. Returns the number of updates made so far.
     """
     checkpoints = run_dir / "checkpoints"
     if copies is not None:
@@ -223,7 +227,7 @@ def restore(
             state.optimizer.all_gather_params()
             return step
     try:
-        return _load_newest(state, checkpoints, identity, comm)
+        return _load_newest(state, checkpoints, identity, comm, take_extra)
     except BadInput:
         if not falls_back:
             raise
@@ -235,11 +239,15 @@ def restore(
         )
 
     put_damaged_aside(checkpoints, comm, fetch)
-    return _load_newest(state, checkpoints, identity, comm)
+    return _load_newest(state, checkpoints, identity, comm, take_extra)
 
 
 def _load_newest(
-    state: TrainState, checkpoints: Path, identity: Mapping[str, Any], comm: Coordinator
+    state: TrainState,
+    checkpoints: Path,
+    identity: Mapping[str, Any],
+    comm: Coordinator,
+    take_extra: Callable[[Mapping[str, Any]], None],
 ) -> int:
     runtime = state.runtime
     checkpoint = find_latest(checkpoints)
@@ -250,6 +258,7 @@ def _load_newest(
     index = read_index_on_all_ranks(checkpoint, comm)
     defaults = _identity_defaults(runtime.model, runtime.workload)
     _refuse_other_job(index.extra, identity, defaults)
+    take_extra(index.extra)
     copies = runtime.workload.checkpoint.copy_to
     offer_older(checkpoint, lambda path: state.load(partial(_load_shards, path, comm)), copies)
     state.optimizer.all_gather_params()

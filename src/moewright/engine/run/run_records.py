@@ -40,8 +40,7 @@ from moewright.engine.observe.record import (
 from moewright.engine.observe.trackers import open_trackers
 from moewright.engine.run.step import StepResult
 from moewright.engine.run.worker import RankFailure
-from moewright.rules.expert_placement import slot_experts
-from moewright.rules.job import plan_job
+from moewright.rules.expert_moves import Placement
 from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.spec.errors import BadInput, Paragraph, escape_controls
 from moewright.spec.layout import Layout
@@ -101,7 +100,9 @@ def build_session(plan: Plan, first_step: int, device: torch.device) -> Session:
     )
 
 
-def build_step_record(plan: Plan, step: int, lr: float, result: StepResult) -> StepRecord:
+def build_step_record(
+    plan: Plan, step: int, lr: float, result: StepResult, placement: Placement
+) -> StepRecord:
     """Build the record of a step from its result, without what was timed around it."""
     workload = plan.workload
     step_s = sum(row.seconds for row in result.phases)
@@ -134,7 +135,7 @@ def build_step_record(plan: Plan, step: int, lr: float, result: StepResult) -> S
         is_repeated=result.backward.is_repeated,
         rewards=result.backward.rewards,
         phases=result.phases,
-        loads=_build_loads(plan, result, tokens) if logs_loads else (),
+        loads=_build_loads(plan, result, tokens, placement) if logs_loads else (),
     )
 
 
@@ -151,16 +152,17 @@ def _hfu_over_mfu(plan: Plan) -> float:
     return divide(plan.estimate.hfu, plan.estimate.mfu, otherwise=1.0)
 
 
-def _build_loads(plan: Plan, result: StepResult, tokens: int) -> tuple[LayerLoad, ...]:
+def _build_loads(
+    plan: Plan, result: StepResult, tokens: int, placement: Placement
+) -> tuple[LayerLoad, ...]:
     if plan.model.moe is None:
         return ()
-    slots = {layer: slot_experts(plan_job(plan), layer) for layer in plan.model.routed_layers}
     # Without a capacity rows that no expert got are of tokens that do not count.
     chosen_rows = tokens * plan.model.moe.router.top_k if plan.layout.capacity else 0
     return build_layer_loads(
         result.expert_loads,
         result.backward.router_losses,
-        slots,
+        placement,
         ep=plan.layout.ep,
         chosen_rows=chosen_rows,
     )

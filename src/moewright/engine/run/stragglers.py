@@ -21,7 +21,8 @@ from moewright.engine.model.router import list_routers
 from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.run.run_records import note_slow_rank
 from moewright.engine.run.train_state import TrainState
-from moewright.rules.expert_placement import rank_experts, slot_experts
+from moewright.rules.expert_moves import Placement
+from moewright.rules.expert_placement import rank_experts
 from moewright.rules.job import Job
 from moewright.spec.ledger import StepPhase
 from moewright.spec.run import HostTime
@@ -50,14 +51,16 @@ class Pace:
     rows: float
 
 
-def expert_shares(job: Job, layers: Sequence[int], ep_rank: int) -> torch.Tensor:
+def expert_shares(
+    job: Job, placement: Placement, layers: Sequence[int], ep_rank: int
+) -> torch.Tensor:
     """Return the share of each expert's rows that an EP rank has, 0 in layers besides `layers`.
 
     [MoE layers, E] fp64, in the order of a step's expert loads.
     """
     shares = torch.zeros(len(job.model.routed_layers), job.model.expert_count, dtype=torch.float64)
     for layer in layers:
-        slots = slot_experts(job, layer)
+        slots = placement[layer]
         for expert in rank_experts(slots, job.layout.ep, ep_rank):
             shares[job.model.routed_layers.index(layer), expert] += 1 / slots.count(expert)
     return shares
@@ -128,15 +131,20 @@ def _is_peer(other: Pace, pace: Pace) -> bool:
 class StragglerWatch:
     """The watch over the pace of all ranks; every rank of a world makes one and feeds it alike."""
 
-    def __init__(self, job: Job, state: TrainState) -> None:
+    def __init__(self, job: Job, state: TrainState, placement: Placement) -> None:
         self._job = job
         self._mesh = state.runtime.mesh
         self._device = state.runtime.device
         self._is_alone = job.layout.world_size == 1
-        layers = [router.layer_number for router in list_routers(state.model)]
-        self._shares = expert_shares(job, layers, self._mesh.coordinate("ep"))
+        self._layers = [router.layer_number for router in list_routers(state.model)]
+        self.place(placement)
         self._window: list[Pace] = []
         self._slow_windows: Mapping[int, int] = {}
+
+    def place(self, placement: Placement) -> None:
+        """Take another placement of the experts, from the next step on."""
+        ep_rank = self._mesh.coordinate("ep")
+        self._shares = expert_shares(self._job, placement, self._layers, ep_rank)
 
     def add_step(self, expert_loads: torch.Tensor, host: HostTime) -> None:
         """Take a step into the window; a rank that is alone has none to be compared with."""

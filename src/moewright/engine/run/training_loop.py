@@ -38,6 +38,7 @@ from moewright.engine.run.corpus_loader import (
     PrefetchedBatches,
 )
 from moewright.engine.run.corruption import StateGuard
+from moewright.engine.run.expert_mover import ExpertMover
 from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.nonfinite import report_nonfinite
 from moewright.engine.run.peer_copies import PeerCopies, run_in_sessions
@@ -120,7 +121,16 @@ def _train_session(
     identity = build_identity(plan, corpora.fingerprint)
     copies.allocate(fresh.local_shards(), comm)
     fresh = replace(fresh, host_copies=copies.buffers)
-    steps_done = restore(fresh, run_dir, identity, comm, falls_back=falls_back, copies=copies)
+    mover = ExpertMover(plan, fresh)
+    steps_done = restore(
+        fresh,
+        run_dir,
+        identity,
+        comm,
+        falls_back=falls_back,
+        copies=copies,
+        take_extra=mover.take_saved,
+    )
     first_step = steps_done + 1
     if workload.loss.objective is Objective.DPO:
         blends = [corpora, *([heldout.loader.data] if heldout else [])]
@@ -139,7 +149,7 @@ def _train_session(
     saver = CheckpointSaver(
         run_dir / "checkpoints",
         spec=workload.checkpoint,
-        extra=identity,
+        extra={**identity, **mover.extra},
         comm=comm,
         build_background_comm=partial(build_coordinator, context, in_background=True),
     )
@@ -173,7 +183,7 @@ def _train_session(
     gather = partial(_gather_and_wait, wait_clock, context)
     guard = StateGuard(state, every=workload.check_every, rank=rank, gather=gather)
     verify_saved = partial(guard.verify_state, only_saved=True)
-    straggler_watch = StragglerWatch(plan_job(plan), state)
+    straggler_watch = StragglerWatch(plan_job(plan), state, mover.placement)
     # The one step of this session that is counted for the ledger.
     counted_step = min(first_step + workload.ledger_step, last_step)
     stopped = False
@@ -202,8 +212,8 @@ def _train_session(
         if step >= first_step + SESSION_WARMUP_STEPS and not is_counted:
             timer.add_steady_step(result.phases, waits, wait_calls, host, sample)
             straggler_watch.add_step(result.expert_loads, host)
-        record = build_step_record(plan, step, lr, result)
-        record = replace(record, waits=waits, host=host, device=sample)
+        record = build_step_record(plan, step, lr, result, mover.placement)
+        record = replace(record, waits=waits, host=host, device=sample, moves=mover.moves)
         recorder.write_step(replace(record, copied_step=saver.copied_step))
         if step == first_step and repeated is not None:
             note_way_on(run_dir, plan.layout, first_step, repeated)
@@ -217,7 +227,11 @@ def _train_session(
         else:
             consecutive_skips = 0
         if is_counted:
-            record_ledger(state, run_dir, step, result, context)
+            record_ledger(state, run_dir, step, result, context, slots=mover.moved_slots)
+        if mover.add_step(step, result.expert_loads):
+            straggler_watch.place(mover.placement)
+            saver.plan_anew({**identity, **mover.extra})
+            guard.note(step)
         stopped = result.backward.stop_agreed and step < last_step
         is_last = stopped or step == last_step
         # A run that is asked to stop saves at once, without an evaluation before.

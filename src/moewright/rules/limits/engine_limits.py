@@ -8,6 +8,7 @@ from itertools import islice
 
 from moewright.rules.adapters import is_frozen, trains_all, trains_module
 from moewright.rules.delayed_scaling import is_delayed
+from moewright.rules.expert_moves import check_rebalancing
 from moewright.rules.job import Job, micro_batch_tokens
 from moewright.rules.limits.divisibility import divisors, nearest_legal
 from moewright.rules.limits.engine_features import check_graphs, unsupported_features
@@ -87,6 +88,7 @@ def unsupported_layout(
         *_unsupported_choices(layout),
         *_check_library(layout, workload),
         *_check_replicas(layout),
+        *check_rebalancing(Job(model=model, workload=workload, layout=layout)),
         *_check_frozen(layout, workload),
         *_check_packed(layout, model, workload),
         *_check_recurrence(layout, model, workload),
