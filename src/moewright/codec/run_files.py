@@ -162,15 +162,14 @@ def _read_selection(directory: Path) -> Selection | None:
 
 def _require_loads_of(model: ModelSpec, record: StepRecord, path: Path) -> None:
     """Raise BadInput for the loads of another model's experts."""
-    experts = model.moe.experts if model.moe else 0
     for load in record.loads:
-        if len(load.counts) != experts:
+        if len(load.counts) != model.expert_count:
             raise BadInput(
                 Reason(
                     field=f"{path}: step {record.step}: loads of layer {load.layer}",
                     value=f"{len(load.counts)} experts",
                     rule="are not of the model of plan.json",
-                    nearest=f"{experts} experts",
+                    nearest=f"{model.expert_count} experts",
                 )
             )
 

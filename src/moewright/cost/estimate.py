@@ -366,14 +366,13 @@ def _join(
 def _recomputed_flops(sym: Symbols) -> int:
     """Return the FLOPs that recompute adds to a step over all ranks, the router's left out."""
     model, workload = sym.model, sym.workload
-    top_k = model.moe.router.top_k if model.moe else 0
     moe_layers = model.moe_layer_count
     if model.moe_layers[-1]:
         moe_layers += model.mtp_layers
     share = flops.RankShare(
         layers=tuple(range(model.layers)),
         tokens=workload.tokens_per_step,
-        routed_rows=workload.tokens_per_step * top_k * moe_layers,
+        routed_rows=workload.tokens_per_step * model.top_k * moe_layers,
         head=True,
         mtp=model.mtp_layers,
         attended=flops.expected_attended(
@@ -389,7 +388,7 @@ def _recomputed_flops(sym: Symbols) -> int:
         share = replace(
             share,
             layers=tuple(layer for layer in layers if layer < model.layers),
-            routed_rows=workload.tokens_per_step * top_k * moe_layers,
+            routed_rows=workload.tokens_per_step * model.top_k * moe_layers,
             mtp=sum(layer > model.layers for layer in layers),
         )
     layer_rows = recomputed_flop_rows(Job(model=model, workload=workload, layout=one_rank), share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
 from moewright.spec.record import Record
 
@@ -371,9 +372,19 @@ class ModelSpec(Record):
         return 0 if self.moe is None else self.moe.experts
 
     @property
+    def top_k(self) -> int:
+        """Experts that a token goes to; 0 for a dense model."""
+        return 0 if self.moe is None else self.moe.router.top_k
+
+    @property
+    def fc1_stack(self) -> tuple[int, ...]:
+        """Leading dims of the weight that holds the matrices of `fc1_matrices`."""
+        return (2,) if self.gated else ()
+
+    @property
     def fc1_matrices(self) -> int:
         """Matrices that read the input of an MLP or expert: gate and up, or up alone."""
-        return 2 if self.gated else 1
+        return prod(self.fc1_stack)
 
     @property
     def ffn_matrices(self) -> int:

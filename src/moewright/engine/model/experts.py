@@ -45,11 +45,10 @@ class RoutedExperts(nn.Module):
         self._own_experts = experts // ep
         own = tuple(rank_experts(slots, ep, ep_rank)[: self._own_experts])
         row_indices = own if slots != tuple(range(experts)) else ()
-        is_gated = runtime.model.gated
-        stacked = (experts, 2) if is_gated else (experts,)
+        stacked = (experts, *runtime.model.fc1_stack)
         sharding = (("ep", 0), ("etp", len(stacked)))
         first = Weight(runtime, *stacked, width, hidden, sharding=sharding, row_indices=row_indices)
-        self._first_name = "gate_up" if is_gated else "up"
+        self._first_name = runtime.model.fc1_name
         self.add_module(self._first_name, first)
         self.down = Weight(
             runtime,

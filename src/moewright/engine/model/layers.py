@@ -205,11 +205,10 @@ class Mlp(nn.Module):
                 Recompute.SHARED_EXPERTS
             ) and not runtime.recomputes(Recompute.MOE)
         self._activate = build_activation(runtime.model, runtime.kernels)
-        is_gated = runtime.model.gated
-        stacked = (2,) if is_gated else ()
+        stacked = runtime.model.fc1_stack
         sharding = (("tp", len(stacked)),)
         first = Weight(runtime, *stacked, width, hidden, sharding=sharding)
-        self._first_name = "gate_up" if is_gated else "up"
+        self._first_name = runtime.model.fc1_name
         self.add_module(self._first_name, first)
         self.down = Weight(runtime, hidden, width, sharding=TP_COLUMNS)
         if kind is Module.DENSE_MLP and runtime.model.mlp_bias:

@@ -383,7 +383,7 @@ def _etp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
 
 
 def _ep_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    experts = model.moe.experts if model.moe else 1
+    experts = model.expert_count or 1
     degrees = _remaining_degrees(_stage_ranks(layout), layout.etp)
     return tuple(ep for ep in degrees if experts % ep == 0)
 

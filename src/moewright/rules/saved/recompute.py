@@ -594,7 +594,7 @@ def _unweighted_width(model: ModelSpec, trainer: TrainerSpec) -> int:
 
 def _fc1_width(model: ModelSpec, ffn: int) -> int:
     """Return the output width of the first linear layer: gate and up, or up alone."""
-    return 2 * ffn if model.gated else ffn
+    return model.fc1_matrices * ffn
 
 
 def norm_statistics(model: ModelSpec, rows: int) -> int:

@@ -102,15 +102,14 @@ def model_flops_per_token(
     moe_depths = 0
     if model.moe_layers[-1]:
         moe_depths = model.mtp_layers
-    top_k = model.moe.router.top_k if model.moe else 0
     whole_model = RankShare(
         layers=tuple(range(model.layers)),
         tokens=seq_len,
-        routed_rows=seq_len * top_k * (model.moe_layer_count + moe_depths),
+        routed_rows=seq_len * model.top_k * (model.moe_layer_count + moe_depths),
         head=True,
         mtp=model.mtp_layers,
         attended=expected_attended(seq_len, attended_share),
-        mtp_rows=seq_len * top_k * moe_depths,
+        mtp_rows=seq_len * model.top_k * moe_depths,
         fine_tuning=fine_tuning,
     )
     rows = train_flop_rows(model, Layout(world_size=1), whole_model, seq_len=seq_len)

@@ -263,7 +263,7 @@ def _mlp(
 ) -> Iterator[Param]:
     h = model.hidden_size
     name = model.fc1_name
-    stacked = (2,) if model.gated else ()
+    stacked = model.fc1_stack
     ffn_sharded = (("tp", len(stacked)),)
     yield tensor(f"{prefix}{name}.weight", (*stacked, ffn, h), module, layer, ffn_sharded)
     if has_bias:
@@ -305,7 +305,7 @@ def _routed_experts(model: ModelSpec, spec: MoeSpec, prefix: str, layer: int) ->
     """Yield the weights of all routed experts, each stacked along its first dim."""
     module, width, ffn = Module.EXPERTS, model.expert_width, spec.ffn_size
     name = model.fc1_name
-    stacked = (spec.experts, 2) if model.gated else (spec.experts,)
+    stacked = (spec.experts, *model.fc1_stack)
     up_sharded = (("ep", 0), ("etp", len(stacked)))
     up_shape = (*stacked, ffn, width)
     yield tensor(f"{prefix}{name}.weight", up_shape, module, layer, up_sharded, is_expert=True)
