@@ -173,6 +173,11 @@ def parse_json(text: str, *, where: str, floats: FloatPolicy = FloatPolicy.FINIT
     raise BadInput(Reason(field=where, rule=rule))
 
 
+def as_table(data: Any) -> dict[str, Any]:
+    """Return data of somebody else's JSON where it is a table; else an empty one."""
+    return data if isinstance(data, dict) else {}
+
+
 def read_toml_data(path: Path) -> dict[str, Any]:
     """Return the plain data of a TOML file."""
     return parse_toml(read_text(path), where=str(path))

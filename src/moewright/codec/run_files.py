@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from moewright.codec.data import FloatPolicy, fingerprint, from_data, to_data
 from moewright.codec.files import (
+    as_table,
     parse_json,
     read_bytes,
     read_json,
@@ -271,7 +272,7 @@ def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], 
 
 def _parse_record(line: str, where: str) -> Session | StepRecord | EvalRecord:
     data = parse_json(line, where=where, floats=FloatPolicy.NON_FINITE)
-    kind = data.pop("kind", None) if isinstance(data, dict) else None
+    kind = as_table(data).pop("kind", None)
     for name, cls in _KINDS:
         if name == kind:
             return from_data(cls, data, where=where, floats=FloatPolicy.NON_FINITE)

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from moewright.codec.files import as_table
+
 RECORDS = "rank*.jsonl"
 _WINDOW_BYTES = 1 << 20  # at the end of each file
 _LATEST = 100  # steps
@@ -83,8 +85,7 @@ def _number(row: Mapping[str, Any], name: str) -> float:
 
 
 def _list_counts(row: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
-    tokens = row.get("expert_tokens")
-    for name, counts in tokens.items() if isinstance(tokens, dict) else ():
+    for name, counts in as_table(row.get("expert_tokens")).items():
         if isinstance(counts, list) and all(isinstance(count, int) for count in counts):
             yield str(name), counts
 

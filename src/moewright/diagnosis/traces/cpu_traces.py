@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from moewright.codec.files import as_table
 from moewright.diagnosis.traces.capture import (
     Capture,
     CommChannel,
@@ -269,7 +270,7 @@ def _ranks_of_only_group(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     Otherwise nothing is known: a range of gloo does not name its own group.
     """
     distributed = metadata.get("distributedInfo")
-    listed = distributed.get("pg_config") if isinstance(distributed, dict) else None
+    listed = as_table(distributed).get("pg_config")
     groups = {parse_ranks(group.get("ranks")) for group in listed or [] if isinstance(group, dict)}
     return groups.pop() if len(groups) == 1 else ()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moewright.codec.files import read_pieces
+from moewright.codec.files import as_table, read_pieces
 from moewright.codec.foreign import require_budget
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import GIB, MIB, format_bytes, plural
@@ -253,7 +253,7 @@ class TraceStream:
                 metadata = json.loads(_repair_values(text))
             except _DAMAGE:
                 continue
-            self.metadata = metadata if isinstance(metadata, dict) else {}
+            self.metadata = as_table(metadata)
             return
 
 

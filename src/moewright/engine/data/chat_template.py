@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moewright.codec import read_json_data, read_text
+from moewright.codec.files import as_table
 from moewright.codec.foreign import budget, read_apart
 from moewright.engine.data.chats import ASSISTANT, Chat, Message
 from moewright.engine.data.tokenizer import TOKENIZER_CONFIG_FILE
@@ -265,8 +266,7 @@ def read_special_tokens(folder: Path) -> Mapping[str, str]:
 
 def _read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
     path = folder / TOKENIZER_CONFIG_FILE
-    config = read_json_data(path) if path.is_file() else {}
-    return config if isinstance(config, dict) else {}
+    return as_table(read_json_data(path) if path.is_file() else {})
 
 
 def _count_common(first: str, second: str) -> int:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moewright.codec import read_json_data
+from moewright.codec.files import as_table
 from moewright.engine.hf.packed import (
     PACKED_DTYPES,
     Box,
@@ -118,7 +119,7 @@ def _read_header(path: Path, file: str) -> dict[str, StoredTensor]:
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     data = read_json_data(path)
-    weight_map = data.get("weight_map") if isinstance(data, dict) else None
+    weight_map = as_table(data).get("weight_map")
     # Many tensors lie in few files: each name of one is looked at once.
     is_legal = (
         isinstance(weight_map, dict)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moewright.codec import PLAN_FILE, read_json, read_json_data
-from moewright.codec.files import name_model
+from moewright.codec.files import as_table, name_model
 from moewright.engine.data.tokenizer import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -130,6 +130,6 @@ def read_generation_stops(folder: Path) -> tuple[int, ...]:
     """Return the ids at which generation stops, as a folder's generation config names them."""
     path = folder / GENERATION_FILE
     data = read_json_data(path) if path.is_file() else {}
-    value = data.get("eos_token_id") if isinstance(data, dict) else None
+    value = as_table(data).get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     return tuple(number for number in ids if isinstance(number, int))

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from moewright.codec import parse_json
+from moewright.codec.files import as_table
 from moewright.intake.megatron.bash import Command, ShellReading
 from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS, DecisionNeeded
 from moewright.intake.megatron.called_scripts import find_called_script
@@ -263,7 +264,7 @@ def _environment(command: Command) -> dict[str, str]:
                 data = parse_json(UNKNOWN_VALUE.sub("", text), where=name)
             except BadInput:
                 continue
-            variables = data.get("env_vars") if isinstance(data, dict) else None
+            variables = as_table(data).get("env_vars")
             if isinstance(variables, dict):
                 environment |= {key: str(value) for key, value in variables.items()}
     return environment

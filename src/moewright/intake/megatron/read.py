@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moewright.codec import parse_json, read_json_data, read_text
+from moewright.codec.files import as_table
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.config_files import configure_file
@@ -334,5 +335,4 @@ def _read_zero_stage(path: Path, field: str, text: str) -> str:
             "--use-distributed-optimizer, 3 is --use-megatron-fsdp (without pipelines)"
         )
         raise BadInput(Reason(field=field, rule=rule, nearest="--set --zero-stage=1"))
-    section = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
-    return str(section.get("stage", 0)) if isinstance(section, dict) else "0"
+    return str(as_table(as_table(config).get("zero_optimization")).get("stage", 0))
