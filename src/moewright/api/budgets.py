@@ -87,6 +87,11 @@ class BudgetLine:
     cost: float | None  # None without a price
     calendar: CalendarTime | None = None
 
+    @property
+    def outcome(self) -> BudgetLine | CalendarTime:
+        """Days, device-hours and cost with what failures make of them, where that was asked for."""
+        return self.calendar or self
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Budget(Record):
@@ -116,7 +121,7 @@ class Budget(Record):
 
     def _is_allowed(self, line: BudgetLine) -> bool:
         is_in_time = not self.deadline_days or _count_days(line) <= self.deadline_days
-        cost = line.cost if line.calendar is None else line.calendar.cost
+        cost = line.outcome.cost
         return is_in_time and (not self.max_cost or (cost or 0.0) <= self.max_cost)
 
     def title(self) -> str:
@@ -300,11 +305,11 @@ def price_devices(
 
 
 def _count_device_hours(line: BudgetLine) -> float:
-    return line.device_hours if line.calendar is None else line.calendar.device_hours
+    return line.outcome.device_hours
 
 
 def _count_days(line: BudgetLine) -> float:
-    return line.days if line.calendar is None else line.calendar.days
+    return line.outcome.days
 
 
 def _step_times(plan: Plan, batch_sizes: Sequence[int]) -> list[float]:

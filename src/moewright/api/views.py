@@ -323,7 +323,7 @@ def _scale_devices(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
     for scale in _SCALES:
         count = int(own.hardware.count * scale)
         value = f"{count}x{own.hardware.device.name}"
-        yield _try_query(replace(query, on=value), own if scale == 1 else None, f"{count:,}", value)
+        yield _try_query(replace(query, on=value), own, f"{count:,}", value, is_own=scale == 1)
 
 
 def _swap_devices(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
@@ -332,43 +332,43 @@ def _swap_devices(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
     for device in dict.fromkeys((name, *others)):
         value = f"{own.hardware.count}x{device}"
         changed = replace(query, on=value)
-        yield _try_query(changed, own if device == name else None, device, value)
+        yield _try_query(changed, own, device, value, is_own=device == name)
 
 
 def _swap_networks(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
     chosen = query.options.network
     for network in dict.fromkeys((chosen, "", *_NETWORKS)):
         changed = replace(query, options=replace(query.options, network=network))
-        is_own = network == chosen
-        yield _try_query(changed, own if is_own else None, network or "its own", network)
+        label = network or "its own"
+        yield _try_query(changed, own, label, network, is_own=network == chosen)
 
 
 def _narrow(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
     chosen = own.workload.precision
     for precision in dict.fromkeys((*_PRECISIONS, chosen)):
         changed = replace(query, options=replace(query.options, precision=precision))
-        plan = own if precision is chosen else None
-        yield _try_query(changed, plan, precision.value, precision.value)
+        name = precision.value
+        yield _try_query(changed, own, name, name, is_own=precision is chosen)
 
 
 def _stretch(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
     for scale in _SCALES:
         seq_len = int(own.workload.seq_len * scale)
         changed = replace(query, options=replace(query.options, seq_len=seq_len))
-        yield _try_query(changed, own if scale == 1 else None, f"{seq_len:,}", str(seq_len))
+        yield _try_query(changed, own, f"{seq_len:,}", str(seq_len), is_own=scale == 1)
 
 
-def _try_query(query: ViewQuery, own: Plan | None, label: str, value: str) -> WhatIfPoint:
+def _try_query(query: ViewQuery, own: Plan, label: str, value: str, *, is_own: bool) -> WhatIfPoint:
     """Estimate a changed query, which `own` is the answer to where nothing is changed."""
     try:
-        plan = own or query.build()
+        plan = own if is_own else query.build()
     except BadInput as error:
         return WhatIfPoint(label=label, value=value, is_own=False, rule=error.reasons[0].rule)
     estimate = plan.estimate
     return WhatIfPoint(
         label=label,
         value=value,
-        is_own=own is not None,
+        is_own=is_own,
         tokens_per_s_per_device=estimate.tokens_per_s_per_device,
         step_s=estimate.step_s,
         peak_bytes=estimate.peak_bytes,
