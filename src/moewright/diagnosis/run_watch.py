@@ -26,7 +26,7 @@ from moewright.diagnosis.traces.megatron_timers import TimerBlock, median_timers
 from moewright.diagnosis.traces.step_lines import SortedSteps
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_seconds, plural
 
 _LATEST = 50  # steps, of which the speed now is the median
 _RECENT = 400  # steps that a view draws
@@ -122,8 +122,7 @@ class RunWatch(Record):
 
     def title(self) -> str:
         """Return the step, the speed, and how many alarms there are."""
-        count = len(self.alarms)
-        alarms = f"{count} alarms" if count != 1 else "1 alarm"
+        alarms = plural(len(self.alarms), "alarm")
         return f"step {self.latest}: {format_seconds(self.step_s)} a step, {alarms}"
 
     def to_rows(self) -> list[Row]:

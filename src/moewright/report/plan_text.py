@@ -243,8 +243,8 @@ def _count_runs(answer: Recommendation) -> str:
 def describe_evidence(evidence: Evidence) -> str:
     """Say how near measured runs come to an estimate, and which choices none made."""
     if evidence.grade is EvidenceGrade.MEASURED and evidence.runs:
-        runs = "run" if evidence.runs == 1 else "runs"
-        return f"{evidence.runs} published {runs} made all choices of the plan together"
+        runs = plural(evidence.runs, "published run")
+        return f"{runs} made all choices of the plan together"
     if evidence.measured == (OWN_RATES,):
         return "rates measured on this machine"
     text = _GRADES[evidence.grade]
