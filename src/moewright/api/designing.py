@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil, log2
 from operator import itemgetter
 from pathlib import Path
@@ -190,7 +191,7 @@ def compute_design(
     like_timed = _time_published([request.model], request, goal)
     described = [describe_like(shape, request.model, tokens) for shape, _, _, tokens in timed]
     described_like = [describe_shape(shape, tokens) for shape, _, _, tokens in like_timed]
-    reference = goal.reference or (described_like[0] if described_like else described[0])
+    reference = goal.reference or next(chain(described_like, described))
     losses = predict_losses([*described, *described_like], reference, level)
     designed = [
         _build_shape(row, prediction, goal, life)
@@ -214,7 +215,7 @@ def compute_design(
         plan=plan,
         serving=life.serve(chosen.model),
         level=level,
-        like=like_shapes[0] if like_shapes else None,
+        like=next(iter(like_shapes), None),
         published=_design_published(chosen, request, goal, life, (reference, level)),
     )
     if options.out is not None:

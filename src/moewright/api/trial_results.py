@@ -128,7 +128,7 @@ def describe_failure(output: str, default: str) -> str:
         errors = [match[1] for line in lines if (match := _ERROR.search(line))]
         memory = [line for line in errors if classify_failure(line) is TrialFailure.MEMORY]
         told = memory[:1] or errors[-1:]
-    return shorten_message(told[0] if told else default)
+    return shorten_message(next(iter(told), default))
 
 
 def shorten_message(line: str) -> str:
@@ -151,7 +151,7 @@ def read_engine_progress(folder: Path) -> TrialProgress:
 def read_megatron_progress(folder: Path) -> TrialProgress:
     """Return how far a trial of Megatron-LM is."""
     seconds = _steady_seconds(parse_log(read_output(folder)))
-    return TrialProgress(steps=len(seconds), step_s=median(seconds) if seconds else 0.0)
+    return TrialProgress(steps=len(seconds), step_s=median(seconds or [0.0]))
 
 
 def _steady_seconds(log: MegatronLog) -> list[float]:

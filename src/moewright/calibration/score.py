@@ -375,8 +375,8 @@ def _score_memory(rows: Sequence[ScoredRow]) -> MemoryScore:
     verdicts_oom = [row.verdict for row in rows if row.measured_oom]
     return MemoryScore(
         peaks=len(errors),
-        median_error=median(errors) if errors else 0.0,
-        p90_error=float(np.quantile(errors, 0.9)) if errors else 0.0,
+        median_error=median(errors or [0.0]),
+        p90_error=float(np.quantile(errors or [0.0], 0.9)),
         coverage_80=covered_share(
             [(row.measured_peak_memory_gb or 0.0, row.peak_interval_80) for row in peaks]
         ),

@@ -172,7 +172,7 @@ def _read_cells(paths: Sequence[Path]) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the cells of every line of the tables, with its number in its file."""
     for path in paths:
         lines = _read_lines(path)
-        titles = {title: canonical_column(title) for title in (lines[0] if lines else ()) if title}
+        titles = {title: canonical_column(title) for title in next(iter(lines), ()) if title}
         _require_columns(set(titles.values()), path)
         for number, line in enumerate(lines, _FIRST_LINE):
             yield number, _canonical_cells(line, titles)

@@ -55,7 +55,7 @@ def parse_data_paths(text: str, field: str = "data.train") -> tuple[WeightedPath
 def format_data_paths(parts: Sequence[WeightedPath]) -> str:
     """Write the corpora of a job as `parse_data_paths` reads them."""
     if len(parts) < 2:
-        return parts[0].path if parts else ""
+        return "".join(part.path for part in parts)
     return " ".join(f"{part.weight} {part.path}" for part in parts)
 
 

@@ -496,7 +496,7 @@ def _diagnose_imbalance(record: RunRecord, critical: CriticalRank) -> Iterator[F
     elsewhere.
     """
     factors = _load_factors(record)
-    typical = median(factor for factor, _ in factors) if factors else 1.0
+    typical = median([factor for factor, _ in factors] or [1.0])
     late_share = critical.mean_late_wait_s / critical.step_s
     waited = format_seconds(critical.mean_late_wait_s)
     if typical > UNEVEN_LOAD_FACTOR:

@@ -94,8 +94,8 @@ def judge_plan(
         headline=describe_fit(plan),
         fit=describe_fit(plan),
         speed="",
-        measured=describe_nearest_run(runs[0]) if runs else "",
-        nearest_run=runs[0] if runs else None,
+        measured="".join(map(describe_nearest_run, runs[:1])),
+        nearest_run=next(iter(runs), None),
     )
     if best is None or plan.estimate.untimed:
         return judged

@@ -142,7 +142,7 @@ def build_outcome(record: RunRecord, length: TrialLength) -> TrialOutcome:
         steps=len(steps),
         loss=record.steps[-1].loss,
         peak_bytes=fullest_rank_bytes(record),
-        load_factor=median(load_factors) if load_factors else 0.0,
+        load_factor=median(load_factors or [0.0]),
         findings=without_fixes(diagnose_run(record)),
         waterfall=build_run_waterfall(record, critical, record.plan),
         checks=check_winner(record) if length is TrialLength.VALIDATE else (),

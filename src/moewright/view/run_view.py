@@ -393,7 +393,7 @@ def _build_experts(record: RunRecord) -> ExpertView | None:
 def _over_mean(counts: Sequence[Sequence[int]]) -> tuple[float, ...]:
     """Return the mean of each column over the mean of all; () without columns."""
     means = [fmean(column) for column in zip(*counts, strict=True)]
-    overall = (fmean(means) if means else 0.0) or 1.0
+    overall = fmean(means or [0.0]) or 1.0
     return tuple(mean / overall for mean in means)
 
 

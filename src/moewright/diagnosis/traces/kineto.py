@@ -378,5 +378,5 @@ def _device_properties(metadata: Mapping[str, Any], device: str) -> Mapping[str,
     if not isinstance(properties, list):
         properties = []
     listed = [entry for entry in properties if isinstance(entry, dict)]
-    first = listed[0] if listed else {}
+    first: dict[str, Any] = next(iter(listed), {})
     return next((entry for entry in listed if str(entry.get("id")) == device), first)

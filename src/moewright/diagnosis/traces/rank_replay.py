@@ -224,7 +224,7 @@ class RankGraph:
             for item in items
             if item.sender in self._sent and item.end_s - item.start_s > _CLOCK_S
         ]
-        return median(taken) if taken else 0.0
+        return median(taken or [0.0])
 
 
 class _Board:

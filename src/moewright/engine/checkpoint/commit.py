@@ -226,7 +226,7 @@ def find_latest(directory: Path) -> Path | None:
     Damage inside it is not skipped in silence: `load_checkpoint` refuses it.
     """
     checkpoints = list_checkpoints(directory)
-    return checkpoints[-1] if checkpoints else None
+    return next(reversed(checkpoints), None)
 
 
 def latest_step(directory: Path) -> int:

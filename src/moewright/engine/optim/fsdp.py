@@ -341,7 +341,7 @@ def apply_fsdp(
         # a step.
         if not members and module is not model:
             continue
-        first = members[0] if members else parameters[0]
+        first = next(iter(members or parameters))
         group = runtime.mesh.group(_find_groups(layout, first).shard_group)
         if group.name not in meshes:
             meshes[group.name] = _build_device_mesh(group, device)

@@ -358,7 +358,7 @@ class _LaunchParser:
             self.position += len(values)
         else:
             values = [inline]
-        foreign = FOREIGN_VALUES.get((name, values[0] if values else ""))
+        foreign = FOREIGN_VALUES.get((name, next(iter(values), "")))
         choices = option.choices
         is_listed = any(choice.casefold() == (*values, "")[0].casefold() for choice in choices)
         if name == _TOKENIZER and values and not is_listed and foreign is None:

@@ -286,7 +286,7 @@ def _read_fenced(fence: str, head: str, body: Sequence[str]) -> Block:
         case "question" | "exercise":
             return _read_question(body, is_exercise=name == "exercise")
         case "sandbox":
-            return SandboxBlock(page=words[0] if words else "", spans=read_inline(" ".join(body)))
+            return SandboxBlock(page=next(iter(words), ""), spans=read_inline(" ".join(body)))
         case "run":
             command, _, output = text.partition("\n---\n")
             return RunBlock(command=command.strip(), output=output.strip("\n"))
