@@ -40,6 +40,7 @@ from moewright.spec.layout import (
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import (
+    AdapterTarget,
     BaseQuantization,
     DataSpec,
     DocumentMasking,
@@ -301,6 +302,7 @@ def _draw_fine_tuning(rng: random.Random) -> FineTuningSpec:
         return FineTuningSpec(
             task=task,
             lora_rank=rng.choice((4, 8, 8)),
+            lora_targets=_draw_options(rng, list(AdapterTarget), 0.8) or (AdapterTarget.QKV,),
             lora_experts=rng.random() < 0.5,
             lora_router=rng.random() < 0.5,
             quantize_base=rng.choice((BaseQuantization.NONE, *BaseQuantization)),

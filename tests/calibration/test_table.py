@@ -24,7 +24,15 @@ from moewright.spec.errors import BadInput
 from moewright.spec.layout import CapacityFill, CudaGraphScope, Layout, Offload, Overlap, Recompute
 from moewright.spec.plan import Verdict
 from moewright.spec.units import GIB
-from moewright.spec.workload import Dtype, Fusion, Routing, TensorScaling, Workload
+from moewright.spec.workload import (
+    AdapterTarget,
+    DocumentMasking,
+    Dtype,
+    Fusion,
+    Routing,
+    TensorScaling,
+    Workload,
+)
 
 BASE = {
     "id": "a-1",
@@ -637,6 +645,32 @@ def test_a_row_has_the_layout_that_its_recipe_ran(row_id: str, layout: str, tmp_
     (row,) = read_table(path).rows
     assert format_layout(row.layout) == layout
     assert not row.unstated
+
+
+@pytest.mark.parametrize(
+    ("row_id", "offload"),
+    [("bridge-169", "activations of 20 layers"), ("bridge-170", "activations of 40 layers")],
+)
+def test_layers_in_host_memory_take_the_place_of_recompute(
+    row_id: str, offload: str, tmp_path: Path
+) -> None:
+    """Megatron-Bridge's FSDP recipes of Llama 3 70B recompute nothing; their memory stays open."""
+    header, *lines = PUBLISHED.read_text(encoding="utf-8").splitlines(keepends=True)
+    path = tmp_path / "rows.csv"
+    own = [line for line in lines if line.startswith(f"{row_id},")]
+    path.write_text("".join([header, *own]), encoding="utf-8")
+    (row,) = read_table(path).rows
+    assert row.cells["offload"] == offload
+    assert (row.layout.recompute, row.layout.offload) == ((), ())
+    assert row.unstated == ("offload",)
+
+
+def test_packed_samples_bound_attention_and_recipes_name_their_adapters() -> None:
+    more = read_table(PUBLISHED.with_name("measurements_more.csv")).rows
+    (row,) = (row for row in more if row.id == "dgxc-158")
+    assert row.workload.fine_tuning.lora_targets == (AdapterTarget.QKV,)
+    assert row.workload.data.documents is DocumentMasking.BOUNDED
+    assert row.workload.data.attended_share == 0.05
 
 
 # Words and numbers that cells of foreign tables hold, right and wrong.

@@ -30,6 +30,7 @@ from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate
 from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import (
+    AdapterTarget,
     BaseQuantization,
     FineTuningSpec,
     FrozenPart,
@@ -62,6 +63,26 @@ def test_adapters_are_two_matrices_of_their_rank_beside_every_linear() -> None:
     total = count_parameters(MODEL).total
     assert trained_share(MODEL, workload(Task.LORA)) == pytest.approx(32 * layer / total)
     assert trained_share(MODEL, workload(Task.SFT)) == 1
+
+
+def test_adapters_stand_beside_the_targets_alone() -> None:
+    """NeMo's performance recipes adapt queries, keys and values: 16 (in + out) elements each."""
+    h, kv = 4096, 1024
+    tuned = replace(workload(Task.LORA).fine_tuning, lora_targets=(AdapterTarget.QKV,))
+    adapters = sum(param.numel for param in adapter_parameters(MODEL, tuned))
+    assert adapters == 32 * 16 * ((h + h) + 2 * (h + kv))
+    alone = replace(workload(Task.LORA), fine_tuning=tuned)
+    whole = plan(Task.LORA)
+    narrow = estimate(MODEL, alone, catalogue.hardware("8xH100"), LAYOUT)
+    assert narrow.step_s < whole.step_s
+    assert narrow.peak_bytes < whole.peak_bytes  # inputs of frozen products are not kept
+
+
+def test_no_target_leaves_nothing_to_train() -> None:
+    empty = replace(workload(Task.LORA).fine_tuning, lora_targets=())
+    job = Job(model=MODEL, workload=replace(workload(Task.LORA), fine_tuning=empty), layout=LAYOUT)
+    with pytest.raises(BadInput, match=r"lora_targets.*nothing to train"):
+        engine_limits.require_runnable(job)
 
 
 def test_frozen_products_take_four_sixths_and_attention_all() -> None:

@@ -11,14 +11,26 @@ from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols, build_symbols
 from moewright.cost.time.host_time import layer_host_s
-from moewright.cost.time.quantise import mixer_operands, mlp_operands, quantise_bytes
+from moewright.cost.time.quantise import (
+    mixer_operands,
+    mlp_operands,
+    quantise_bytes,
+    weight_quantise_bytes,
+)
 from moewright.intake import catalogue
 from moewright.rules.expert_load import RankLoad
 from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, DeviceKind
 from moewright.spec.model import MixerKind
 from moewright.spec.units import Sourced, SourceKind
-from moewright.spec.workload import Dtype, Routing, TensorScaling, Workload
+from moewright.spec.workload import (
+    Dtype,
+    FineTuningSpec,
+    Routing,
+    Task,
+    TensorScaling,
+    Workload,
+)
 
 WORK = Workload(routing=Routing.BALANCED, seq_len=4096, global_batch=64)
 HARDWARE = catalogue.hardware("64xH100")
@@ -53,6 +65,22 @@ def test_a_recipe_moves_what_its_passes_read_and_write(
 ) -> None:
     moved = quantise_bytes(symbols(replace(WORK, precision=precision, tensor_scaling=scaling)))
     assert (moved.forward, moved.backward) == (forward, backward)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "forward", "backward"),
+    [(TensorScaling.DELAYED, 1.0, 3.0), (TensorScaling.CURRENT, 5.0, 5.0)],
+)
+def test_operands_of_frozen_weights_are_written_once(
+    scaling: TensorScaling, forward: float, backward: float
+) -> None:
+    """No gradient of a weight reads an operand the other way round; weights keep both copies."""
+    frozen = replace(WORK, precision=Dtype.FP8, tensor_scaling=scaling)
+    frozen = replace(frozen, fine_tuning=FineTuningSpec(task=Task.LORA))
+    sym = symbols(frozen)
+    moved = quantise_bytes(sym)
+    assert (moved.forward, moved.backward) == (forward, backward)
+    assert weight_quantise_bytes(sym) == backward + 1
 
 
 def test_operands_are_inputs_and_gradients_of_outputs() -> None:

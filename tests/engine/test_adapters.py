@@ -21,11 +21,14 @@ from moewright.rules.shapes.parameters import parameters
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Component, Module
 from moewright.spec.model import AttentionKind, AttentionSpec, MoeSpec, RopeSpec, RouterSpec
-from moewright.spec.workload import DataSpec, FineTuningSpec, Task
+from moewright.spec.workload import AdapterTarget, DataSpec, FineTuningSpec, Task
 from tiny_jobs import MODEL, build_workload
 
 EVERYWHERE = FineTuningSpec(
     task=Task.LORA, lora_rank=4, lora_alpha=6.0, lora_experts=True, lora_router=True
+)
+PROJECTIONS_ALONE = FineTuningSpec(
+    task=Task.LORA, lora_rank=4, lora_alpha=6.0, lora_targets=(AdapterTarget.PROJ,)
 )
 LATENT = AttentionSpec(
     kind=AttentionKind.MLA, heads=4, kv_heads=4, head_dim=16, v_head_dim=12,
@@ -78,12 +81,21 @@ def merge(base: torch.Tensor, name: str, values: dict[str, torch.Tensor]) -> tor
     return base + 6.0 / 4 * b @ a
 
 
-@pytest.mark.parametrize("model", [MODEL, SHARED, replace(MODEL, attention=LATENT), COMPRESSED])
-def test_adapters_compute_what_merged_weights_do(model) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("model", "fine_tuning"),
+    [
+        (MODEL, EVERYWHERE),
+        (SHARED, EVERYWHERE),
+        (replace(MODEL, attention=LATENT), EVERYWHERE),
+        (COMPRESSED, EVERYWHERE),
+        (SHARED, PROJECTIONS_ALONE),
+    ],
+)
+def test_adapters_compute_what_merged_weights_do(model, fine_tuning) -> None:  # type: ignore[no-untyped-def]
     """The gradient of an adapter follows from that of the merged weight by the chain rule."""
-    adapted = build_state(EVERYWHERE, model)
+    adapted = build_state(fine_tuning, model)
     values = {p.name: p.parameter.data for p in list_parameters(adapted.model)}
-    expected_names = [param.name for param in adapter_parameters(model, EVERYWHERE)]
+    expected_names = [param.name for param in adapter_parameters(model, fine_tuning)]
     assert sorted(name for name in values if is_adapter(name)) == sorted(expected_names)
 
     def merged_value(parameter: NamedParameter, runtime: Runtime) -> torch.Tensor:

@@ -282,13 +282,22 @@ def parse_graphs(text: str, *, has_experts: bool) -> tuple[CudaGraphScope, ...]:
     return tuple(sorted(graph for graph in CudaGraphScope if graph.value in words))
 
 
+def offloads_whole_layers(text: str) -> bool:
+    """Return whether the host holds all that some layers keep ("activations of 20 layers").
+
+    No choice of a layout says so. The copies hide beside the layers, and what they save of memory
+    is left open.
+    """
+    return text.startswith("activations of ")
+
+
 def parse_offload(text: str) -> tuple[Offload, ...]:
     """Parse what lives in host memory.
 
     Raises:
         BadInput: only a part of something does, or the source does not state what.
     """
-    if text in ("", "none") or text.startswith("paged stash"):
+    if text in ("", "none") or text.startswith("paged stash") or offloads_whole_layers(text):
         return ()
     offloaded: set[Offload] = set()
     for part in text.split(";"):

@@ -430,6 +430,8 @@ def _find_unstated(cells: Mapping[str, str], model: ModelSpec) -> Iterator[str]:
             yield column
     if cells["recompute_granularity"] == "selective" and not cells["recompute_modules"]:
         yield "recompute_modules"
+    if cell.offloads_whole_layers(cells["offload"]):
+        yield "offload"
     if is_moe and is_natural:
         yield "expert_load"
     if find_device_name(cells["hardware"]):

@@ -22,8 +22,10 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import (
+    AdapterTarget,
     AttentionBackend,
     Bf16Products,
+    DocumentMasking,
     Dtype,
     ExpertKernels,
     Fusion,
@@ -61,7 +63,9 @@ class SourceFact:
     narrowed: tuple[NarrowedProducts, ...] = ()
     bf16_last_layers: int = 0
     bf16_products: tuple[Bf16Products, ...] = ()
+    lora_targets: tuple[AdapterTarget, ...] = ()
     lora_experts: bool = False
+    attended_share: float = 1.0
     note: str = ""
 
     def holds_for(self, cells: Mapping[str, str]) -> bool:
@@ -264,9 +268,19 @@ def apply_software_facts(
                 bf16_products=fact.bf16_products,
             )
             workload = replace(workload, trainer=trainer)
+        if fact.lora_targets:
+            fine_tuning = replace(workload.fine_tuning, lora_targets=fact.lora_targets)
+            workload = replace(workload, fine_tuning=fine_tuning)
         if fact.lora_experts:
             fine_tuning = replace(workload.fine_tuning, lora_experts=True)
             workload = replace(workload, fine_tuning=fine_tuning)
+        if fact.attended_share < 1:
+            data = replace(
+                workload.data,
+                documents=DocumentMasking.BOUNDED,
+                attended_share=fact.attended_share,
+            )
+            workload = replace(workload, data=data)
         if fact.moment_dtype is not None:
             optimizer = replace(workload.optimizer, moment_dtype=fact.moment_dtype)
             workload = replace(workload, optimizer=optimizer)

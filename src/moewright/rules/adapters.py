@@ -16,10 +16,13 @@ from moewright.rules.shapes.param import Param, ShardedDims, name_in_layer
 from moewright.rules.shapes.parameters import parameters, parameters_by_layer
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import FineTuningSpec, FrozenPart, Task, Workload
+from moewright.spec.workload import AdapterTarget, FineTuningSpec, FrozenPart, Task, Workload
 
-# The modules whose linears have an adapter: the targets that trainers choose by default.
-_TARGETS = frozenset({Module.ATTENTION, Module.DENSE_MLP, Module.SHARED_EXPERTS})
+# The targets of the modules whose linears may have an adapter, attention apart.
+_TARGETS: Mapping[Module, AdapterTarget] = MappingProxyType(
+    {Module.DENSE_MLP: AdapterTarget.MLP, Module.SHARED_EXPERTS: AdapterTarget.SHARED_EXPERTS}
+)
+_OUTPUT = "attention.o"  # with which attention and recurrent mixers write their output
 # The products that recompute=mla_up_proj repeats; it goes with latent attention alone.
 MLA_UP_LINEARS = ("attention.q", "attention.q_up", "attention.kv_up")
 _MODULE_PARTS: Mapping[Module, FrozenPart] = MappingProxyType(
@@ -58,6 +61,12 @@ def is_frozen(workload: Workload) -> bool:
 def trains_all(fine_tuning: FineTuningSpec) -> bool:
     """Return whether every parameter of the model trains."""
     return fine_tuning.task is not Task.LORA and not fine_tuning.freeze
+
+
+def trains_adapters(fine_tuning: FineTuningSpec) -> bool:
+    """Return whether any linear of a model may have an adapter."""
+    has_choice = fine_tuning.lora_experts or fine_tuning.lora_router
+    return fine_tuning.task is Task.LORA and (bool(fine_tuning.lora_targets) or has_choice)
 
 
 def is_trained(fine_tuning: FineTuningSpec, name: str) -> bool:
@@ -105,12 +114,20 @@ def has_adapter(
         return False
     if any(part in name for part in _WITHOUT_ADAPTER):
         return False
-    targets = _TARGETS
-    if fine_tuning.lora_experts:
-        targets |= {Module.EXPERTS}
-    if fine_tuning.lora_router:
-        targets |= {Module.ROUTER}
-    return module in targets and len(shape) > 1 and min(shape[-2:]) > fine_tuning.lora_rank
+    is_wider = len(shape) > 1 and min(shape[-2:]) > fine_tuning.lora_rank
+    return is_wider and _is_target(name_in_layer(name), module, fine_tuning)
+
+
+def _is_target(name: str, module: Module, fine_tuning: FineTuningSpec) -> bool:
+    """Return whether a job adapts a linear of a module, by its name within its layer."""
+    if module is Module.EXPERTS:
+        return fine_tuning.lora_experts
+    if module is Module.ROUTER:
+        return fine_tuning.lora_router
+    target = _TARGETS.get(module)
+    if module is Module.ATTENTION:
+        target = AdapterTarget.PROJ if name == _OUTPUT else AdapterTarget.QKV
+    return target in fine_tuning.lora_targets
 
 
 def adapter_shapes(

@@ -359,6 +359,15 @@ class FrozenPart(StrEnum):
     SHARED_EXPERTS = "shared_experts"
 
 
+class AdapterTarget(StrEnum):
+    """The linears of attention and of dense and shared MLPs that may have an adapter."""
+
+    QKV = "qkv"  # what attention and recurrent mixers read their input with
+    PROJ = "proj"  # what attention and recurrent mixers write their output with
+    MLP = "mlp"  # dense MLPs
+    SHARED_EXPERTS = "shared_experts"
+
+
 class BaseQuantization(StrEnum):
     """The forms in which the frozen weights under adapters are held."""
 
@@ -372,14 +381,15 @@ class FineTuningSpec:
     """What of a model is trained.
 
     Parts in `freeze` have no gradients and no optimizer state; norms between blocks always train.
-    Under LoRA every weight is frozen, and linears of attention and of dense and shared MLPs have an
-    adapter: two matrices of a low rank, whose product times `lora_alpha` / `lora_rank` is added to
-    the weight.
+    Under LoRA every weight is frozen, and linears of `lora_targets` have an adapter: two matrices
+    of a low rank, whose product times `lora_alpha` / `lora_rank` is added to the weight.
     """
 
     task: Task = Task.PRETRAIN  # what the job trains for
     lora_rank: int = 16  # rank of the adapters of task=lora
     lora_alpha: float = 32.0  # factor of the adapters' product, over their rank
+    # the linears that have an adapter: all of attention and of dense and shared MLPs, unless named
+    lora_targets: tuple[AdapterTarget, ...] = tuple(AdapterTarget)
     lora_experts: bool = False  # whether routed experts have adapters too
     lora_router: bool = False  # whether routers have adapters too
     # the form of the frozen linears of attention, MLPs and experts under adapters

@@ -1,8 +1,9 @@
 """Bytes that 8-bit and 4-bit recipes move to quantise the operands of products.
 
 A linear layer quantises its input in forward and the gradient of its output in backward, each in
-one pass that writes a copy for either direction in which products read it. Weights are quantised
-once a step, for the first micro-batch.
+one pass that writes a copy for either direction in which products read it. A frozen weight has no
+gradient, so that its input and the gradient of its output are read in one direction each. Weights
+are quantised once a step, for the first micro-batch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from moewright.spec.model import AttentionKind, MixerKind
 from moewright.spec.workload import Dtype, TensorScaling
 
 _WIDE_BYTES = 2.0  # an operand before it is quantised
-_TWO_8BIT_COPIES = 2.0
+_8BIT_COPY = 1.0
 # With 8 bits of scale every 32 elements, which is as much as 32 bits every 128.
-_BLOCK_COPIES = 2 * (1 + 1 / 32)
-_NVFP4_COPIES = 2 * (1 / 2 + 1 / 16)  # with 8 bits of scale every 16
+_BLOCK_COPY = 1 + 1 / 32
+_NVFP4_COPY = 1 / 2 + 1 / 16  # with 8 bits of scale every 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,25 +36,38 @@ def quantise_bytes(sym: Symbols) -> QuantiseBytes:
     gradients are read once. A current scale needs a pass over the tensor for its largest element;
     so does NVFP4. A scale a block is taken from what the pass holds anyway.
     """
+    return _recipe_bytes(sym, copies=_count_copies(sym))
+
+
+def _count_copies(sym: Symbols) -> int:
+    """Return the copies of an operand: a product of the weight reads one, its gradient another."""
+    return 1 if sym.is_frozen else 2
+
+
+def _recipe_bytes(sym: Symbols, *, copies: int) -> QuantiseBytes:
+    """Return the bytes an element where so many copies are written."""
+    once = _WIDE_BYTES + copies * _copy_bytes(sym.dtype)
     if sym.dtype is Dtype.NVFP4:
-        four_bit = 2 * _WIDE_BYTES + _NVFP4_COPIES
-        return QuantiseBytes(forward=four_bit, backward=four_bit)
+        return QuantiseBytes(forward=_WIDE_BYTES + once, backward=_WIDE_BYTES + once)
     if sym.dtype is Dtype.MXFP8:
-        once = _WIDE_BYTES + _BLOCK_COPIES
         return QuantiseBytes(forward=once, backward=once)
-    once = _WIDE_BYTES + _TWO_8BIT_COPIES
     if sym.workload.tensor_scaling is TensorScaling.DELAYED:
-        return QuantiseBytes(forward=_TWO_8BIT_COPIES, backward=once)
+        return QuantiseBytes(forward=copies * _8BIT_COPY, backward=once)
     return QuantiseBytes(forward=_WIDE_BYTES + once, backward=_WIDE_BYTES + once)
 
 
+def _copy_bytes(dtype: Dtype) -> float:
+    """Return the bytes an element of a copy, with its scales."""
+    if dtype is Dtype.NVFP4:
+        return _NVFP4_COPY
+    return _BLOCK_COPY if dtype is Dtype.MXFP8 else _8BIT_COPY
+
+
 def copies_bytes(sym: Symbols) -> float:
-    """Return the bytes an element of the copies that products read, in either direction."""
+    """Return the bytes an element of the copies that products read."""
     if not sym.is_low_precision:
         return _WIDE_BYTES
-    if sym.dtype is Dtype.NVFP4:
-        return _NVFP4_COPIES
-    return _BLOCK_COPIES if sym.dtype is Dtype.MXFP8 else _TWO_8BIT_COPIES
+    return _count_copies(sym) * _copy_bytes(sym.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,4 +119,4 @@ def mlp_operands(sym: Symbols, *, outside: float, between: float) -> Operands:
 
 def weight_quantise_bytes(sym: Symbols) -> float:
     """Return the bytes an element of a weight that quantising it moves, once a step."""
-    return quantise_bytes(sym).backward
+    return _recipe_bytes(sym, copies=2).backward

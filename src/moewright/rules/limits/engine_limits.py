@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
 
-from moewright.rules.adapters import is_frozen, trains_all, trains_module
+from moewright.rules.adapters import is_frozen, trains_adapters, trains_all, trains_module
 from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.expert_moves import check_rebalancing
 from moewright.rules.job import Job, micro_batch_tokens
@@ -34,6 +34,7 @@ from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.names import closest_match
 from moewright.spec.workload import (
+    AdapterTarget,
     AttentionBackend,
     BaseQuantization,
     CrossEntropyKernel,
@@ -231,6 +232,10 @@ def _check_frozen(layout: Layout, workload: Workload) -> Iterator[Reason]:
         rule = "task=lora freezes all weights"
         value = "+".join(fine_tuning.freeze)
         yield Reason(field="train.freeze", value=value, rule=rule, nearest="[]")
+    if is_frozen(workload) and not trains_adapters(fine_tuning):
+        rule = "leaves nothing to train"
+        nearest = "+".join(AdapterTarget)
+        yield Reason(field="train.lora_targets", value="[]", rule=rule, nearest=nearest)
     if layout.zero >= 2:
         rule = "the engine holds frozen weights whole on every rank"
         yield Reason(field="layout.zero", value=str(layout.zero), rule=rule, nearest="1")
