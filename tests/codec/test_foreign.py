@@ -6,10 +6,12 @@ import ast
 import gzip
 import re
 import socket
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -30,13 +32,31 @@ _READERS = {
 _VERSIONS_ALONE = {"engine/data/build_corpus.py", "engine/data/build_chats.py"}
 # It unpacks an address, whose letters and bytes it bounds by itself.
 _BOUNDED = {"studio/queries.py"}
+# Parsers of text, and who uses them without a budget: files of ours alone, or text that is short.
+_TEXT_READERS = {"csv", "tomllib", "yaml", "xml", "configparser", "plistlib"}
+_OWN_TEXT = {
+    **dict.fromkeys(("codec/files.py", "codec/yaml_text.py"), "bounds what it reads"),
+    **dict.fromkeys(("intake/job.py",), "reads a value of the command line"),
+    **dict.fromkeys(("spec/quoting.py", "report/check_document.py"), "writes"),
+    **dict.fromkeys(
+        (
+            *("cost/calendar_time.py", "cost/loss_laws.py", "cost/evidence.py"),
+            *("diagnosis/published.py", "diagnosis/traces/trace_waterfall.py"),
+            *("exporters/bridge.py", "intake/megatron/config_fields.py"),
+            *("intake/megatron/dialects.py", "intake/megatron/named_model.py"),
+            *("intake/megatron/options.py", "intake/megatron/unread.py"),
+            *("view/course/chapter.py", "view/course/course_pages.py"),
+        ),
+        "reads the package's own data",
+    ),
+}
 _SOURCE = Path(moewright.__file__).parent
 
 
-def _list_libraries(path: Path) -> set[str]:
+def _list_libraries(path: Path, wanted: Collection[str] = _READERS) -> set[str]:
     names: set[str] = set()
     text = path.read_text("utf-8")
-    if not any(name in text for name in (*_READERS, "torch.load")):
+    if not any(name in text for name in (*wanted, "torch.load")):
         return names
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -45,7 +65,7 @@ def _list_libraries(path: Path) -> set[str]:
             names.add(node.module.partition(".")[0])
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
             names.add("pickle")
-    return names & _READERS
+    return names & set(wanted)
 
 
 @read_apart
@@ -87,6 +107,16 @@ def test_nothing_reads_foreign_input_past_the_border() -> None:
     assert users > 8
 
 
+def test_files_of_text_are_parsed_by_the_codec_or_within_a_budget() -> None:
+    """A new user of a parser reads with the codec, whose files are bounded, or at the border."""
+    users = {
+        path.relative_to(_SOURCE).as_posix()
+        for path in _SOURCE.rglob("*.py")
+        if _list_libraries(path, _TEXT_READERS) and "budget(" not in path.read_text("utf-8")
+    }
+    assert users == set(_OWN_TEXT)
+
+
 def test_what_a_fork_returns_and_raises_comes_back() -> None:
     values = {"a": np.arange(3), "b": ("c", None)}
     told = []
@@ -119,7 +149,7 @@ def test_a_reader_outside_of_the_border_does_not_read() -> None:
 
 
 @read_apart
-def _do_harm(kind: str) -> str:
+def _do_harm(kind: str) -> Any:
     with budget("evil.x", 600):
         if kind == "backtracks":
             re.match("(a+)+b", "a" * 60)
@@ -133,7 +163,18 @@ def _do_harm(kind: str) -> str:
             import os
 
             os.abort()
+        elif kind == "confuses a library":
+            struct.unpack("<q", b"\0")
+        elif kind == "returns what is too deep":
+            return _nest(100_000)
     return kind
+
+
+def _nest(depth: int) -> Any:
+    nested: list[Any] = []
+    for _ in range(depth):
+        nested = [nested]
+    return nested
 
 
 @pytest.mark.parametrize(
@@ -142,6 +183,11 @@ def _do_harm(kind: str) -> str:
         ("backtracks", "evil.x: takes more than 1 s of processor time to be read"),
         ("allocates", "evil.x: needs more than 1 GiB of memory to be read"),
         ("nests", "evil.x: is nested too deep to be read"),
+        (
+            "confuses a library",
+            r"evil.x: cannot be read \(error: unpack requires a buffer of 8 bytes\)",
+        ),
+        ("returns what is too deep", "evil.x: is nested too deep, or holds too much, to be read"),
         ("dies", "evil.x: needs more than 1 GiB of memory to be read"),
     ],
 )
@@ -185,6 +231,6 @@ def test_pieces_of_a_file_have_no_more_time_than_the_file(
 
 
 def test_there_is_no_network_inside() -> None:
-    with pytest.raises(PermissionError):
+    with pytest.raises(BadInput, match="PermissionError"):
         _do_harm("calls home")
     socket.socket().close()  # outside there is

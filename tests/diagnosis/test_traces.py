@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -298,6 +300,23 @@ def test_what_is_no_export_of_nsight_is_refused(tmp_path):
     (tmp_path / "a.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 100)
     with pytest.raises(BadInput, match="Nsight"):
         read_nsight(tmp_path / "a.sqlite")
+
+
+def test_an_export_without_a_kernel_is_refused(tmp_path):
+    """Its table may be there, and hold no row; or rows of more devices than a machine has."""
+    path = nsight(tmp_path / "a.sqlite")
+    table = "CUPTI_ACTIVITY_KIND_KERNEL"
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute(f"DELETE FROM {table}")
+    with pytest.raises(BadInput, match="holds no kernels"):
+        read_nsight(path)
+    with closing(sqlite3.connect(path)) as database, database:
+        database.executemany(
+            f"INSERT INTO {table} (start, end, deviceId, streamId) VALUES (1, 2, ?, 7)",
+            [(number,) for number in range(300)],
+        )
+    with pytest.raises(BadInput, match="300 processes and devices; nearest legal value: 256"):
+        read_nsight(path)
 
 
 def test_an_unnamed_group_is_guessed_and_says_so(tmp_path):

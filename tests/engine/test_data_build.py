@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import struct
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -308,6 +309,33 @@ def test_columns_are_read_by_their_name(tmp_path: Path, name: str) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(BadInput, match=name):
         read_documents(path, tmp_path / "out")
+
+
+def test_offsets_beyond_a_column_are_not_followed(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc
+
+    table = pyarrow.table({"text": ["a" * 81] * 3})
+    path = tmp_path / "t.arrow"
+    with ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    intact = path.read_bytes()
+    for offset in (-5, 1 << 20):
+        path.write_bytes(
+            intact.replace(struct.pack("<3i", 0, 81, 162), struct.pack("<3i", 0, offset, 162))
+        )
+        with pytest.raises(BadInput, match=r"t\.arrow: is damaged"):
+            read_documents(path, tmp_path / "out")
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    parquet.write_table(pyarrow.table(columns, names=["text"] * 2), tmp_path / "t.parquet")
+    with pytest.raises(BadInput, match=r"t\.parquet, after row 0: cannot be read"):
+        read_documents(tmp_path / "t.parquet", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

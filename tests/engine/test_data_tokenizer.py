@@ -86,6 +86,10 @@ def test_saved_and_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
             '{"version":"1.0","model":{"type":"BPE","vocab":{"a":0},"merges":[]}}',
             "no <.endoftext.> token",
         ),
+        (
+            '{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"<eos>":4294967295},"merges":[]}}',
+            "numbers the token '<eos>' 4294967295; .*nearest legal value: 1048575",
+        ),
     ],
 )
 def test_refused_by_name(tmp_path: Path, content: str | bytes | None, words: str) -> None:

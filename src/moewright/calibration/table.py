@@ -20,6 +20,7 @@ from moewright.calibration.columns import (
     fill_from_layout,
 )
 from moewright.calibration.measured_row import MeasuredRow, parse_row
+from moewright.codec.foreign import budget, read_apart
 from moewright.spec.errors import BadInput, Reason, escape_controls
 from moewright.spec.hardware import Hardware
 
@@ -178,11 +179,15 @@ def _read_cells(paths: Sequence[Path]) -> Iterator[tuple[int, dict[str, str]]]:
             yield number, _canonical_cells(line, titles)
 
 
+@read_apart
 def _read_lines(path: Path) -> list[dict[str, str]]:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise _table_error(path, "is not a regular file")
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with (
+            path.open(encoding="utf-8-sig", newline="") as file,
+            budget(str(path), file_bytes=path.stat().st_size),
+        ):
             return list(csv.DictReader(file))
     except OSError as error:
         raise _table_error(path, error.strerror or "cannot be read") from None

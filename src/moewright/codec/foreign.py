@@ -39,7 +39,7 @@ R = TypeVar("R")
 # memory for each byte of its file.
 CPU_S = 5.0
 CPU_S_PER_BYTE = 2e-6
-CPU_S_PER_FILE_BYTE = 2e-5  # which may be packed
+CPU_S_PER_FILE_BYTE = 4e-6  # which may be packed
 MEMORY_BYTES = GIB
 MEMORY_PER_BYTE = 24
 # What a fork sends.
@@ -56,6 +56,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # processor that were granted; and what it is about.
 _HEAD = struct.Struct("=dd")
 _WHERE_BYTES = 2000
+_SHOWN_CHARS = 160  # of what a library says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,10 +108,13 @@ class Account:
 class _Fork:
     """What this process is: a fork that reads foreign input has a worker, in all its threads.
 
-    Tokenizers read the text that they learn from in a thread of theirs.
+    Tokenizers read the text that they learn from in a thread of theirs. `fault` is the last error
+    that a piece of foreign work raised, and `where` is the input of the last piece.
     """
 
     worker: _Worker | None = None
+    fault: Exception | None = None
+    where: str = ""
 
 
 _FORK = _Fork()
@@ -155,6 +159,7 @@ def budget(
         seconds = account.grant(seconds, where)
         granted_s = min(granted_s, account.granted_s)
     worker.begin(where, seconds, granted_s)
+    _FORK.where = where
     started_s = time.process_time()
     before = resource.getrlimit(resource.RLIMIT_DATA)
     room = _used_data_bytes() + MEMORY_BYTES + MEMORY_PER_BYTE * file_bytes
@@ -173,6 +178,7 @@ def budget(
         elif isinstance(error, RecursionError):
             rule = "is nested too deep to be read"
         elif isinstance(error, Exception):
+            _FORK.fault = error
             raise
         else:  # a panic of a library in Rust
             rule = f"cannot be read: {error}"
@@ -261,8 +267,8 @@ def _work(
         try:
             message = (_DONE, function(*args, **kwargs))
         except BaseException as error:  # an interrupt too ends the caller, not the fork alone
-            message = (_FAILED, _make_portable(error))
-        _send(writer, message)
+            message = (_FAILED, _make_portable(_refuse_fault(error)))
+        _send_last(writer, message)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -280,9 +286,34 @@ def _build_progress(writer: int) -> Callable[..., None]:
         now = time.monotonic()
         if now - last_s[0] >= _PROGRESS_S:
             last_s[0] = now
-            _send(writer, (_PROGRESS, values))
+            _send(writer, pickle.dumps((_PROGRESS, values), protocol=5))
 
     return report
+
+
+def _refuse_fault(error: BaseException) -> BaseException:
+    """Return the refusal of an input whose reader failed on it, or the error of anything else.
+
+    Readers name what they know to be wrong with an input. What is left is what strange bytes make
+    of a library, in exceptions that nobody can list.
+    """
+    if error is not _FORK.fault or isinstance(error, BadInput):
+        return error
+    text = " ".join(str(error).split())[:_SHOWN_CHARS]
+    rule = f"cannot be read ({type(error).__name__}: {text})"
+    return BadInput(Reason(field=_FORK.where, rule=rule))
+
+
+def _send_last(writer: int, message: tuple[str, Any]) -> None:
+    """Send how the function ended; what was read and cannot be sent is refused."""
+    try:
+        data = pickle.dumps(message, protocol=5)
+    except (RecursionError, MemoryError):
+        if not _FORK.where:
+            raise
+        reason = Reason(field=_FORK.where, rule="is nested too deep, or holds too much, to be read")
+        data = pickle.dumps((_FAILED, BadInput(reason)))
+    _send(writer, data)
 
 
 def _make_portable(error: BaseException) -> BaseException:
@@ -294,8 +325,7 @@ def _make_portable(error: BaseException) -> BaseException:
     return error
 
 
-def _send(writer: int, message: tuple[str, Any]) -> None:
-    data = pickle.dumps(message, protocol=5)
+def _send(writer: int, data: bytes) -> None:
     view = memoryview(len(data).to_bytes(8, "little") + data)
     while view:
         view = view[os.write(writer, view) :]

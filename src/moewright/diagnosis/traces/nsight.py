@@ -57,6 +57,8 @@ _STEP = re.compile(
     r"^(ProfilerStep#|iteration|iter|step|train_?step|training step|global_step)[ _#:=]*\d*$",
     re.IGNORECASE,
 )
+# Processes and devices of one export, which is of one machine: each searches all calls of the host.
+_MOST_DEVICES = 256
 _NOTE = "Nsight Systems records no shapes: rates of matrix products are not known"
 
 
@@ -170,13 +172,19 @@ def read_nsight(path: Path) -> tuple[Capture, ...]:
 
 
 def _build_captures(export: _Export, path: Path) -> tuple[Capture, ...]:
+    nearest = "a profile recorded with --trace=cuda,nvtx"
     if KERNEL_TABLE not in export.tables:
         rule = f"holds no kernels (no table {KERNEL_TABLE})"
-        nearest = "a profile recorded with --trace=cuda,nvtx"
         raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
     ranges = _read_ranges(export)
     calls = _read_runtime_calls(export)
     builders = _collect_activities(export, ranges, calls)
+    if not builders:
+        rule = f"holds no kernels (no times in {KERNEL_TABLE})"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
+    if len(builders) > _MOST_DEVICES:
+        rule = f"holds kernels of {len(builders)} processes and devices"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest=f"{_MOST_DEVICES} at most"))
     devices = _read_devices(export)
     captures = []
     for rank, ((process, device), builder) in enumerate(sorted(builders.items())):

@@ -25,6 +25,7 @@ _BATCH_ROWS = 1024
 # Lines that are unpacked and parsed within one budget, up to so many bytes.
 _BATCH_LINES = 256
 _BATCH_BYTES = 1 << 23
+_BATCH_CELLS = 1 << 13
 # Text packs to a tenth or less: what unpacks to so many times its bytes, and to more than these,
 # was made to fill a disk.
 _MAX_EXPANSION = 500
@@ -172,23 +173,35 @@ def _read_table(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, delimiter=delimiter)
-            while True:
+            is_done = False
+            while not is_done:
                 where = f"{path}, after line {reader.line_num}"
                 with budget(where, _BATCH_BYTES, account=account):
-                    row = next(reader, None)
-                if row is None:
-                    return
-                where = f"{path}:{reader.line_num}"
-                missing = [name for name, cell in row.items() if cell is None]
-                if None not in row and not missing:
-                    yield where, row
-                    continue
-                rule = f"has not the {len(reader.fieldnames or ())} cells of the first line"
-                if not keeps_broken:
-                    raise BadInput(Reason(field=where, rule=rule))
-                yield where, Reason(field=where, rule=rule)
+                    rows = _read_cells(reader)
+                is_done = not rows
+                for number, row in rows:
+                    where = f"{path}:{number}"
+                    if None not in row and None not in row.values():
+                        yield where, row
+                        continue
+                    rule = f"has not the {len(reader.fieldnames or ())} cells of the first line"
+                    if not keeps_broken:
+                        raise BadInput(Reason(field=where, rule=rule))
+                    yield where, Reason(field=where, rule=rule)
     except (csv.Error, UnicodeDecodeError) as error:
         raise BadInput(Reason(field=str(path), rule=f"is no table of text: {error}")) from error
+
+
+def _read_cells(reader: csv.DictReader[str]) -> list[tuple[int, dict[str, Any]]]:
+    """Return the next rows of a table with their lines: so many, or of so many cells."""
+    rows: list[tuple[int, dict[str, Any]]] = []
+    cells = 0
+    for row in reader:
+        rows.append((reader.line_num, row))
+        cells += len(row)
+        if len(rows) >= _BATCH_LINES or cells >= _BATCH_CELLS:
+            break
+    return rows
 
 
 def _read_json_lines(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
@@ -295,6 +308,7 @@ def _read_columns(path: Path, field: str) -> Iterator[tuple[str, Any]]:
                 batch = next(batches, None)
                 if batch is None:
                     return
+                batch.validate(full=True)  # offsets may point outside of the values
                 records = (batch.select([field]) if field else batch).to_pylist()
             expansion.add(sum(map(_count_chars, records)))
             for record in records:

@@ -166,6 +166,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise BadInput(Reason(field=str(path), rule=f"is not a tokenizer.json: {error}")) from error
     markers = (END_OF_DOCUMENT, read_eos_token(path.parent), *_END_MARKERS)
     marker = next((name for name in markers if inner.token_to_id(name) is not None), None)
+    _check_ids(path, inner)
     if marker is None:
         rule = (
             f"has no {END_OF_DOCUMENT} token to end documents with, and no {TOKENIZER_CONFIG_FILE} "
@@ -173,6 +174,19 @@ def load_tokenizer(path: Path) -> Tokenizer:
         )
         raise BadInput(Reason(field=str(path), rule=rule))
     return _build_tokenizer(inner, marker)
+
+
+def _check_ids(path: Path, inner: Any) -> None:
+    """Raise BadInput where a token has an id for which no embedding would have a row."""
+    with budget(str(path)):
+        token, token_id = max(
+            inner.get_vocab(with_added_tokens=True).items(),
+            key=lambda entry: entry[1],
+            default=("", 0),
+        )
+    if token_id >= MAX_VOCAB_SIZE:
+        rule = f"numbers the token {token[:40]!r} {token_id}; ids are below {MAX_VOCAB_SIZE}"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest=str(MAX_VOCAB_SIZE - 1)))
 
 
 @read_apart

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import operator
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from moewright.codec import parse_json, read_text
+from moewright.codec import parse_json, parse_toml, read_text
 from moewright.codec.yaml_text import parse_yaml
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import mention
@@ -289,13 +288,9 @@ def _parse_text(path: Path) -> Any:
     text = read_text(path)
     if path.suffix.lower() == ".json":
         return parse_json(text, where=str(path))
-    if path.suffix.lower() != ".toml":
-        return parse_yaml(text, where=str(path))
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        rule = f"is not TOML that is read: {error}"
-        raise BadInput(Reason(field=str(path), rule=rule[:120])) from None
+    if path.suffix.lower() == ".toml":
+        return parse_toml(text, where=str(path))
+    return parse_yaml(text, where=str(path))
 
 
 def _parents(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
