@@ -70,7 +70,9 @@ def test_malformed_json_is_one_line(tmp_path: Path, content: bytes, message: str
     [
         (b"a = 1\na = 2\n", "is not TOML"),
         (b"a = " + b"[" * 100_000, "nested too deeply"),
-        (b"a" + b".a" * 200_000 + b" = 1", "has a key of over 200 parts"),
+        (b"a" + b".a" * 3000 + b" = 1", "is nested too deeply"),
+        (b'"a b"' + b' . "a b"' * 400 + b" = 1", "is nested too deeply"),
+        (b"a = 1\n" * 700_000, "more than the 4,194,304 characters of TOML"),
         (b"\xff\xfe", "is not text in UTF-8"),
         (b"seq_len = " + b"9" * 5000, "too many digits"),
         (b"seq_len = nan\nglobal_batch = 1\n", "must be a whole number"),

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import moewright
-from moewright.codec import foreign
+from moewright.codec import foreign, parse_toml
 from moewright.codec.foreign import budget, read_apart
 from moewright.engine.data.records import read_rows
 from moewright.spec.errors import BadInput, Reason
@@ -35,7 +35,7 @@ _BOUNDED = {"studio/queries.py"}
 # Parsers of text, and who uses them without a budget: files of ours alone, or text that is short.
 _TEXT_READERS = {"csv", "tomllib", "yaml", "xml", "configparser", "plistlib"}
 _OWN_TEXT = {
-    **dict.fromkeys(("codec/files.py", "codec/yaml_text.py"), "bounds what it reads"),
+    **dict.fromkeys(("codec/yaml_text.py",), "is called by readers with a budget"),
     **dict.fromkeys(("intake/job.py",), "reads a value of the command line"),
     **dict.fromkeys(("spec/quoting.py", "report/check_document.py"), "writes"),
     **dict.fromkeys(
@@ -228,6 +228,13 @@ def test_pieces_of_a_file_have_no_more_time_than_the_file(
     monkeypatch.setattr(foreign, "CPU_S_PER_FILE_BYTE", 0.0)
     with pytest.raises(BadInput, match=r"after line .*: takes more than 0 s of processor time"):
         _count_rows(write(tmp_path))
+
+
+def test_keys_of_toml_without_end_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is looked up from the first one; quotes and blanks hide how many there are."""
+    monkeypatch.setattr(foreign, "CPU_S", 0.1)
+    with pytest.raises(BadInput, match=r"j\.toml: (takes|needs) more than"):
+        parse_toml('"a b"' + ' . "a b"' * 20_000 + " = 1", where="j.toml")
 
 
 def test_there_is_no_network_inside() -> None:

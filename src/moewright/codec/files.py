@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ import tomli_w
 
 from moewright.codec.data import FloatPolicy, from_data, to_data
 from moewright.codec.data_paths import WeightedPath, format_data_paths, parse_data_paths
+from moewright.codec.foreign import budget, read_apart
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 from moewright.spec.plan import Plan
@@ -104,7 +104,11 @@ def name_model(folder: Path) -> str:
 
 LARGEST_TEXT_BYTES = GIB
 _CHUNK_BYTES = 1 << 24
-_MOST_KEY_PARTS = 200  # of TOML, with dots between them
+# TOML has keys whose every part is looked up from the first one, so that time and memory can grow
+# with the square of a text: what is not short is read at the border for foreign input.
+_SHORT_TOML_CHARS = 1 << 13
+_MOST_TOML_CHARS = 1 << 22
+_MOST_LEVELS = 200
 # What a file system without locks says.
 _WITHOUT_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 # Processes that may write one file at the same time.
@@ -185,19 +189,49 @@ def read_toml_data(path: Path) -> dict[str, Any]:
 
 def parse_toml(text: str, *, where: str) -> dict[str, Any]:
     """Return the plain data of TOML text; `where` names it in the reasons of BadInput."""
-    # A key of many parts is looked up part by part from the first one, for each of them.
-    words = re.split(r"[^\w.\"'-]+", text)
-    if any(sum(map(bool, word.split("."))) > _MOST_KEY_PARTS for word in words):
-        raise BadInput(Reason(field=where, rule=f"has a key of over {_MOST_KEY_PARTS} parts"))
+    if len(text) > _MOST_TOML_CHARS:
+        rule = f"has more than the {_MOST_TOML_CHARS:,} characters of TOML that are read"
+        raise BadInput(Reason(field=where, rule=rule))
+    if len(text) > _SHORT_TOML_CHARS:
+        return _parse_toml_apart(text, where)
+    return _parse_toml(text, where)
+
+
+@read_apart
+def _parse_toml_apart(text: str, where: str) -> dict[str, Any]:
+    with budget(where, len(text)):
+        return _parse_toml(text, where)
+
+
+def _parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         rule = f"is not TOML: {error}"
     except ValueError:
         rule = "holds a number with too many digits"
     except RecursionError:
         rule = "is nested too deeply"
+    else:
+        if _is_shallow(data):
+            return data
+        rule = "is nested too deeply"
     raise BadInput(Reason(field=where, rule=rule))
+
+
+def _is_shallow(data: dict[str, Any]) -> bool:
+    """Tell whether nothing is nested deeper than who walks through it may follow."""
+    level: list[Any] = [data]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            value
+            for parent in level
+            for value in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(value, dict | list)
+        ]
+        if not level:
+            return True
+    return False
 
 
 def write_text(path: Path, text: str) -> None:
