@@ -238,7 +238,7 @@ def read_flags(
         if not cluster:
             raise
         try:
-            command = read_launch(path, {**cluster, **os.environ}, words, values)
+            command = read_launch(path, os.environ, words, values, cluster=cluster)
             reading = _plan_strictly(command, path, model, on, network, strict=strict)
         except BadInput:
             raise refusal from None
@@ -315,8 +315,12 @@ def plan_launch(
             nearest = f"{hardware.fabric.devices_per_node}x{on}"
             raise BadInput(Reason(field="--on", value=str(on)[:60], rule=rule, nearest=nearest))
         hardware = replace(hardware, count=command.world_size)
+    rank_notes: tuple[str, ...] = ()
+    if not command.world_size:
+        rank_notes = (f"{hardware.count} ranks as --on says: {command.rank_account}",)
     if command.world_size not in (0, hardware.count):
         ranks = f"{command.nodes} x {command.ranks_per_node} = {command.world_size} ranks"
+        ranks += f", {command.rank_account}"
         raise BadInput(
             Reason(
                 field="--on",
@@ -334,7 +338,7 @@ def plan_launch(
         plan = build_plan(job.model, job.workload, hardware, job.layout)
     return ScriptPlan(
         plan=plan,
-        notes=job.notes,
+        notes=(*rank_notes, *job.notes),
         options=(*command.options, *command.exported),
         values={
             **dict.fromkeys(command.unknown_options, ()),

@@ -19,6 +19,7 @@ from moewright.intake.megatron.bash_session import (
     ScriptExit,
 )
 from moewright.intake.megatron.bash_tokens import ShellToken, TokenReader, syntax_refusal, tokenize
+from moewright.intake.megatron.launchers import LAUNCHERS
 from moewright.intake.megatron.unknown import UnknownValue, find_unknown
 from moewright.spec.errors import BadInput
 
@@ -472,7 +473,7 @@ def _sets_variables(tokens: Sequence[ShellToken]) -> bool:
 
 def _trains(tokens: Sequence[ShellToken]) -> bool:
     """Whether a part of a script starts a trainer; a program in its own words is none."""
-    programs = ("torchrun", "python", "python3", "deepspeed", "srun", "mpirun", "sbatch")
+    programs = (*LAUNCHERS, "srun", "mpirun", "sbatch")
     words = [token.unquoted for token in tokens]
     is_filter = words[:1] != [] and words[0] in ("python", "python3") and "-c" in words[1:4]
     return not is_filter and any(word.rpartition("/")[2] in programs for word in words)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moewright.intake.megatron.launchers import LAUNCHERS
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.spec.errors import BadInput, Reason
 
@@ -18,8 +19,7 @@ _PRINTERS = (
     *("dirname", "basename", "realpath", "readlink", "sed", "awk", "grep", "head", "tail", "wc"),
     *("mkdir", "stat", "du", "tar", "rsync", "scp", "dos2unix", "tee", "diff", "cmp"),
 )
-_TRAINERS = ("torchrun", "python", "python3", "deepspeed")
-_STARTS_TRAINER = re.compile(r"\s*(\S*/)?(torchrun|python3?|deepspeed)\s[^\0]*\s--[a-z]")
+_STARTS_TRAINER = re.compile(rf"\s*(\S*/)?({'|'.join(LAUNCHERS)})\s[^\0]*\s--[a-z]")
 # Scripts of an installation, which set no sizes of a job.
 _ENVIRONMENT_SCRIPTS = (
     *("activate", ".bashrc", ".bash_profile", ".profile", ".zshrc", "conda.sh", "modules.sh"),
@@ -65,7 +65,7 @@ def find_called_script(words: list[str], stdin: str | None) -> CalledScript | No
 def _find_script(words: list[str], stdin: str | None) -> CalledScript | None:
     for place, word in enumerate(words):
         name = word.rpartition("/")[2]
-        if name in _TRAINERS:
+        if name in LAUNCHERS:
             return None
         if name in _SHELLS:
             return _shell_script(words[place + 1 :], stdin)

@@ -25,6 +25,7 @@ from moewright.intake.megatron.foreign_options import (
     swift_settings,
 )
 from moewright.intake.megatron.launch_command import LaunchCommand, parse_command
+from moewright.intake.megatron.launchers import split_launcher
 from moewright.intake.megatron.overrides import ScriptOverrides
 from moewright.intake.megatron.post_training import is_slime, slime_words
 from moewright.intake.megatron.unknown import (
@@ -36,10 +37,8 @@ from moewright.intake.megatron.unread import (
     group_names,
 )
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.units import is_whole_number, mention, whole_number
+from moewright.spec.units import mention
 
-_PROGRAMS = ("torchrun", "python", "python3", "deepspeed")
-_RUNNERS = ("uv",)  # of modules, where they start no program of those
 _PRINTERS = ("echo", "printf", "which")
 # Programs of Megatron-LM and its forks that run a model without training it.
 _OTHER_TASKS = re.compile(
@@ -60,12 +59,6 @@ _TRAINING_OPTIONS = (
     "--micro-batch-size",
     "--global-batch-size",
 )
-_SCHEDULERS = ("srun", "mpirun", "mpiexec", "prun", "jsrun", "aprun")
-# What they call the number of processes, of nodes and of processes on each.
-_TASKS = ("-n", "-np", "--ntasks", "--np")
-_NODES = ("-N", "--nodes")
-_TASKS_PER_NODE = ("--ntasks-per-node", "--npernode", "-ppn", "--ppn")
-_DISTRIBUTED = "torch.distributed"
 _MOST_WORDS = 200
 # Commands of trainers that run no Megatron-core, or not in this way.
 _OTHER_MODELS = (
@@ -124,7 +117,7 @@ def find_launch(
             environment = _environment(command)
             configured = configure(swift_settings(command.words, environment))
             return parse_configured(configured, environment, reading.notes, overrides)
-        words = _program_arguments(command.words) or []
+        words = (split_launcher(command.words) or ([], []))[1]
         if is_configured(words):
             environment = _environment(command)
             words = [*words, *overrides.settings]
@@ -144,7 +137,7 @@ def _read_training(
     first = training[0]
     if named := _match_command(first, _OTHER_MODELS):
         raise BadInput(Reason(field="script", rule=named))
-    words = _program_arguments(first.words) or []
+    started_by, words = split_launcher(first.words) or ([], [])
     notes = list(reading.notes)
     if is_slime(words):
         words, slime_notes = slime_words(words)
@@ -157,10 +150,9 @@ def _read_training(
         )
     words = overrides.replace_options(words)
     _refuse_adapters(words)
-    launch = parse_command(words, _environment(first), notes, folder)
-    if not launch.ranks_per_node:
-        nodes, per_node = _count_tasks(first.words, scheduled)
-        launch = replace(launch, nodes=nodes or launch.nodes, ranks_per_node=per_node)
+    launch = parse_command(
+        words, _environment(first), notes, folder, started_by=started_by, scheduled=scheduled
+    )
     return replace(launch, written_files=reading.files)
 
 
@@ -272,8 +264,8 @@ def _environment(command: Command) -> dict[str, str]:
 
 def _trains(command: Command) -> bool:
     names = {word.partition("=")[0].replace("_", "-") for word in command.words}
-    arguments = _program_arguments(command.words)
-    is_training = arguments is not None and not names.isdisjoint(_TRAINING_OPTIONS)
+    is_started = command.words[0] not in _PRINTERS and split_launcher(command.words) is not None
+    is_training = is_started and not names.isdisjoint(_TRAINING_OPTIONS)
     return is_training and not _find_other_task(command)
 
 
@@ -311,54 +303,3 @@ def _missing_script(command: Command) -> str:
     """Return the script that a command starts and that was not read; "" for another command."""
     called = find_called_script(list(command.words), None)
     return show_unknown(called.path)[:80] if called is not None else ""
-
-
-def _program_arguments(words: tuple[str, ...]) -> list[str] | None:
-    """Return the words behind torchrun, python or deepspeed; None for another command."""
-    if words[0] in _PRINTERS:
-        return None
-    for programs in (_PROGRAMS, _RUNNERS):
-        for position, word in enumerate(words):
-            if UNKNOWN_VALUE.sub("", word).rpartition("/")[2] in programs:
-                return list(words[position + 1 :])
-    return None
-
-
-def _count_tasks(words: Sequence[str], scheduled: Mapping[str, str]) -> tuple[int, int]:
-    """Return nodes and ranks of each of `srun -n16 python ...`; 0 where a task is a launcher.
-
-    What srun is not told is as the job has it.
-    """
-    if not any(word.rpartition("/")[2] in _SCHEDULERS for word in words):
-        return 0, 0
-    place = next((p for p, word in enumerate(words) if "python" in word.rpartition("/")[2]), 0)
-    if not place or any(_DISTRIBUTED in word for word in words[place:]):
-        return 0, 0
-    tasks = _find_count(words[:place], _TASKS)
-    nodes = _find_count(words[:place], _NODES)
-    per_node = _find_count(words[:place], _TASKS_PER_NODE)
-    if not tasks and any(word.rpartition("/")[2] == "srun" for word in words[:place]):
-        nodes = nodes or _number(scheduled, "SLURM_NNODES")
-        per_node = per_node or _number(scheduled, "SLURM_NTASKS_PER_NODE")
-        tasks = nodes * per_node or _number(scheduled, "SLURM_NTASKS")
-    tasks = tasks or nodes * per_node
-    nodes = nodes or (tasks // per_node if per_node else 1)
-    if not tasks or not nodes or tasks % nodes:
-        return 0, 0
-    return nodes, tasks // nodes
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    return whole_number(variables.get(name, ""))
-
-
-def _find_count(words: Sequence[str], names: Sequence[str]) -> int:
-    """Return the number behind an option of a scheduler, also in `-n16` and `-n=16`; 0 for none."""
-    for word, following in pairwise((*words, "")):
-        for name in names:
-            inline = word.removeprefix(name).removeprefix("=")
-            if word == name and is_whole_number(following):
-                return int(following)
-            if word.startswith(name) and is_whole_number(inline):
-                return int(inline)
-    return 0

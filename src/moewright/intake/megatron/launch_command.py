@@ -14,6 +14,7 @@ from moewright.intake.megatron.foreign_options import (
     FOREIGN_OPTIONS,
     FOREIGN_VALUES,
 )
+from moewright.intake.megatron.launchers import count_ranks
 from moewright.intake.megatron.options import (
     check_values,
     option_table,
@@ -33,7 +34,7 @@ from moewright.intake.megatron.unread import (
     order_forks,
 )
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.units import is_whole_number, mention, whole_number
+from moewright.spec.units import mention, whole_number
 
 _LAUNCHER_SWITCHES = (
     "--standalone",
@@ -48,10 +49,10 @@ _LAUNCHER_SWITCHES = (
 _LAUNCHER_OPTION = re.compile(
     r"--(nnodes|nproc[-_]per[-_]node|node[-_]rank|master[-_]addr|master[-_]port|rdzv[-_]\w+"
     r"|max[-_]restarts|numa[-_]binding|log[-_]dir|redirects|tee|monitor[-_]interval|start[-_]method|role"
-    r"|local[-_]addr|local[-_]ranks[-_]filter|num_nodes|num_gpus|hostfile|include|exclude)"
+    r"|local[-_]addr|local[-_]ranks[-_]filter|num_nodes|num_gpus|hostfile|include|exclude"
+    r"|num[-_]processes|num[-_]machines|machine[-_]rank|main[-_]process[-_](?:ip|port)|config_file)"
 )
-# What DeepSpeed's launcher calls torchrun's options.
-_DEEPSPEED_LAUNCHER = {"num-nodes": "nnodes", "num-gpus": "nproc-per-node"}
+_COUNT_OPTION = re.compile(r"nnodes|nproc.*|num[-_].*")
 # What only a model with an encoder beside its decoder has.
 _ENCODER_OPTIONS = ("--decoder-seq-length", "--decoder-num-layers")
 _GONE: Mapping[str, str] = MappingProxyType(
@@ -82,7 +83,8 @@ class LaunchCommand:
     those of forks and settings that nothing here reads. `unknown_words` are variables among the
     words, and files below a configuration, of which only running tells what they hold.
     `written_files` are texts by path that the script writes itself. `model` is the name of the
-    model, where a configuration gives no sizes.
+    model, where a configuration gives no sizes. `rank_account` says who says the ranks, or why they
+    are not known.
     """
 
     nodes: int
@@ -95,6 +97,7 @@ class LaunchCommand:
     model: str = ""
     unknown_words: tuple[UnknownValue, ...] = ()
     written_files: Mapping[str, str] = field(default_factory=dict)
+    rank_account: str = ""
 
     @property
     def world_size(self) -> int:
@@ -106,11 +109,15 @@ def parse_command(
     exported: Mapping[str, str],
     notes: Sequence[str],
     folder: Path | None = None,
+    *,
+    started_by: Sequence[str] = (),
+    scheduled: Mapping[str, str] = MappingProxyType({}),
 ) -> LaunchCommand:
     """Return the command of the words behind its launcher, with the environment it starts in.
 
     Options that Megatron-LM lacks are looked for in the trainer's source, which lies around
-    `folder`, that of the script.
+    `folder`, that of the script. `started_by` are the words up to the launcher, and `scheduled` the
+    variables that a scheduler sets in the job.
 
     Raises:
         BadInput: one Reason a word or value that Megatron-LM's parser does not take.
@@ -118,7 +125,7 @@ def parse_command(
     parser = _LaunchParser(words, folder)
     parser.notes += notes
     parser.parse()
-    return parser.build(exported)
+    return parser.build(exported, started_by, scheduled)
 
 
 class _LaunchParser:
@@ -162,16 +169,25 @@ class _LaunchParser:
         if self.faults:
             raise BadInput(*self.faults)
 
-    def build(self, exported: Mapping[str, str]) -> LaunchCommand:
-        """Return the command with the environment it is started in.
+    def build(
+        self, exported: Mapping[str, str], started_by: Sequence[str], scheduled: Mapping[str, str]
+    ) -> LaunchCommand:
+        """Return the command with the environment it is started in, and what starts it.
 
         Raises:
             BadInput: the number of nodes or ranks is no number.
         """
-        world = next(iter(self.foreign_options.get("--world-size", ())), "")
+        ranks = count_ranks(
+            started_by,
+            self.words,
+            self.launcher_options,
+            {**scheduled, **exported},
+            next(iter(self.foreign_options.get("--world-size", ())), ""),
+        )
         return LaunchCommand(
-            nodes=self._launcher_count("nnodes", "1"),
-            ranks_per_node=self._launcher_count("nproc-per-node", world),
+            nodes=ranks.nodes,
+            ranks_per_node=ranks.per_node,
+            rank_account=ranks.account,
             exported=exported,
             options=self.options,
             foreign_options=self.foreign_options,
@@ -179,6 +195,7 @@ class _LaunchParser:
             unknown_words=tuple(self.unknown_words),
             notes=(
                 *self.notes,
+                *ranks.notes,
                 *(f"{reason}: {' '.join(names)}" for reason, names in self.fork_notes.items()),
             ),
         )
@@ -253,6 +270,9 @@ class _LaunchParser:
     def _is_placeholder(self) -> bool:
         """Whether words are of a path that a user still has to write, as in "your data path"."""
         name = self.current_option
+        launcher_option = _LAUNCHER_OPTION.fullmatch(name)
+        if launcher_option is not None:
+            return _COUNT_OPTION.fullmatch(launcher_option[1]) is None
         harmless = find_harmless(name, (*_FORK_TABLES, "megatron")) if name else None
         return harmless is not None and harmless.is_of_files
 
@@ -348,8 +368,7 @@ class _LaunchParser:
         if inline is None:
             inline = next(iter(self.words[self.position : self.position + 1]), "")
             self.position += 1
-        spelled = name.replace("_", "-")
-        self.launcher_options[_DEEPSPEED_LAUNCHER.get(spelled, spelled)] = inline
+        self.launcher_options[name.replace("_", "-")] = inline
 
     def _take_megatron_option(self, name: str, inline: str | None) -> None:
         option = self.table[name]
@@ -396,16 +415,6 @@ class _LaunchParser:
         while end < len(self.words) and not _ends_values(self.words[end]):
             end += 1
         return self.words[self.position : end]
-
-    def _launcher_count(self, name: str, default: str) -> int:
-        """Return a number of torchrun's; 0 where the script does not tell."""
-        value = self.launcher_options.get(name, default)
-        if is_whole_number(value):
-            return int(value)
-        if value and not UNKNOWN_VALUE.search(value) and value not in ("gpu", "auto"):
-            rule = "must be a whole number: the layout does not change while training"
-            raise BadInput(Reason(field=f"--{name}", value=value[:60], rule=rule))
-        return 0
 
 
 def _ends_values(word: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from moewright.codec import parse_json, read_json_data, read_text
 from moewright.codec.files import as_table
@@ -61,6 +62,8 @@ def read_launch(
     environment: Mapping[str, str],
     arguments: Sequence[str] = (),
     overrides: ScriptOverrides = _NO_OVERRIDES,
+    *,
+    cluster: Mapping[str, str] = MappingProxyType({}),
 ) -> LaunchCommand:
     """Return the training command of a script, or of a configuration in YAML.
 
@@ -69,7 +72,8 @@ def read_launch(
 
     Variables come from the script, then from `environment`; `arguments` are the words that would
     stand behind the script's name on the command line, or settings such as model.num_layers=4.
-    `overrides` win over all of them.
+    `overrides` win over all of them. `cluster` are variables of a job that neither the script asks
+    its scheduler for nor `environment` holds.
 
     Raises:
         BadInput: the script cannot be read, or starts no training.
@@ -87,14 +91,15 @@ def read_launch(
         nearest = f"moewright capture -- python {script.name}"
         raise BadInput(Reason(field=script.name, rule=rule, nearest=nearest))
     if text is None and script.suffix.lower() in _CONFIGURATIONS:
-        variables = {**environment, **overrides.variables}
+        variables = {**cluster, **environment, **overrides.variables}
         words = (*arguments, *overrides.settings_of_files())
         return parse_configured(configure_file(script, variables, words), {}, overrides=overrides)
     if text is None:
         text = read_text(script)
-    told = {**read_directives(text), **environment}
+    told = {**cluster, **read_directives(text), **environment}
     reading = read_commands(text, told, arguments, script=script, constants=overrides.variables)
-    return find_launch(reading, script.parent, overrides, scheduled=told)
+    scheduled = {**told, **overrides.variables}
+    return find_launch(reading, script.parent, overrides, scheduled=scheduled)
 
 
 def interpret_launch(
