@@ -13,7 +13,7 @@ from moewright.api.planning import Plans, search_request
 from moewright.api.requests import read_plan_request
 from moewright.codec import parse_layout
 from moewright.search.misfit import Misfit
-from moewright.search.search import build_plan
+from moewright.search.search import build_plan, search
 from moewright.spec.errors import BadInput
 from moewright.spec.options import SearchOptions, WorkloadOptions
 from moewright.spec.plan import Verdict
@@ -75,6 +75,7 @@ def test_a_search_without_room_for_the_states_ends_as_a_whole_one(
     plans: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moewright.search.search._may_hold_states", lambda *_: True)
+    search.cache_clear()
     whole = search_request(plans.request, Path("model"), SearchOptions()).search
     assert whole.nearest_miss == plans.search.nearest_miss
     assert (whole.rejected, whole.scored) == (plans.search.rejected, plans.search.scored)

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from moewright.codec import format_layout
 from moewright.codec.megatron_options import SAME_OPTIONS
@@ -58,6 +59,7 @@ def advise_job(
     )
 
 
+@cache  # the same function for the same trainer, so that searches with it are done once
 def _objections(trainer: Trainer) -> JobObjections:
     """Return what a trainer has against a plan."""
     target = _TARGETS.get(trainer)

@@ -115,6 +115,26 @@ class ChangeSearch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NewObjections:
+    """The reasons of a trainer against a layout of a job, without those that the job itself has.
+
+    Equal ones compare equal, unlike functions, so that a search with them is done once.
+    """
+
+    object_to: JobObjections
+    job: Plan
+    accepted: frozenset[Reason]
+
+    def __call__(self, layout: Layout) -> tuple[Reason, ...]:
+        reasons = self.object_to(replace(self.job, layout=layout))
+        return tuple(
+            reason
+            for reason in reasons
+            if reason.field.startswith("layout.") and reason not in self.accepted
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChangePricer:
     """Prices changes of one job.
 
@@ -421,16 +441,11 @@ def _take_degrees(pricer: ChangePricer, best: Plan) -> PricedChange | None:
 def _search(pricer: ChangePricer, workload: Workload) -> Plan | None:
     """Return the planner's best plan of a job, with what the job trains kept; None: none fits."""
     before = pricer.before
-    objections = set(pricer.object_to(before))
-
-    def object_to(layout: Layout) -> tuple[Reason, ...]:
-        reasons = pricer.object_to(replace(before, workload=workload, layout=layout))
-        return tuple(
-            reason
-            for reason in reasons
-            if reason.field.startswith("layout.") and reason not in objections
-        )
-
+    objections = NewObjections(
+        object_to=pricer.object_to,
+        job=replace(before, workload=workload),
+        accepted=frozenset(pricer.object_to(before)),
+    )
     names = {
         choice.name
         for choice in LAYOUT_FIELDS
@@ -439,7 +454,7 @@ def _search(pricer: ChangePricer, workload: Workload) -> Plan | None:
     text = format_fields(before.layout, names)
     try:
         plan = find_best_plan(
-            before.model, workload, before.hardware, fixed=text, allowed=object_to
+            before.model, workload, before.hardware, fixed=text, allowed=objections
         )
     except BadInput:
         return None

@@ -99,6 +99,7 @@ class SearchResult:
     proven_optimism: float = 0.0
 
 
+@lru_cache(maxsize=16)  # the pages and the tools of a session ask about the same job
 def search(
     model: ModelSpec,
     workload: Workload,
@@ -184,6 +185,7 @@ def search(
     )
 
 
+@lru_cache(maxsize=64)  # a judgement and a list of changes compare with the same best plan
 def find_best_plan(
     model: ModelSpec,
     workload: Workload,
