@@ -1,4 +1,7 @@
-"""Write docs/accuracy.md, its picture and docs/accuracy/: every published run as predicted.
+"""Write docs/accuracy.md, its picture and the pages beside it: every published run as predicted.
+
+The page has what a stranger meets; docs/accuracy_own_runs.md, _blind.md and _unexplained.md have
+an idea each, docs/accuracy/ the runs of each publisher.
 
 `make accuracy` runs it. Each run is predicted by constants fitted without its publisher. JSON
 reports of `moewright validate ... --leave-out publisher`, without `--own-rows 3`, with it, with
@@ -24,6 +27,9 @@ from moewright.view.page import TIME_COLOURS
 PAGE = Path(__file__).parents[1] / "accuracy.md"
 PICTURE = PAGE.with_suffix(".svg")
 RUNS = PAGE.with_suffix("")  # a folder with a page a publisher
+OWN_RUNS_PAGE = PAGE.with_name("accuracy_own_runs.md")
+BLIND_PAGE = PAGE.with_name("accuracy_blind.md")
+UNEXPLAINED_PAGE = PAGE.with_name("accuracy_unexplained.md")
 TABLES = tuple(
     Path(__file__).parents[2] / "tests" / "published" / "data" / name
     for name in ("measurements.csv", "measurements_more.csv")
@@ -49,8 +55,11 @@ their speed; of *switches unstated* the likely readings are priced and their med
 *natural routing* the router decided where tokens went. *In 80 %* and *in 95 %* are the shares of
 measurements inside their own intervals, whose widths come from residuals of other publishers.
 Rank correlation and regret are means over groups of one model on one device with three layouts or
-more. Nothing here was measured by us on a GPU. [Other planners](rivals.md) have a page of their
-own.
+more. Nothing here was measured by us on a GPU.
+
+Pages of their own have [three runs of one's own](accuracy_own_runs.md), runs that
+[nothing was fitted to](accuracy_blind.md), rows that are
+[not explained](accuracy_unexplained.md) and [other planners](rivals.md).
 """
 
 _STACK_TEXT = """The folds leave out each pair of a framework and a part: what a stranger meets
@@ -66,7 +75,13 @@ leaves open of the three is carried over to runs alike, as by `moewright fit`.
 _OWN_ROWS_TEXT = """Three rows of all that the publisher ran, whatever model and part, those whose
 choices tell most of the others (`--own-rows 3`).
 """
-_BLIND_TEXT = """Runs of sources that no other table has (`tests/published/data/blind_runs.csv`),
+_OWN_RUNS_INTRODUCTION = """# Accuracy after runs of one's own
+
+The columns are those of [accuracy](accuracy.md).
+"""
+_BLIND_TEXT = """# Accuracy on runs that nothing was fitted to
+
+The columns are those of [accuracy](accuracy.md). Runs of sources that no other table has (`tests/published/data/blind_runs.csv`),
 predicted by the constants as shipped, which are not fitted to them. **Their first scores**, before
 anything was changed for them, are 24.6 and 74.5 % (median, 90th percentile) of the 17 MoE rows of
 2026-11-24, 31.0 and 84.7 % of 22 of 2026-11-27 (four more, which were refused at first, were 20 to
@@ -79,20 +94,10 @@ _STATEMENTS = ("complete", "switches unstated", "natural routing")
 Row = Mapping[str, Any]
 
 
-def render_page(
-    report: Mapping[str, Any],
-    cells: Mapping[str, Mapping[str, str]],
-    own_report: Mapping[str, Any] | None = None,
-    alike_report: Mapping[str, Any] | None = None,
-    stack_report: Mapping[str, Any] | None = None,
-    *,
-    blind_report: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the text of the page for reports of validate and the cells of their rows.
+def render_page(report: Mapping[str, Any], stack_report: Mapping[str, Any] | None = None) -> str:
+    """Return the text of the page for reports of validate.
 
-    `own_report` is the one whose fits have some rows of the publisher itself, `alike_report` the
-    one whose fits have some of the same model and part, `stack_report` the one that leaves out
-    pairs of framework and part, `blind_report` that of runs that no constant was fitted to.
+    `stack_report` is the one that leaves out pairs of framework and part.
     """
     timed = [row for row in report["rows"] if _error(row) is not None]
     parts = [
@@ -100,23 +105,44 @@ def render_page(
         "![Predicted and measured tokens/s a device](accuracy.svg)\n",
         "## Summary\n",
         "\n".join(_summary_lines(report["summary"])),
-        *_own_row_parts(
+        *_summary_parts(
             stack_report, "Where neither the framework nor the part was fitted", _STACK_TEXT
         ),
-        *_own_row_parts(
-            alike_report, f"With {_OWN_ROWS} own runs of the same model and part", _OWN_ALIKE_TEXT
-        ),
-        *_own_row_parts(own_report, f"With {_OWN_ROWS} of a publisher's own rows", _OWN_ROWS_TEXT),
-        *_blind_parts(blind_report),
         "\n## Peaks\n",
         _peak_text(report["summary"]["memory"]),
-        "\n## What is not explained\n",
-        "\n".join(_unexplained_lines(timed)),
         "\n## Every run\n",
         "One page a publisher.\n",
         "\n".join(_publisher_lines(timed)) + "\n",
     ]
     return "\n".join(parts)
+
+
+def render_own_runs(own_report: Mapping[str, Any], alike_report: Mapping[str, Any]) -> str:
+    """Return the text of the page of fits that have some rows of the publisher itself.
+
+    Those of `alike_report` are of the same model and part.
+    """
+    alike = f"With {_OWN_ROWS} own runs of the same model and part"
+    own = f"With {_OWN_ROWS} of a publisher's own rows"
+    parts = [
+        _OWN_RUNS_INTRODUCTION.rstrip("\n"),
+        *_summary_parts(alike_report, alike, _OWN_ALIKE_TEXT),
+        *_summary_parts(own_report, own, _OWN_ROWS_TEXT),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def render_blind(report: Mapping[str, Any]) -> str:
+    """Return the text of the page of runs that no constant was fitted to."""
+    lines = "\n".join(_summary_lines(report["summary"]))
+    return f"{_BLIND_TEXT}\n{lines}\n\n{_peak_text(report['summary']['memory'])}\n"
+
+
+def render_unexplained(report: Mapping[str, Any]) -> str:
+    """Return the text of the page of rows that are far off, with what is suspected."""
+    timed = [row for row in report["rows"] if _error(row) is not None]
+    lines = "\n".join(_unexplained_lines(timed))
+    return f"# Published runs that are not explained\n\n{lines}\n"
 
 
 def render_runs(
@@ -147,19 +173,11 @@ def _publisher_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| [{publisher}](accuracy/{publisher}.md) | {len(own)} |"
 
 
-def _own_row_parts(report: Mapping[str, Any] | None, title: str, text: str) -> Iterator[str]:
+def _summary_parts(report: Mapping[str, Any] | None, title: str, text: str) -> Iterator[str]:
     if report:
         yield f"\n## {title}\n"
         yield text
         yield "\n".join(_summary_lines(report["summary"], names=("all", *_STATEMENTS)))
-
-
-def _blind_parts(report: Mapping[str, Any] | None) -> Iterator[str]:
-    if report:
-        yield "\n## Runs that nothing was fitted to\n"
-        yield _BLIND_TEXT
-        yield "\n".join(_summary_lines(report["summary"]))
-        yield f"\n{_peak_text(report['summary']['memory'])}"
 
 
 def _summary_lines(summary: Mapping[str, Any], names: Collection[str] = ()) -> Iterator[str]:
@@ -328,7 +346,7 @@ def _score_blind() -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the page and its picture, from four reports of validate where they are given."""
+    """Write the pages and the picture, from four reports of validate where they are given."""
     if arguments:
         reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments]
     else:
@@ -340,13 +358,15 @@ def main(arguments: Sequence[str]) -> None:
             (("framework", "hardware"), 0, ()),
         )
         reports = [_compute_report(*report) for report in asked]
-    cells = _read_cells()
-    page = render_page(reports[0], cells, *reports[1:], blind_report=_score_blind())
-    PAGE.write_text(page, encoding="utf-8")
+    whole_report, own_report, alike_report, stack_report = reports
+    PAGE.write_text(render_page(whole_report, stack_report), encoding="utf-8")
+    OWN_RUNS_PAGE.write_text(render_own_runs(own_report, alike_report), encoding="utf-8")
+    BLIND_PAGE.write_text(render_blind(_score_blind()), encoding="utf-8")
+    UNEXPLAINED_PAGE.write_text(render_unexplained(whole_report), encoding="utf-8")
     RUNS.mkdir(exist_ok=True)
-    for publisher, text in render_runs(reports[0], cells).items():
+    for publisher, text in render_runs(whole_report, _read_cells()).items():
         (RUNS / f"{publisher}.md").write_text(text, encoding="utf-8")
-    PICTURE.write_text(render_picture(reports[0]), encoding="utf-8")
+    PICTURE.write_text(render_picture(whole_report), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from docs.tools.accuracy import render_page, render_picture, render_runs
+from docs.tools.accuracy import (
+    render_blind,
+    render_own_runs,
+    render_page,
+    render_picture,
+    render_runs,
+    render_unexplained,
+)
 
 
 def row(name: str, measured: float, predicted: float | None) -> dict[str, Any]:
@@ -47,27 +54,29 @@ OWN_REPORT = {"summary": {"splits": [OWN_SPLIT, {**OWN_SPLIT, "name": "publisher
 
 def test_the_page_has_every_timed_run() -> None:
     cells = {"a-1": {"model": "org/M", "num_gpus": "8", "hardware": "H100"}}
-    page = render_page(REPORT, cells, OWN_REPORT)
+    page = render_page(REPORT, OWN_REPORT)
     runs = render_runs(REPORT, cells)
     assert "| a-1 | M | 8 H100 |  | 100 | 105 | 90-110 | +5.0 % |" in runs["a"]
     assert "| [b](accuracy/b.md) | 1 |" in page
     assert "b-2" not in page + runs["b"]
     assert "| moe | all | 3 | 10.0 % | 20.0 % | -1.0 % | 80.0 % | 95.0 % | 0.90 | 1.0 % |" in page
-    own_rows = page[page.index("own rows") : page.index("## Peaks")]
-    assert "| moe | all | 3 | 5.0 % |" in own_rows
-    assert "publisher a" not in own_rows
-    unexplained = page[page.index("not explained") : page.index("## Every run")]
+    stacks = page[page.index("neither the framework") : page.index("## Peaks")]
+    assert "| moe | all | 3 | 5.0 % |" in stacks
+    assert "publisher a" not in stacks
+
+
+def test_pages_beside_it_have_one_idea_each() -> None:
+    """Own runs, runs that nothing was fitted to, and what is far off."""
+    own = render_own_runs(REPORT, OWN_REPORT)
+    alike = own[own.index("same model and part") : own.index("publisher's own rows")]
+    assert "| moe | all | 3 | 5.0 % |" in alike
+    assert "| moe | all | 3 | 10.0 % |" in own[own.index("publisher's own rows") :]
+    blind = render_blind({"summary": {"splits": [OWN_SPLIT], "memory": MEMORY}})
+    assert "| moe | all | 3 | 5.0 % |" in blind
+    assert "Of 3 runs that ran, 2 are said to fit" in blind
+    unexplained = render_unexplained(REPORT)
     assert "b-1" in unexplained
     assert "a-1" not in unexplained
-
-
-def test_the_page_has_the_runs_that_nothing_was_fitted_to() -> None:
-    blind = {"summary": {"splits": [OWN_SPLIT], "memory": MEMORY}}
-    page = render_page(REPORT, {}, blind_report=blind)
-    part = page[page.index("## Runs that nothing was fitted to") : page.index("## Peaks")]
-    assert "| moe | all | 3 | 5.0 % |" in part
-    assert "Of 3 runs that ran, 2 are said to fit" in part
-    assert "nothing was fitted" not in render_page(REPORT, {})
 
 
 def test_the_picture_has_a_point_a_run() -> None:
