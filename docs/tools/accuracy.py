@@ -81,13 +81,14 @@ The columns are those of [accuracy](accuracy.md).
 """
 _BLIND_TEXT = """# Accuracy on runs that nothing was fitted to
 
-The columns are those of [accuracy](accuracy.md). Runs of sources that no other table has (`tests/published/data/blind_runs.csv`),
-predicted by the constants as shipped, which are not fitted to them. **Their first scores**, before
-anything was changed for them, are 24.6 and 74.5 % (median, 90th percentile) of the 17 MoE rows of
-2026-11-24, 31.0 and 84.7 % of 22 of 2026-11-27 (four more, which were refused at first, were 20 to
-25 % slow), 18.4 and 36.3 % of 22 more of that day (five more could not be read), and 10.2 and
-56.1 % of 67 dense rows (five more: 23.8 and 27.1 %). The table below is what the planner says
-since; what was mended stands in [the log](log/planner_accuracy.md).
+The columns are those of [accuracy](accuracy.md). Runs of sources that no other table has
+(`tests/published/data/blind_runs.csv`), predicted by the constants as shipped, which are not fitted
+to them. **Their first scores**, before anything was changed for them, are 24.6 and 74.5 % (median,
+90th percentile) of the 17 MoE rows of 2026-11-24, 31.0 and 84.7 % of 22 of 2026-11-27 (four more,
+which were refused at first, were 20 to 25 % slow), 18.4 and 36.3 % of 22 more of that day (five
+more could not be read), and 10.2 and 56.1 % of 67 dense rows (five more: 23.8 and 27.1 %). The
+table is what the planner says since; what was mended stands in
+[the log](log/planner_accuracy.md).
 """
 _STATEMENTS = ("complete", "switches unstated", "natural routing")
 

@@ -13,7 +13,7 @@ from moewright.api.requests import read_axes, read_plan_request
 from moewright.cost.evidence import read_measured_choices
 from moewright.spec.errors import BadInput
 from moewright.spec.options import JobAxes, SearchOptions
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import Dtype, ExpertKernels
 
 MODEL = "OLMoE-1B-7B-0924"
 PINS = "tp1,pp1,ep4,mbs2,recompute=none,offload=none,zero1"
@@ -66,6 +66,33 @@ def test_a_format_that_no_layout_fits_in_says_so_and_another_is_taken():
     plans = search_axes(request, Path(MODEL), axes, options)
     assert [choice.precision for choice in plans.choices] == [Dtype.BF16, Dtype.FP8]
     assert all(choice.layout or choice.refusal for choice in plans.choices)
+
+
+def test_switches_that_the_user_allows_are_set_where_they_pay() -> None:
+    names = ("bf16-gradients", "bf16-moments", "fused-experts")
+    plans = mw.plan(MODEL, on="8xB200", precision="mxfp8", layout=PINS, switches=names, top=1)
+    plain, switched = plans.choices
+    assert (plain.switches, switched.switches) == ((), names)
+    assert switched.is_chosen
+    assert not plain.is_chosen
+    workload = plans.best.workload
+    assert workload.grad_dtype is Dtype.BF16
+    assert workload.optimizer.moment_dtype is Dtype.BF16
+    assert workload.trainer.expert_kernels is ExpertKernels.FUSED
+    assert plans.best.estimate.step_s == pytest.approx(switched.step_s, rel=1e-9)
+    assert switched.step_s < plain.step_s
+    alone = mw.plan(MODEL, on="8xB200", precision="mxfp8", layout=PINS, top=1)
+    assert alone.best.estimate.step_s == pytest.approx(plain.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("names", "field"), [(("bf16-weights",), "switches"), (("fused-experts",), "--try")]
+)
+def test_a_switch_that_is_none_or_changes_nothing_is_refused(names, field) -> None:
+    """Fused experts quantise what they write: a job in 16 bits has none."""
+    with pytest.raises(BadInput) as error:
+        mw.plan(MODEL, on="8xH100", layout=PINS, switches=names)
+    assert error.value.reasons[0].field == field
 
 
 def test_values_that_are_no_choice_are_read_as_they_are():

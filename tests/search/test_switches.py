@@ -42,7 +42,7 @@ def test_a_near_copy_of_a_vendors_recipe_names_the_switches_between_the_two():
 
 def test_what_is_set_already_is_not_said_again():
     plan = mw.estimate("Qwen3-30B-A3B", "ep8,mbs1", on="16xH100", load="balanced")
-    assert [switch.name for switch in list_switches(plan, plan.workload)] == [
+    assert [switch.name for switch in list_switches(plan.model, plan.workload)] == [
         "bf16 gradients",
         "bf16 moments",
     ]

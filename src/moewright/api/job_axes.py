@@ -1,16 +1,18 @@
-"""The verb `plan`, and what of the job itself it may choose: the precision and the global batch.
+"""The verb `plan`, and what of the job itself it may choose: precision, global batch, switches.
 
-Formats are compared at the largest batch, batches in the format that is chosen. A format is chosen
-by what layouts are ranked by, the bound of a step, among those that somebody ran on the part.
-How much a sequence teaches is the user's to say: all batches of the range are taken to teach as
-much a token, so that its upper end is the critical batch.
+Formats are compared at the largest batch, batches in the format that is chosen, both with all the
+switches that the user allows; the chosen job is then compared with the one without them. A format
+is chosen by what layouts are ranked by, the bound of a step, among those that somebody ran on the
+part. How much a sequence teaches is the user's to say: all batches of the range are taken to teach
+as much a token, so that its upper end is the critical batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import NoReturn, TypedDict, Unpack
 
 from moewright.api.planning import (
     Plans,
@@ -26,10 +28,12 @@ from moewright.rules.limits.legality import check_precision
 from moewright.rules.limits.trainers import TargetTrainer, job_refusals
 from moewright.search.ranking import bound_s
 from moewright.search.search import find_best_plan
+from moewright.search.switches import set_switches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
-from moewright.spec.options import JobAxes, SearchOptions
+from moewright.spec.names import closest_match
+from moewright.spec.options import JobAxes, JobSwitchKind, SearchOptions
 from moewright.spec.plan import JobChoice, RankingRule
 from moewright.spec.workload import NARROW_FORMATS, Dtype
 
@@ -46,6 +50,7 @@ class PlanChoices(TypedDict, total=False):
     risk: float
     fewest: bool
     runs_on: str
+    switches: Sequence[JobSwitchKind | str]
 
 
 def plan(
@@ -77,7 +82,8 @@ def plan(
         **choices: `layout`, layout text whose keys are pinned; `fewest`, to plan for the fewest
             devices, up to those of `on`, on which a layout is safe; `fit_probability` (0.9) and
             `risk` (0.1) of the ranking; `runs_on`, "engine", "megatron" or "torchtitan", to take
-            layouts that this trainer starts.
+            layouts that this trainer starts; `switches` that the plan may set ("bf16-gradients",
+            "bf16-moments", "fused-experts", "narrow-head").
 
     Raises:
         BadInput: something cannot be used, or no layout is legal and fits.
@@ -89,14 +95,29 @@ def plan(
         (2, 8)
     """
     dtype, most, axes = read_axes(precision, global_batch)
+    axes = replace(axes, switches=_read_switches(_check_choices(choices).pop("switches", ())))
     request = read_plan_request(model, on, workload_options(seq_len, most, dtype, load))
-    search_options = SearchOptions(top=top, **_check_choices(choices))
+    search_options = SearchOptions(top=top, **choices)
     result = search_axes(request, Path(file_name(model)), axes, search_options)
     if result.best is None:
         raise explain_empty_search(
             result.request, result.search, Path(file_name(model)), layout=search_options.layout
         )
     return result
+
+
+def _read_switches(names: Sequence[JobSwitchKind | str]) -> tuple[JobSwitchKind, ...]:
+    """Return switches by their names, each once.
+
+    Raises:
+        BadInput: there is no switch of a name.
+    """
+    for name in names:
+        if name not in tuple(JobSwitchKind):
+            rule = f"must be among {', '.join(JobSwitchKind)}"
+            nearest = closest_match(name, list(JobSwitchKind))
+            raise BadInput(Reason(field="switches", value=name, rule=rule, nearest=nearest))
+    return tuple(dict.fromkeys(JobSwitchKind(name) for name in names))
 
 
 def _check_choices(choices: PlanChoices) -> PlanChoices:
@@ -129,16 +150,40 @@ def search_axes(request: PlanRequest, job: Path, axes: JobAxes, options: SearchO
     formats: tuple[Dtype, ...] = (request.workload.precision,)
     if axes.any_precision:
         formats = _list_formats(request, options.runs_on)
-    choices = [_try_choice(_change(request, precision=dtype), options) for dtype in formats]
+    tried = [_change(request, precision=dtype) for dtype in formats]
+    choices = [_try_choice(changed, options, axes.switches) for changed in tried]
     best = _pick(choices)
+    request = _change(request, precision=best.precision)
     if axes.batches is not None:
-        request = _change(request, precision=best.precision)
-        smaller = list_batches(*axes.batches)[:-1]
-        others = [_try_choice(_change(request, batch=batch), options) for batch in smaller]
+        smaller = [_change(request, batch=batch) for batch in list_batches(*axes.batches)[:-1]]
+        others = [_try_choice(changed, options, axes.switches) for changed in smaller]
         choices += others
         best = _pick([*others, best])
-    chosen = _change(request, precision=best.precision, batch=best.global_batch)
-    return replace(search_request(chosen, job, options), choices=tuple(choices))
+    request = _change(request, batch=best.global_batch)
+    if axes.switches:
+        if not best.switches:
+            _refuse_switches(axes.switches)
+        plain = _try_choice(request, options)
+        choices.insert(0, plain)
+        best = _pick([plain, best])
+        kinds = [kind for kind in axes.switches if kind in best.switches]
+        request = _switch(request, kinds)[0]
+    marked = tuple(replace(choice, is_chosen=choice is best) for choice in choices)
+    return replace(search_request(request, job, options), choices=marked)
+
+
+def _switch(
+    request: PlanRequest, kinds: Sequence[JobSwitchKind]
+) -> tuple[PlanRequest, tuple[JobSwitchKind, ...]]:
+    """Return a request with switches set, and those that changed it."""
+    workload, changed = set_switches(request.model, request.workload, kinds)
+    return replace(request, workload=workload), changed
+
+
+def _refuse_switches(kinds: Sequence[JobSwitchKind]) -> NoReturn:
+    """Raise BadInput for switches of which none changes the job."""
+    rule = "is set already, or needs experts or a format of 8 or 4 bits, which this job has not"
+    raise BadInput(Reason(field="--try", value=" ".join(kinds), rule=rule))
 
 
 def _list_formats(request: PlanRequest, runs_on: str) -> tuple[Dtype, ...]:
@@ -173,13 +218,17 @@ def _change(
     return replace(request, workload=workload)
 
 
-def _try_choice(request: PlanRequest, options: SearchOptions) -> JobChoice:
+def _try_choice(
+    request: PlanRequest, options: SearchOptions, switches: Sequence[JobSwitchKind] = ()
+) -> JobChoice:
     """Return the best safe layout of a job, and what speaks against the job where there is none."""
+    request, changed = _switch(request, switches)
     workload = request.workload
     choice = JobChoice(
         precision=workload.precision,
         global_batch=workload.global_batch,
         runs=count_runs_in(workload.precision, request.hardware),
+        switches=tuple(kind.value for kind in changed),
     )
     rule = RankingRule(fit_probability=options.fit_probability, risk=options.risk)
     try:

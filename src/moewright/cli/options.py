@@ -36,6 +36,7 @@ from moewright.spec.options import (
     DesignOptions,
     FineTuningOptions,
     JobAxes,
+    JobSwitchKind,
     Launcher,
     RunOptions,
     SearchOptions,
@@ -134,12 +135,18 @@ class AxesOptions(PlanningOptions):
     format
         Compute precision; bf16 when neither this nor a job says it; any lets the plan choose among
         those that the devices multiply in.
+    switches
+        What of the job the plan may set: bf16-gradients, bf16-moments, fused-experts, narrow-head.
+        The best layouts with and without are compared.
     """
 
     global_batch: NoOption = None
     precision: NoOption = None
     batches: Annotated[str | None, Parameter(name="--global-batch")] = None
     format: PrecisionChoice = None
+    switches: Annotated[
+        tuple[JobSwitchKind, ...], Parameter(name="--try", negative="", consume_multiple=True)
+    ] = ()
 
     def split(self) -> tuple[WorkloadOptions, JobAxes]:
         """Return the workload with its largest batch, and what of it may vary."""
@@ -147,6 +154,7 @@ class AxesOptions(PlanningOptions):
 
         with translate_fields(lambda field: f"--{field.replace('_', '-')}"):
             precision, global_batch, axes = read_axes(self.format, self.batches)
+        axes = replace(axes, switches=tuple(dict.fromkeys(self.switches)))
         return replace(self, precision=precision, global_batch=global_batch), axes
 
 

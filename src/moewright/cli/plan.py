@@ -134,7 +134,7 @@ def _print_answer(
         rejected=plans.rejected,
         verbose=verbose,
     )
-    print_choices(console, plans.choices, plans.request.workload)
+    print_choices(console, plans.choices)
     for line in describe_trainers(plans.plans):
         console.print(line, soft_wrap=True)
     if plans.best:

@@ -38,7 +38,6 @@ from moewright.spec.plan import (
     Recommendation,
 )
 from moewright.spec.units import format_bytes, format_figures, format_seconds, plural
-from moewright.spec.workload import Workload
 
 _RANKING_COLUMNS = (
     "",
@@ -133,24 +132,21 @@ def print_ranking(console: Console, plans: Sequence[Plan], *, picked: Sequence[P
         console.print(text)
 
 
-def print_choices(console: Console, choices: Sequence[JobChoice], chosen: Workload) -> None:
-    """Print the best layout of each precision and batch that a plan chose among."""
+def print_choices(console: Console, choices: Sequence[JobChoice]) -> None:
+    """Print the best layout of each job that a plan chose among."""
     if len(choices) < 2:
         return
     table = make_table(*_CHOICE_COLUMNS, text_columns=("precision", "layout"))
     for choice in choices:
-        is_chosen = (choice.precision, choice.global_batch) == (
-            chosen.precision,
-            chosen.global_batch,
-        )
         figures = ("", "")
         text = choice.refusal
         if choice.layout is not None:
             text = format_layout(choice.layout).replace(",", ", ")
             speed = format_figures(choice.tokens_per_s_per_device)
             figures = (format_seconds(choice.step_s), speed)
-        mark = "> " if is_chosen else ""
-        names = (f"{mark}{choice.precision.value}", f"{choice.global_batch:,}")
+        mark = "> " if choice.is_chosen else ""
+        job = " + ".join((choice.precision.value, *choice.switches))
+        names = (f"{mark}{job}", f"{choice.global_batch:,}")
         table.add_row(*names, *figures, str(choice.runs), Text(text))
     console.print(table)
 

@@ -7,11 +7,13 @@ above the plan's may be of another job; the layout stays the same here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from moewright.cost.estimate import estimate
 from moewright.spec.errors import BadInput
+from moewright.spec.model import ModelSpec
+from moewright.spec.options import JobSwitchKind
 from moewright.spec.plan import Estimate, Plan
 from moewright.spec.units import (
     GIB,
@@ -36,36 +38,68 @@ _WORTH_SAYING_BYTES = GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSwitch:
-    """A switch of a job, with the job as it is with the switch set."""
+    """A switch of a job, with the job as it is with the switch set.
+
+    `kind` is None for one that no job is trained with.
+    """
 
     name: str
+    kind: JobSwitchKind | None = None
     workload: Workload
 
 
-def list_switches(plan: Plan, workload: Workload) -> Iterator[JobSwitch]:
-    """Yield the switches that benchmarks set and the workload of a plan does not."""
+def list_switches(model: ModelSpec, workload: Workload) -> Iterator[JobSwitch]:
+    """Yield the switches that benchmarks set and the workload of a model does not."""
     optimizer = workload.optimizer
-    has_experts = bool(plan.model.moe_layer_count)
+    has_experts = bool(model.moe_layer_count)
     trainer = workload.trainer
     if has_experts and workload.routing is not Routing.BALANCED:
         yield JobSwitch(name="an even load", workload=replace(workload, routing=Routing.BALANCED))
     if workload.grad_dtype is Dtype.FP32:
-        yield JobSwitch(name="bf16 gradients", workload=replace(workload, grad_dtype=Dtype.BF16))
+        yield JobSwitch(
+            name="bf16 gradients",
+            kind=JobSwitchKind.BF16_GRADIENTS,
+            workload=replace(workload, grad_dtype=Dtype.BF16),
+        )
     if optimizer.matrix_update is MatrixUpdate.ADAMW and optimizer.moment_dtypes == (
         Dtype.FP32,
         Dtype.FP32,
     ):
         narrow = replace(optimizer, moment_dtype=Dtype.BF16)
-        yield JobSwitch(name="bf16 moments", workload=replace(workload, optimizer=narrow))
+        yield JobSwitch(
+            name="bf16 moments",
+            kind=JobSwitchKind.BF16_MOMENTS,
+            workload=replace(workload, optimizer=narrow),
+        )
     if not workload.precision.is_narrow:
         return
     if has_experts and trainer.expert_kernels is ExpertKernels.GROUPED:
         fused = replace(trainer, expert_kernels=ExpertKernels.FUSED)
-        yield JobSwitch(name="fused experts", workload=replace(workload, trainer=fused))
+        yield JobSwitch(
+            name="fused experts",
+            kind=JobSwitchKind.FUSED_EXPERTS,
+            workload=replace(workload, trainer=fused),
+        )
     if NarrowedProducts.HEAD not in trainer.narrowed:
         narrowed = replace(trainer, narrowed=(*trainer.narrowed, NarrowedProducts.HEAD))
         head = f"the head in {workload.precision}"
-        yield JobSwitch(name=head, workload=replace(workload, trainer=narrowed))
+        yield JobSwitch(
+            name=head, kind=JobSwitchKind.NARROW_HEAD, workload=replace(workload, trainer=narrowed)
+        )
+
+
+def set_switches(
+    model: ModelSpec, workload: Workload, kinds: Collection[JobSwitchKind]
+) -> tuple[Workload, tuple[JobSwitchKind, ...]]:
+    """Return a workload with the switches of these kinds set, and those that changed it."""
+    changed = []
+    for kind in kinds:
+        switches = list_switches(model, workload)
+        switch = next((item for item in switches if item.kind is kind), None)
+        if switch is not None:
+            workload = switch.workload
+            changed.append(kind)
+    return workload, tuple(changed)
 
 
 def explain_switches(plan: Plan) -> tuple[str, ...]:
@@ -78,7 +112,7 @@ def explain_switches(plan: Plan) -> tuple[str, ...]:
         return ()
     texts: list[str] = []
     together = plan.workload
-    for switch in list_switches(plan, plan.workload):
+    for switch in list_switches(plan.model, plan.workload):
         other = _estimate_under(plan, switch.workload)
         text = _describe_change(other, own) if other else ""
         if text:
@@ -99,7 +133,8 @@ def explain_switches(plan: Plan) -> tuple[str, ...]:
 
 def _set_switch(plan: Plan, workload: Workload, name: str) -> Workload:
     """Return a workload with the switch of that name set."""
-    return next(item.workload for item in list_switches(plan, workload) if item.name == name)
+    switches = list_switches(plan.model, workload)
+    return next(item.workload for item in switches if item.name == name)
 
 
 def _estimate_under(plan: Plan, workload: Workload) -> Estimate | None:

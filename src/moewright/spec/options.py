@@ -40,15 +40,26 @@ class WorkloadOptions:
     lengths: Path | None = None  # a histogram of samples, which are packed into sequences
 
 
+class JobSwitchKind(StrEnum):
+    """The switches of a job that change the figures of its numbers or kernels, not its layout."""
+
+    BF16_GRADIENTS = "bf16-gradients"
+    BF16_MOMENTS = "bf16-moments"
+    FUSED_EXPERTS = "fused-experts"  # products fused with activation and quantisation
+    NARROW_HEAD = "narrow-head"  # the head in the job's 8 or 4 bits
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobAxes:
     """What of the job itself a plan may choose.
 
-    `batches` are the least and the most sequences a step, None where the workload says how many.
+    `batches` are the least and the most sequences a step, None where the workload says how many;
+    `switches` those that the plan may set.
     """
 
     any_precision: bool = False
     batches: tuple[int, int] | None = None
+    switches: tuple[JobSwitchKind, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -222,15 +222,19 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobChoice:
-    """A format and a batch that a plan chose among, with the best layout that is safe in them.
+    """A job that a plan chose among, with the best layout that is safe in it.
 
-    `runs` counts the published runs on the part in the format. Without a `layout` the `refusal`
-    says why there is none, and the figures are zeros.
+    It is a format, a batch and the `switches` that are set beyond the job's own (their names on the
+    command line). `runs` counts the published runs on the part in the format; the plan is of the
+    one that `is_chosen`. Without a `layout` the `refusal` says why there is none, and the figures
+    are zeros.
     """
 
     precision: Dtype
     global_batch: int
     runs: int
+    switches: tuple[str, ...] = ()
+    is_chosen: bool = False
     layout: Layout | None = None
     refusal: str = ""
     step_s: float = 0.0
