@@ -619,6 +619,7 @@ def test_the_age_of_a_release_counts_from_the_reference() -> None:
     assert release_age_years("main branch") == 0
 
 
+BLIND = Path(__file__).parents[1] / "published" / "data" / "blind_runs.csv"
 PUBLISHED = Path(__file__).parents[1] / "published" / "data" / "measurements.csv"
 
 
@@ -663,6 +664,14 @@ def test_layers_in_host_memory_take_the_place_of_recompute(
     assert row.cells["offload"] == offload
     assert (row.layout.recompute, row.layout.offload) == ((), ())
     assert row.unstated == ("offload",)
+
+
+def test_a_row_states_how_many_devices_a_node_joins() -> None:
+    """Sites have nodes of four H200, where the catalogue's have eight; a rack stays a rack."""
+    domains = {row.id: row.hardware.fabric.domain_size for row in read_table(BLIND).rows}
+    assert domains["kempner-008"] == 4
+    assert domains["gpurecipe-001"] == 8
+    assert domains["marin-001"] == 64
 
 
 def test_packed_samples_bound_attention_and_recipes_name_their_adapters() -> None:

@@ -105,6 +105,18 @@ def parse_hardware(
     return replace(hardware, name=text, device=device, fabric=fabric)
 
 
+def bound_domain(hardware: Hardware, text: str) -> Hardware:
+    """Return hardware whose fast domains have no more devices than a row states; "" leaves them.
+
+    Sites build nodes of four of what a catalogue has eight in a node of.
+    """
+    if not text:
+        return hardware
+    fabric = hardware.fabric
+    size = min(fabric.domain_size, parse_whole_number("nvlink_domain", text))
+    return replace(hardware, fabric=replace(fabric, domain_size=size))
+
+
 def _with_memory(device: Device, text: str, *, source: str) -> Device:
     """Return the device with the memory and the memory bandwidth that the text prints."""
     size = re.search(r"([\d.]+) GB\b", text)

@@ -64,6 +64,7 @@ _TABLE_COLUMNS = (
     _text("hardware", "gpu", "gpu_type", "device", "device_type"),
     _number("num_gpus", "gpus", "num_devices", "devices", "world_size", "n_gpus"),
     _text("network", "interconnect"),
+    _text("nvlink_domain"),
     _text("precision", "dtype"),
     _number("seq_len", "seq_length", "sequence_length", "seqlen"),
     _number("gbs", "global_batch_size", "global_batch"),

@@ -274,6 +274,7 @@ def _parse_reading(
     hardware = cell.parse_hardware(
         cells["hardware"], devices, user_hardware, network=cells["network"]
     )
+    hardware = cell.bound_domain(hardware, cells["nvlink_domain"])
     # What cannot be estimated is refused here, so that the row alone is left out of its table.
     refuse_illegal_job(Job(model=model, workload=job.workload, layout=layout), hardware)
     return MeasuredRow(
