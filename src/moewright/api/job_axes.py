@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TypedDict, Unpack
+from typing import NoReturn, TypedDict, Unpack, cast
 
 from moewright.api.planning import (
     Plans,
@@ -42,7 +42,7 @@ _MOST_BATCHES = 6  # that are searched of a range
 _WORTH_A_LARGER_BATCH = 0.01
 
 
-class PlanChoices(TypedDict, total=False):
+class LayoutChoices(TypedDict, total=False):
     """The keywords of `plan` that choose among layouts."""
 
     layout: str
@@ -50,6 +50,11 @@ class PlanChoices(TypedDict, total=False):
     risk: float
     fewest: bool
     runs_on: str
+
+
+class PlanChoices(LayoutChoices, total=False):
+    """The keywords of `plan` that choose among layouts, and what of the job it may set."""
+
     switches: Sequence[JobSwitchKind | str]
 
 
@@ -95,15 +100,23 @@ def plan(
         (2, 8)
     """
     dtype, most, axes = read_axes(precision, global_batch)
-    axes = replace(axes, switches=_read_switches(_check_choices(choices).pop("switches", ())))
+    axes = replace(axes, switches=_read_switches(_check_choices(choices).get("switches", ())))
     request = read_plan_request(model, on, workload_options(seq_len, most, dtype, load))
-    search_options = SearchOptions(top=top, **choices)
+    search_options = SearchOptions(top=top, **_keep_layout_choices(choices))
     result = search_axes(request, Path(file_name(model)), axes, search_options)
     if result.best is None:
         raise explain_empty_search(
             result.request, result.search, Path(file_name(model)), layout=search_options.layout
         )
     return result
+
+
+def _keep_layout_choices(choices: PlanChoices) -> LayoutChoices:
+    """Return the keywords that choose among layouts."""
+    return cast(
+        LayoutChoices,
+        {name: value for name, value in choices.items() if name in LayoutChoices.__annotations__},
+    )
 
 
 def _read_switches(names: Sequence[JobSwitchKind | str]) -> tuple[JobSwitchKind, ...]:
