@@ -101,7 +101,7 @@ def test_what_the_job_and_the_launcher_say_differently_is_told(tmp_path):
     reading = read_flags(script, on="H100")
     notes = " ".join(reading.notes)
     assert reading.plan.layout.world_size == 16
-    assert "by srun asks for 4 nodes and torchrun starts 2" in notes
+    assert "srun asks for 4 nodes and torchrun starts 2" in notes
     assert "8 times a node" in notes
 
 

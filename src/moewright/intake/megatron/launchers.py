@@ -30,6 +30,8 @@ _VARIABLES = MappingProxyType({"nnodes": "PET_NNODES", "nproc-per-node": "PET_NP
 _NODES = ("nnodes", "num-nodes", "num-machines")
 _PER_NODE = ("nproc-per-node", "num-gpus")
 _TOTAL = ("num-processes",)
+# Behind this name stands how many pods a manifest asks for; no variable of a shell has it.
+POD_COUNT = "pods of the manifest"
 _HOSTS = ("hostfile", "H", "include", "exclude")  # of DeepSpeed, where files say the nodes
 
 
@@ -155,12 +157,13 @@ def count_ranks(
 def _count_plain(tasks: _Tasks, variables: Mapping[str, str], world_size: str) -> RankCount:
     """Return the ranks of a program that starts no others: a task of the scheduler each."""
     if tasks.tasks:
+        account = f"by {tasks.account}"
         nodes = tasks.nodes or 1
         if tasks.per_node:
             nodes = tasks.nodes or max(1, tasks.tasks // tasks.per_node)
-        if tasks.tasks % nodes == 0:
-            return RankCount(nodes=nodes, per_node=tasks.tasks // nodes, account=tasks.account)
-        return RankCount(nodes=1, per_node=tasks.tasks, account=tasks.account)
+        if tasks.tasks % nodes:
+            nodes = 1
+        return RankCount(nodes=nodes, per_node=tasks.tasks // nodes, account=account)
     total = world_size or variables.get("WORLD_SIZE", "")
     if whole_number(total):
         return RankCount(nodes=1, per_node=int(total), account="by WORLD_SIZE")
@@ -199,7 +202,7 @@ def _count_tasks(words: Sequence[str], variables: Mapping[str, str]) -> _Tasks:
     names = [word.rpartition("/")[2] for word in words]
     place = next((p for p, name in enumerate(names) if name in SCHEDULERS), -1)
     if place < 0:
-        return _Tasks()
+        return _Tasks(nodes=_integer(variables, POD_COUNT), account="the manifest")
     name = names[place]
     behind = words[place + 1 : -1]
     options = _TASK_OPTIONS[name]
@@ -219,7 +222,7 @@ def _count_tasks(words: Sequence[str], variables: Mapping[str, str]) -> _Tasks:
         nodes=nodes,
         tasks=(tasks or nodes * per_node or slots) * factor,
         per_node=per_node * factor,
-        account=f"by {name}",
+        account=name,
     )
 
 

@@ -17,6 +17,7 @@ from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment
 from moewright.intake.megatron.launch import find_launch, parse_configured
 from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.layout import read_layout
+from moewright.intake.megatron.manifests import is_manifest, read_manifest
 from moewright.intake.megatron.model import read_model
 from moewright.intake.megatron.options import Arguments
 from moewright.intake.megatron.overrides import ScriptOverrides
@@ -65,7 +66,7 @@ def read_launch(
     *,
     cluster: Mapping[str, str] = MappingProxyType({}),
 ) -> LaunchCommand:
-    """Return the training command of a script, or of a configuration in YAML.
+    """Return the training command of a script, a configuration in YAML or a manifest.
 
     A reader that an installed package adds is asked first; it returns a command of Megatron-LM as
     a shell would run it, or None for a file that is not its trainer's.
@@ -90,13 +91,20 @@ def read_launch(
         )
         nearest = f"moewright capture -- python {script.name}"
         raise BadInput(Reason(field=script.name, rule=rule, nearest=nearest))
+    given = dict(cluster)
+    if text is None and script.suffix.lower() in SUFFIXES:
+        manifest_text = read_text(script)
+        if is_manifest(manifest_text):
+            manifest = read_manifest(manifest_text, where=script.name)
+            text = manifest.command
+            given |= manifest.variables
     if text is None and script.suffix.lower() in _CONFIGURATIONS:
         variables = {**cluster, **environment, **overrides.variables}
         words = (*arguments, *overrides.settings_of_files())
         return parse_configured(configure_file(script, variables, words), {}, overrides=overrides)
     if text is None:
         text = read_text(script)
-    told = {**cluster, **read_directives(text), **environment}
+    told = {**given, **read_directives(text), **environment}
     reading = read_commands(text, told, arguments, script=script, constants=overrides.variables)
     scheduled = {**told, **overrides.variables}
     return find_launch(reading, script.parent, overrides, scheduled=scheduled)
