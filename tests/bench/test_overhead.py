@@ -26,13 +26,13 @@ def test_the_engine_keeps_up_with_a_plain_loop() -> None:
     assert 0 < result.engine_outside_s < 2 * result.engine_s + 1
 
 
-@pytest.mark.turns
+@pytest.mark.thorough  # and so does `make bench`
 @pytest.mark.spawn
 def test_overlap_is_timed_beside_none() -> None:
     assert 0.2 < overhead.measure_overlap_ratio(DeviceKind.CPU, 2) < 5
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 @pytest.mark.spawn
 def test_saves_are_timed_beside_none() -> None:
     assert -0.9 < overhead.measure_save_cost(DeviceKind.CPU, 2) < 20

@@ -7,7 +7,6 @@ in the loader, in the forward of a module. The diagnosis sees only what the run 
 from __future__ import annotations
 
 import gc
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,7 +40,8 @@ from moewright.spec.workload import DataSpec, LossSpec, ProfileSpec, RouterForce
 pytestmark = [pytest.mark.spawn, pytest.mark.serial]
 
 MACHINE = Path(__file__).parent.parent / "golden" / "machine_2cpu.toml"
-CASES_IN_EVERY_TEST = 4  # `make test-all` plants all of them
+# One of each wall that a busy machine shows too; `make test-all` plants all of them.
+IN_EVERY_TEST = ("slow_dp", "starved", "tiny_experts", "full_memory")
 STEPS = 8
 # The delay of a call lies far above what a step of these models takes, so that noise of the machine
 # decides nothing.
@@ -340,19 +340,9 @@ CASES = (
 )
 
 
-def _marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
-    """Return the marks of a case: some cases are in every test run.
-
-    Bubbles, hot ranks and late ranks can be told apart from a busy machine on idle cores only.
-    """
-    robust = [
-        candidate
-        for candidate in CASES
-        if (candidate.plant is not plant_nothing or candidate.world == 1)
-        and "one_rank" not in candidate.name
-    ]
-    order = sorted(robust, key=lambda other: hashlib.sha256(other.name.encode()).digest())
-    return () if case in order[:CASES_IN_EVERY_TEST] else (pytest.mark.thorough,)
+def _param(case: Case) -> object:
+    marks = () if case.name in IN_EVERY_TEST else pytest.mark.thorough
+    return pytest.param(case, id=case.name, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -381,10 +371,7 @@ def build_case_plan(case: Case, data: DataSpec) -> Plan:
     return replace(base, hardware=hardware, estimate=prediction)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=_marks(case)) for case in CASES]
-)
+@pytest.mark.parametrize("case", [_param(case) for case in CASES])
 def test_the_wall_that_was_planted_is_named_first(
     case: Case, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
