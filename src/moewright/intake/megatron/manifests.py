@@ -154,9 +154,9 @@ def _read_words(container: Mapping[str, Any], pods: int) -> _Container:
 
 def _count_devices(container: Mapping[str, Any]) -> int:
     resources = container.get("resources")
-    asked = resources if isinstance(resources, Mapping) else {}
+    requests = resources if isinstance(resources, Mapping) else {}
     for kind in ("limits", "requests"):
-        section = asked.get(kind)
+        section = requests.get(kind)
         if isinstance(section, Mapping):
             for name, count in section.items():
                 if _DEVICES.match(str(name)):

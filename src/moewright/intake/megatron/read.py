@@ -91,20 +91,20 @@ def read_launch(
         )
         nearest = f"moewright capture -- python {script.name}"
         raise BadInput(Reason(field=script.name, rule=rule, nearest=nearest))
-    given = dict(cluster)
+    job_variables = dict(cluster)
     if text is None and script.suffix.lower() in SUFFIXES:
         manifest_text = read_text(script)
         if is_manifest(manifest_text):
             manifest = read_manifest(manifest_text, where=script.name)
             text = manifest.command
-            given |= manifest.variables
+            job_variables |= manifest.variables
     if text is None and script.suffix.lower() in _CONFIGURATIONS:
         variables = {**cluster, **environment, **overrides.variables}
         words = (*arguments, *overrides.settings_of_files())
         return parse_configured(configure_file(script, variables, words), {}, overrides=overrides)
     if text is None:
         text = read_text(script)
-    told = {**given, **read_directives(text), **environment}
+    told = {**job_variables, **read_directives(text), **environment}
     reading = read_commands(text, told, arguments, script=script, constants=overrides.variables)
     scheduled = {**told, **overrides.variables}
     return find_launch(reading, script.parent, overrides, scheduled=scheduled)
