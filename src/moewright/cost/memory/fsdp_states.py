@@ -57,7 +57,7 @@ def unit_gradient_bytes(layout: Layout, units: Sequence[fsdp.FsdpUnit], *, with_
     """
     offloaded = fsdp.offloaded_names(layout, units)
     return sum(
-        MASTER_BYTES * shard.padded_numel
+        MASTER_BYTES * shard.elements.padded
         for unit in units
         for shard in unit.shards
         if with_host or shard.param.name not in offloaded
@@ -69,10 +69,7 @@ class _ShardForm:
     """What the bytes of a rank's part of a parameter depend on; layers are alike, so most are."""
 
     module: Module
-    own_numel: int
-    padded_numel: int
-    whole_padding: int
-    whole_numel: int
+    elements: fsdp.ShardElements
     is_offloaded: bool
     is_matrix: bool
 
@@ -90,10 +87,7 @@ def fsdp_rows(
     forms = Counter(
         _ShardForm(
             module=shard.module,
-            own_numel=shard.own_numel,
-            padded_numel=shard.padded_numel,
-            whole_padding=unit.ranks * shard.padded_numel - shard.whole_numel,
-            whole_numel=shard.whole_numel,
+            elements=shard.elements,
             is_offloaded=shard.param.name in offloaded,
             is_matrix=is_updated_by_muon(workload, shard.param),
         )
@@ -116,13 +110,9 @@ def offloaded_rows(job: Job, params: Sequence[Param]) -> tuple[MemoryRow, ...]:
         if not fsdp.is_fsdp_sharded(layout, group):
             continue
         ranks = grid.group_size(layout, fsdp.fsdp_groups(layout, group).shard_group)
-        numels = fsdp.count_numels(param, layout, ranks=ranks, place=0)
         form = _ShardForm(
             module=param.module,
-            own_numel=numels["own_numel"],
-            padded_numel=numels["padded_numel"],
-            whole_padding=ranks * numels["padded_numel"] - numels["whole_numel"],
-            whole_numel=numels["whole_numel"],
+            elements=fsdp.count_elements(param, layout, ranks=ranks, place=0),
             is_offloaded=True,
             is_matrix=is_updated_by_muon(job.workload, param),
         )
@@ -136,20 +126,21 @@ def _form_rows(
     """Return the memory rows of so many parts of each form."""
     sums: dict[tuple[Component, Module], int] = {}
     for form, count in forms.items():
+        elements = form.elements
         if layout.zero == 2:
-            whole = {form.module: form.whole_numel, Module.OTHER: form.whole_padding}
+            whole = {form.module: elements.whole, Module.OTHER: elements.padding}
             for module, numel in whole.items():
                 key = Component.WEIGHTS, module
                 sums[key] = sums.get(key, 0) + count * numel * activation_nbytes(workload)
         moment_bytes = MOMENTUM_BYTES if form.is_matrix else moment_nbytes(workload.optimizer)
-        scale_bytes = 0 if form.is_matrix else scale_nbytes(workload.optimizer, form.own_numel)
+        scale_bytes = 0 if form.is_matrix else scale_nbytes(workload.optimizer, elements.own)
         # The padding of master weights and gradients is allocated too, that of moments is not.
-        own_bytes = form.own_numel * MASTER_BYTES
-        padding = (form.padded_numel - form.own_numel) * MASTER_BYTES
+        own_bytes = elements.own * MASTER_BYTES
+        padding = (elements.padded - elements.own) * MASTER_BYTES
         for component, nbytes, other_bytes in (
             (Component.MASTER, own_bytes, padding),
             (Component.GRADIENTS, own_bytes, padding),
-            (Component.MOMENTS, form.own_numel * moment_bytes, scale_bytes),
+            (Component.MOMENTS, elements.own * moment_bytes, scale_bytes),
         ):
             booked_to = component.placed(on_host=form.is_offloaded)
             for booked_in, booked_bytes in ((form.module, nbytes), (Module.OTHER, other_bytes)):

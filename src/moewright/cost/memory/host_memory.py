@@ -193,7 +193,7 @@ def _state_nbytes(job: Job, rank: int) -> int:
     for unit in fsdp.fsdp_units(job.model, job.layout, rank):
         for shard in unit.shards:
             is_matrix = is_updated_by_muon(job.workload, shard.param)
-            nbytes += shard.own_numel * (matrix_bytes if is_matrix else other_bytes)
+            nbytes += shard.elements.own * (matrix_bytes if is_matrix else other_bytes)
     return nbytes
 
 

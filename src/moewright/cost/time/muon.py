@@ -83,7 +83,7 @@ def _own_numel(names: set[str], sets: Sequence[BucketSet], units: Sequence[fsdp.
         numel for bucket_set in sets for name, numel in own_elements(bucket_set) if name in names
     )
     sharded = sum(
-        shard.own_numel for unit in units for shard in unit.shards if shard.param.name in names
+        shard.elements.own for unit in units for shard in unit.shards if shard.param.name in names
     )
     return flat + sharded
 

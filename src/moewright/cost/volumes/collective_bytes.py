@@ -211,14 +211,14 @@ def _unit_calls(
         gathers = fsdp.count_gathers(job.layout, unit, table)
         yield Collective.ALL_GATHER, unit.group, gathers * c * unit.padded_numel, gathers
         for chunk, count in backwards.items():
-            numel = sum(shard.padded_numel for shard in unit.shards if chunk in shard.chunks)
+            numel = sum(shard.elements.padded for shard in unit.shards if chunk in shard.chunks)
             reduced_bytes = count * grad_bytes * unit.ranks * numel
             yield Collective.REDUCE_SCATTER, unit.group, reduced_bytes, count if numel else 0
         for group, numel in unit.replicated_numel.items():
             yield Collective.ALL_REDUCE, group, FP32_BYTES * numel, int(numel > 0)
         for shard in unit.shards:
-            if shard.holders and shard.own_numel:
-                yield Collective.ALL_REDUCE, "pp", FP32_BYTES * shard.own_numel, 1
+            if shard.holders and shard.elements.own:
+                yield Collective.ALL_REDUCE, "pp", FP32_BYTES * shard.elements.own, 1
 
 
 def _scale_calls(job: Job, pp_rank: int) -> Iterator[CallSum]:

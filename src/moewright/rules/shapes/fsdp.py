@@ -34,14 +34,27 @@ class FsdpGroups:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ShardElements:
+    """Elements of a parameter that so many ranks share: a rank's own, its padded part, all."""
+
+    ranks: int
+    own: int
+    padded: int
+    whole: int  # before it is sharded
+
+    @property
+    def padding(self) -> int:
+        """Elements that all ranks' parts have more than the parameter."""
+        return self.ranks * self.padded - self.whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpShard:
-    """The elements of a parameter that a rank owns, and the padded size of its part."""
+    """A rank's part of a parameter."""
 
     param: Param
     module: Module
-    own_numel: int
-    padded_numel: int
-    whole_numel: int  # before it is sharded
+    elements: ShardElements
     replica_group: str
     holders: tuple[int, ...]  # pipeline ranks that hold the parameter, where there are several
     chunks: tuple[int, ...]  # the rank's model chunks that use it
@@ -62,14 +75,14 @@ class FsdpUnit:
 
     @property
     def padded_numel(self) -> int:
-        return sum(shard.padded_numel for shard in self.shards)
+        return sum(shard.elements.padded for shard in self.shards)
 
     @property
     def replicated_numel(self) -> dict[str, int]:
         """Elements of this rank's parts by the group that replicates them."""
         sums: dict[str, int] = {}
         for shard in self.shards:
-            sums[shard.replica_group] = sums.get(shard.replica_group, 0) + shard.own_numel
+            sums[shard.replica_group] = sums.get(shard.replica_group, 0) + shard.elements.own
         return sums
 
 
@@ -163,7 +176,7 @@ def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, .
         groups.shard_group: grid.group_ranks(layout, groups.shard_group, rank)
         for groups in groups_of.values()
     }
-    numels: dict[object, dict[str, int]] = {}  # layers are alike
+    elements: dict[object, ShardElements] = {}  # layers are alike
     params = shards.stage_parameters(model, layout, pp_rank)
     chunks = shards.holding_chunks(params, model, layout, pp_rank)
     for param, param_chunks in zip(params, chunks, strict=True):
@@ -171,15 +184,15 @@ def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, .
         if groups is not None:
             unit = (groups.shard_group, _param_layer(model, param))
             form = param.shape, param.sharded_dims
-            if form not in numels:
+            if form not in elements:
                 sharers = sharing[groups.shard_group]
-                numels[form] = count_numels(
+                elements[form] = count_elements(
                     param, layout, ranks=len(sharers), place=sharers.index(rank)
                 )
             shard = FsdpShard(
                 param=param,
                 module=param.module,
-                **numels[form],
+                elements=elements[form],
                 replica_group=groups.replica_group,
                 holders=shards.holding_pp_ranks(param.name, model, layout),
                 chunks=param_chunks,
@@ -221,17 +234,12 @@ def count_gathers(layout: Layout, unit: FsdpUnit, table: Sequence[TimetableRow])
     return gathers
 
 
-def count_numels(param: Param, layout: Layout, *, ranks: int, place: int) -> dict[str, int]:
-    """Return what an FsdpShard says of the elements of a parameter that so many ranks share.
-
-    `place` is that of the rank among them.
-    """
+def count_elements(param: Param, layout: Layout, *, ranks: int, place: int) -> ShardElements:
+    """Return the elements of a parameter that so many ranks share, for the rank at a place."""
     rows, *rest = shards.local_shape(param, layout)
     columns = prod(rest)
     part = shards.shard_size(rows, ranks)
     own = max(0, min(part, rows - place * part))
-    return {
-        "own_numel": own * columns,
-        "padded_numel": part * columns,
-        "whole_numel": rows * columns,
-    }
+    return ShardElements(
+        ranks=ranks, own=own * columns, padded=part * columns, whole=rows * columns
+    )
