@@ -102,13 +102,18 @@ class WatchedRank:
         return beats[-1].activity if beats else ""
 
     def patience_s(self) -> float:
-        """Return how long the rank may be silent before it is taken to hang."""
+        """Return how long the rank may be silent before it is taken to hang.
+
+        Nothing that takes long at a start keeps a suspended process silent.
+        """
         timeouts = self.info.timeouts
-        beats = self.beats()
-        if not beats:
-            return timeouts.rendezvous_s + _HANG_MARGIN_S
         patience_s = timeouts.hang_s or timeouts.collective_s
-        if beats[-1].steps_begun == 0:
+        beats = self.beats()
+        if self.is_suspended():
+            return patience_s + _HANG_MARGIN_S
+        if not beats:
+            patience_s = timeouts.rendezvous_s
+        elif beats[-1].steps_begun == 0:
             patience_s = max(patience_s, timeouts.start_s)
         elif beats[-1].steps_begun == 1:
             patience_s = max(patience_s, timeouts.first_step_s)
@@ -175,7 +180,8 @@ def watch_ranks(
             break
         silent = [rank for rank in live if rank.silence_s(watched) > rank.patience_s()]
         # Who waits for others may wait for as long as they show life.
-        if len(silent) == len(live) or any(not rank.is_waiting() for rank in silent):
+        is_hang = any(not rank.is_waiting() or rank.is_suspended() for rank in silent)
+        if is_hang or len(silent) == len(live):
             return blame_hanging_rank(live, watched, live[0].folder.parent)
     return _find_first_failure(ranks, watched)
 

@@ -1,0 +1,41 @@
+"""The patience with a rank, by what it does and by what Linux says of its process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from moewright.engine.run.watch import WatchedRank, read_process_stat
+from moewright.engine.run.worker import Heartbeat, RankInfo, Timeouts, rank_file_path
+from moewright.spec.hardware import DeviceKind
+
+TIMEOUTS = Timeouts(rendezvous_s=60.0, hang_s=2.0, start_s=120.0, first_step_s=30.0)
+MARGIN_S = 3.0
+
+
+@pytest.mark.parametrize("kind", ["before the first beat", "at a start"])
+def test_a_suspended_process_is_given_no_time_to_start(kind: str, tmp_path: Path) -> None:
+    """It may be a spare that is asked to take a place, or one that stays while others recover."""
+    info = RankInfo(
+        rank=0,
+        local_rank=0,
+        world_size=2,
+        timeouts=TIMEOUTS,
+        device=DeviceKind.CPU,
+        rendezvous=tmp_path,
+    )
+    if kind == "at a start":
+        Heartbeat(rank_file_path(tmp_path, "beat", 0)).beat(0)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        rank = WatchedRank(info=info, folder=tmp_path, pid=process.pid)
+        longest_s = TIMEOUTS.start_s if kind == "at a start" else TIMEOUTS.rendezvous_s
+        assert rank.patience_s() == longest_s + MARGIN_S
+        process.send_signal(signal.SIGSTOP)
+        while read_process_stat(process.pid)[0] != "T":
+            time.sleep(0.01)
+        assert rank.patience_s() == TIMEOUTS.hang_s + MARGIN_S
+        process.kill()
