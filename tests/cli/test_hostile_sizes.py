@@ -149,7 +149,7 @@ def write_plan_of_many_layers(folder: Path) -> Arguments:
         (write_nested_esc, "do not print"),
         pytest.param(write_raw_esc, "Invalid control character", marks=pytest.mark.thorough),
         pytest.param(write_raw_esc_of_toml, "Illegal character", marks=pytest.mark.thorough),
-        (write_long_key, "to be read"),
+        pytest.param(write_long_key, "to be read", marks=pytest.mark.thorough),
         pytest.param(write_million_names, "no such file", marks=pytest.mark.thorough),
         pytest.param(write_endless_view, "more work than", marks=pytest.mark.thorough),
         pytest.param(write_open_brackets, "is not closed", marks=pytest.mark.thorough),
