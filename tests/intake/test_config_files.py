@@ -10,6 +10,7 @@ from moewright.codec import format_layout
 from moewright.codec.yaml_text import parse_yaml
 from moewright.exporters.megatron.script import all_flags, environment_variables
 from moewright.intake.megatron.read import interpret_launch, read_launch
+from moewright.intake.megatron.settings import resolve_references
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan
@@ -481,3 +482,36 @@ def test_a_file_of_the_same_package_stands_beside_the_other_settings(tmp_path):
     own = text.replace(length, "")
     path = write(tmp_path, f"defaults:\n  - lengths@_here_\n{own}")
     assert read_flags(path, on="16xH100").plan.workload.seq_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("${oc.decode:${oc.env:SIZE,4}}", "4"),
+        ("${oc.decode:${oc.env:SIZE}}", "\0SIZE\0"),
+        ("${multiply:2,${oc.decode:${oc.env:SIZE,4}}}", "8"),
+        ("${multiply:2,${oc.env:SIZE}}", "\0SIZE\0"),
+        ("${ceil_div:9,4}", "3"),
+        ("${if:${eq:1,${oc.env:SIZE}},3,4}", "\0SIZE\0"),
+        ("${if:true,3,4}", "\0if\0"),
+        ("${SIZE:-4}", "4"),
+        ("${SIZE:4}", "4"),
+    ],
+)
+def test_what_a_reference_computes_is_its_value_or_unknown(text, value):
+    assert resolve_references({"a": text}, {})["a"] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("MODEL_ARGS:\n  --num-layers: 24\n  --bert-no-binary-head: true\n", "BERT"),
+        ("model:\n  patch_dim: 16\n  num_classes: 1000\n  num_layers: 12\n", "no decoder"),
+        ("mcore_gpt: true\nencoder_seq_length: 8192\nnum_layers: 80\n", "section `model`"),
+    ],
+)
+def test_a_file_of_another_model_or_of_a_part_is_named_as_that(text, said, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=said):
+        read_flags(path, on="64xH100")

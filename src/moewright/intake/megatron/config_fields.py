@@ -15,6 +15,7 @@ from moewright.intake.megatron.options import (
     option_table,
 )
 from moewright.intake.megatron.settings import Value, is_unset
+from moewright.intake.megatron.unknown import find_unknown, show_unknown
 from moewright.intake.megatron.unread import find_topic
 from moewright.spec.errors import BadInput, Reason
 
@@ -168,8 +169,13 @@ def _is_switch(value: Value) -> bool:
 def _is_true(name: str, value: Value) -> bool:
     text = value.strip().lower() if isinstance(value, str) else ""
     if text not in _SWITCHES:
-        shown = str(value)[:60].replace("\0", "$")
-        raise BadInput(Reason(field=name, value=shown, rule="must be true or false"))
+        shown = show_unknown(str(value))[:60]
+        rule = "must be true or false"
+        unknown = find_unknown(str(value))
+        if unknown is None:
+            raise BadInput(Reason(field=name, value=shown, rule=rule))
+        rule += f", and depends on ${unknown.name}, which is not set"
+        raise BadInput(Reason(field=name, rule=rule, nearest=f"--set {name}=false"))
     return text in ("true", "1", "yes")
 
 

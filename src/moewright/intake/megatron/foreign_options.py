@@ -423,6 +423,10 @@ FOREIGN_VALUES: Mapping[tuple[str, str], ForeignValue] = MappingProxyType(
             reason="was removed; alltoall sends the same tokens",
             options={"--moe-token-dispatcher-type": ("alltoall",)},
         ),
+        ("--moe-router-load-balancing-type", "softmax_topk"): ForeignValue(
+            reason="is MindSpeed's router without a balancing loss",
+            options={"--moe-router-load-balancing-type": ("none",), "--moe-router-pre-softmax": ()},
+        ),
         ("--moe-router-load-balancing-type", "pai_megatron_aux_loss"): ForeignValue(
             reason="is another form of the balancing loss",
             options={"--moe-router-load-balancing-type": ("aux_loss",)},

@@ -55,6 +55,8 @@ _LAUNCHER_OPTION = re.compile(
 _COUNT_OPTION = re.compile(r"nnodes|nproc.*|num[-_].*")
 # What only a model with an encoder beside its decoder has.
 _ENCODER_OPTIONS = ("--decoder-seq-length", "--decoder-num-layers")
+# What only a model without a decoder has.
+_BIDIRECTIONAL = ("--bert-no-binary-head", "--bert-load", "--vision-pretraining")
 _GONE: Mapping[str, str] = MappingProxyType(
     {
         "--batch-size": "--micro-batch-size",
@@ -204,6 +206,9 @@ class _LaunchParser:
         """Refuse options of a model with an encoder, before others that only such a model has."""
         for word, following in pairwise((*self.words, "")):
             name, equals, value = word.partition("=")
+            if name in _BIDIRECTIONAL:
+                rule = "is of a model without a decoder (BERT, pictures), which is not planned here"
+                raise BadInput(Reason(field=name, rule=rule))
             count = value if equals else following
             if name in _ENCODER_OPTIONS and whole_number(count):
                 rule = "is of a model with an encoder and a decoder (T5), which is not planned here"

@@ -11,6 +11,7 @@ from typing import Any
 
 from moewright.codec import parse_json, parse_toml, read_text
 from moewright.codec.yaml_text import parse_yaml
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import mention
 
@@ -25,7 +26,13 @@ _COMPUTATIONS: Mapping[str, Callable[[float, float], float]] = {
     "mul": operator.mul,
     "sum": operator.add,
     "add": operator.add,
+    "div": operator.truediv,
+    "floor_div": operator.floordiv,
+    "ceil_div": lambda first, second: -(-first // second),
 }
+_RESOLVER = re.compile(r"(?!oc\.env)([a-z][a-z_.]*):(?!-|=).*", re.DOTALL)
+# OmegaConf's own, which reads a text as YAML: what it stands for is a text here.
+_DECODED = "oc.decode:"
 _LAUNCHER = "training."
 _NOTHING = ("", "null", "none", "~", "[]", "{}")
 _STAGE_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -135,9 +142,15 @@ def _replace(
 ) -> str:
     def look_up(match: re.Match[str]) -> str:
         inner = match[1] if match[1] is not None else match[2]
+        if inner.startswith(_DECODED):
+            return inner.removeprefix(_DECODED)
         computed = _compute(inner)
         if computed:
             return computed
+        resolver = _RESOLVER.fullmatch(inner)
+        if resolver is not None:  # a computation that is not known here
+            unknown = UNKNOWN_VALUE.search(inner)
+            return f"\0{resolver[1]}\0" if unknown is None else unknown[0]
         other = _absolute_name(inner, name)
         if other not in settings and other.startswith(_LAUNCHER):
             other = other.removeprefix(_LAUNCHER)  # a file that stands below training there
@@ -154,10 +167,18 @@ def _replace(
 
 
 def _compute(text: str) -> str:
-    """Return the number that NeMo's ${multiply:4, 2} stands for; "" for other references."""
+    """Return the number that NeMo's ${multiply:4, 2} stands for; "" for other references.
+
+    Of what only running tells it is unknown too.
+    """
     name, colon, rest = text.partition(":")
+    if not colon or name not in _COMPUTATIONS:
+        return ""
+    unknown = UNKNOWN_VALUE.search(rest)
+    if unknown is not None:
+        return unknown[0]
     parts = [part.strip() for part in rest.split(",")]
-    if not colon or name not in _COMPUTATIONS or not all(map(_is_number, parts)):
+    if not all(map(_is_number, parts)) or (name.endswith("div") and float(parts[-1]) == 0):
         return ""
     value = float(parts[0])
     for part in parts[1:]:
