@@ -86,6 +86,24 @@ def test_a_task_is_answered_as_the_command_line_answers(
         assert answer == ask_command_line(case["verb"], tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"attention_kinds": ["linear"]}, "--attention-kinds=linear"),
+        ({"kv_heads": [0]}, "--kv-heads=0"),
+        ({"vocab_sizes": [3]}, "--vocab-sizes=3"),
+        ({"shared_experts": [1]}, "--shared-experts"),
+        ({"days": 0, "until": 99}, "--until=99"),
+        ({"served_tokens": "many"}, "--served-tokens"),
+    ],
+)
+def test_an_agent_s_design_varies_what_the_command_line_varies(
+    asked: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(BadInput, match=rule):
+        call_tool("design", {"on": "8xH100", "days": 7, **asked})
+
+
 def test_every_tool_has_a_task_and_a_schema_without_other_fields() -> None:
     assert {case["tool"] for case in CASES} == set(TOOLS)
     assert len(CASES) >= 30

@@ -11,13 +11,15 @@ import pytest
 import moewright as mw
 import sample_run
 from moewright.api.design_document import build_design_view
-from moewright.api.designing import Design, fit_own_level
+from moewright.api.design_question import fit_own_level
+from moewright.api.designing import Design
 from moewright.api.requests import read_plan_request
 from moewright.cli.main import main
-from moewright.codec import parse_layout
+from moewright.codec import format_layout, parse_layout
 from moewright.cost.loss_laws import describe_shape, find_law, find_reference
 from moewright.intake.hf import read_config
 from moewright.rules.limits.engine_limits import unsupported_layout
+from moewright.search.search import find_best_plan
 from moewright.spec.options import WorkloadOptions
 from moewright.view.design_view import ShapeRole
 
@@ -53,12 +55,20 @@ def test_no_shape_of_the_front_beats_another_in_everything(answer: Design) -> No
     assert keys == sorted(keys)
 
 
-def test_the_chosen_shape_has_the_speed_of_its_full_plan(answer: Design) -> None:
-    plan = answer.plan
-    assert plan.model == answer.chosen.model
-    rate = plan.workload.tokens_per_step / plan.estimate.step_s
-    assert answer.chosen.tokens_per_s == pytest.approx(rate)
-    assert plan.estimate.fit_probability >= 0.9
+def test_every_shape_has_the_layout_and_the_speed_of_its_full_plan(answer: Design) -> None:
+    request = answer.request
+    assert answer.like is not None
+    assert answer.plan.model == answer.chosen.model
+    for shape in (answer.chosen, answer.front[-1], answer.like):
+        plan = find_best_plan(shape.model, request.workload, request.hardware)
+        assert plan is not None
+        assert plan.estimate.fit_probability >= 0.9
+        assert shape.layout == format_layout(plan.layout)
+        rate = plan.workload.tokens_per_step / plan.estimate.step_s
+        assert shape.tokens_per_s == pytest.approx(rate)
+    assert len(answer.front) <= answer.planned <= answer.timed
+    # The best of the front has the least loss of all that were planned, not of templates.
+    assert answer.chosen.prediction.loss == min(s.prediction.loss for s in answer.front)
 
 
 def test_what_is_served_fits_where_it_has_to(answer: Design) -> None:

@@ -203,6 +203,13 @@ def test_a_design_draws_its_shapes_beside_published_models(studio, open_page):
     assert answer.published
     assert all(shape.model.name in text for shape in answer.published)
     assert page.locator("main canvas, main svg").count() >= 1
+    page.locator("summary:has-text('Compare attention')").click()
+    page.locator("#kv_heads").fill("0")
+    page.locator("#design").click()
+    page.wait_for_selector("text=--kv-heads", timeout=60000)
+    assert page.locator("#kv_heads").input_value() == "0"  # and it is not folded away
+    assert page.locator("#kv_heads").is_visible()
+    page.locator("#kv_heads").fill("")
     page.locator("#max_total").fill("lots")
     page.locator("#design").click()
     page.wait_for_selector("text=--max-total", timeout=60000)

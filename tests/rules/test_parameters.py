@@ -170,6 +170,19 @@ def test_active_counts_the_chosen_experts() -> None:
     assert counted.active - counted.active_without_embedding == counted.embedding == 96 * 64
 
 
+def test_layers_that_are_counted_once_count_as_all_of_them() -> None:
+    for model in map(catalogue.model, catalogue.model_names()):
+        own = [param for param in parameters.parameters(model) if param.layer <= model.layers]
+        counted = parameters.count_parameters(model)
+        assert counted.total == sum(param.numel for param in own), model.name
+        assert counted.mtp == sum(param.numel for param in parameters.parameters(model)) - (
+            counted.total
+        )
+        experts = sum(param.numel for param in own if param.is_expert)
+        top_k, count = (model.moe.router.top_k, model.moe.experts) if model.moe else (1, 1)
+        assert counted.active == counted.total - experts + experts * top_k // count, model.name
+
+
 def test_decay_is_for_matrices() -> None:
     for param in parameters.parameters(replace(MODEL, mtp_layers=1)):
         plain = param.name.endswith((".bias", "norm.weight", "sinks"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tiny_jobs
-from moewright.api.designing import fit_own_level
+from moewright.api.design_question import fit_own_level
 from moewright.codec import read_run
 from moewright.cost.loss_laws import describe_shape, find_law
 from moewright.engine.run.train import train

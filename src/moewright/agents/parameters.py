@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moewright.api.designing import DEFAULT_LIKE
+from moewright.api.design_question import DEFAULT_LIKE
 from moewright.spec.options import DesignOptions, SearchOptions, WorkloadOptions
 
 _DESIGN = DesignOptions()
@@ -58,7 +58,10 @@ class BudgetParameters(JobParameters):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DesignParameters:
-    """What a model is designed for: one of `days` and `design_tokens`, and what bounds its size."""
+    """What a model is designed for: one of `days`, `design_tokens` and `until`.
+
+    The others bound its size, or say what is varied.
+    """
 
     on: str
     like: str = DEFAULT_LIKE
@@ -71,6 +74,12 @@ class DesignParameters:
     serve: str = ""
     context: int = _DESIGN.context
     batch: int = _DESIGN.batch
+    until: float = 0.0
+    served_tokens: str = ""
+    attention_kinds: tuple[str, ...] = ()
+    kv_heads: tuple[int, ...] = ()
+    vocab_sizes: tuple[int, ...] = ()
+    shared_experts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +199,12 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "like": "The model whose family, attention, router and vocabulary the shapes have.",
         "days": "Days of training on the hardware.",
         "design_tokens": "Tokens to train on, such as 1T, in place of days.",
+        "until": "A held-out loss in nats a token to train to, in place of days.",
+        "served_tokens": "Tokens that the model decodes in its life, such as 10T.",
+        "attention_kinds": "Kinds of attention to compare: gqa, mla.",
+        "kv_heads": "Numbers of heads of keys and values to compare.",
+        "vocab_sizes": "Sizes of the vocabulary to compare.",
+        "shared_experts": "Numbers of shared experts to compare.",
         "max_total": "The most parameters, such as 30B.",
         "max_active": "The most parameters of a token, such as 3B.",
         "serve": "Hardware that has to hold the model when it is served, such as 8xH100.",

@@ -48,8 +48,8 @@ def _build_front(design: Design) -> DocumentSection:
     if design.like is not None:
         reference = _list_cells(design.like, has_life=has_life)
     notes = [
-        f"{design.tried:,} shapes, of which {design.timed} were estimated in template layouts; "
-        "the first has a full plan.",
+        f"{design.tried:,} shapes, of which {design.timed} were timed in template layouts and the "
+        f"front of these, {design.planned}, searched in full: layouts and days are of full plans.",
         *_list_unknown_to_laws(design.options),
         describe_level(design.level),
     ]

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
-from math import ceil, log2
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from math import log2
 from operator import itemgetter
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from moewright.api.planning import find_best
-from moewright.api.requests import PlanRequest, read_hardware, read_plan_request
-from moewright.codec import format_layout, read_run, write_json, write_text
-from moewright.codec.numbers import parse_count
+from moewright.api.design_question import DAY_S, DEFAULT_LIKE, DesignQuestion, read_question
+from moewright.api.planning import build_objections
+from moewright.api.requests import PlanRequest
+from moewright.codec import format_layout, write_json, write_text
 from moewright.cost.loss_laws import (
-    LEVEL_LAW,
-    TOKENS_RANGE,
     LossPrediction,
     Shape,
     describe_shape,
     find_law,
-    find_reference,
-    fit_level,
     predict_losses,
 )
-from moewright.cost.serving import Serving, estimate_serving
+from moewright.cost.serving import Serving
 from moewright.intake import catalogue
 from moewright.intake.hf import build_config
 from moewright.rules.limits.engine_limits import unsupported_layout
@@ -33,33 +29,28 @@ from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.search.design import (
     DesignedShape,
-    DesignGoal,
-    ShapeAxes,
+    TimedShape,
     describe_like,
     estimate_template,
     find_front,
     list_shapes,
     rank_by_flops,
-    time_shapes,
+    time_shape,
 )
-from moewright.spec.errors import BadInput, Reason
+from moewright.search.search import find_best_plan
 from moewright.spec.hardware import Hardware
-from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.model import ModelSpec
 from moewright.spec.options import DesignOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row, format_json
 from moewright.spec.units import mention
 from moewright.spec.workload import Workload
 
-DEFAULT_LIKE = "Qwen3-30B-A3B"
-_DAY_S = 86400.0
-_HOUR_S = 3600.0
-_TIMED_A_SIZE = 4  # shapes that are estimated in template layouts, for a factor of two in size
+_TIMED_A_SIZE = 3  # shapes that are timed in template layouts, for a factor of two in size
+_TRIED_OVER_TIMED = 2  # the others do not fit
+_RATE_FACTORS = (1.0, 0.5, 2.0)
+_MOST_PLANNED = 24  # twice as many where shapes vary in what no law knows
 _PUBLISHED_SHOWN = 4
-_MOST_LOSS = 20.0  # nats; that of a vocabulary that nobody has
-_VOCABULARIES = (256, 2**20)
-_MOST_SHARED = 16
-_SERVING_SHARE = 0.9  # of a device's memory that weights and caches may take
 
 
 class DesignChoices(TypedDict, total=False):
@@ -87,8 +78,9 @@ class DesignChoices(TypedDict, total=False):
 class Design(Record):
     """The answer of `design`: the Pareto front of shapes, and the one of least loss with its plan.
 
-    `chosen` is of its full plan, the others of template layouts. `tried` counts the shapes, `timed`
-    those that fit among the ones that were estimated. `level` is what own runs lie above the law
+    `tried` counts the shapes, `timed` those that fit among the ones that were estimated in template
+    layouts, `planned` those that got a full plan; all that are here have the speed of theirs.
+    `level` is what own runs lie above the law
     whose level is taken. `like` is the loss of the model that the shapes were made like, as far as
     it fits, and `published` are models of about the size of the chosen one, trained as it is.
     """
@@ -97,6 +89,7 @@ class Design(Record):
     options: DesignOptions
     tried: int
     timed: int
+    planned: int
     front: tuple[DesignedShape, ...]
     chosen: DesignedShape
     plan: Plan
@@ -167,78 +160,64 @@ def compute_design(
     like: str | Path | ModelSpec,
     workload: WorkloadOptions,
     options: DesignOptions,
+    *,
+    report_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Design:
     """Return the design for hardware, and write its files where a folder is asked for.
+
+    `report_progress` is called with the full plans that are made, and those that will be.
 
     Raises:
         BadInput: something cannot be used, or no shape fits.
     """
-    goal = _read_goal(options)
-    level = fit_own_level(options.fit_loss)
-    request = read_plan_request(like, on, workload)
-    if request.model.moe is None:
-        rule = f"{request.model.name} has no experts"
-        raise BadInput(Reason(field="--like", value=str(like), rule=rule, nearest=DEFAULT_LIKE))
-    if options.until:
-        goal = replace(goal, reference=_find_until(request.model, options.until, level))
-    life = _read_life(request, options)
-    axes = _read_axes(options, request.model)
-    listed = list_shapes(request.model, goal, axes)
-    shapes = [shape for shape in listed if life.can_serve(shape)]
+    question = read_question(on, like, workload, options)
+    base, goal, life = question.request.model, question.goal, question.life
+    listed = list_shapes(base, goal, question.axes)
+    shapes = [shape for shape in listed if life.can_serve(shape) and question.can_train(shape)]
     if not shapes:
-        raise _nothing_fits(request, "no shape is within the bounds and can be served")
-    timed = _time_best(shapes, request, goal, axes)
-    like_timed = _time_published([request.model], request, goal)
-    described = [describe_like(shape, request.model, tokens) for shape, _, _, tokens in timed]
-    described_like = [describe_shape(shape, tokens) for shape, _, _, tokens in like_timed]
-    reference = goal.reference or next(chain(described_like, described))
-    losses = predict_losses([*described, *described_like], reference, level)
-    designed = [
-        _build_shape(row, prediction, goal, life)
-        for row, prediction in zip([*timed, *like_timed], losses, strict=True)
-    ]
-    own, like_shapes = designed[: len(timed)], designed[len(timed) :]
-    best = min(own, key=_choose_key(options))
-    plan = find_best(replace(request, model=best.model))
-    if plan is None:
-        raise _nothing_fits(request, "no layout of the best shape fits surely enough")
-    chosen = _replan(best, plan, request.model, goal, life, (reference, level))
-    rest = [shape for shape in own if shape is not best]
-    front = sorted(find_front([chosen, *rest]), key=_choose_key(options))
+        raise question.describe_misfit(
+            "no shape is within the bounds, and can be trained and served"
+        )
+    timed = _time_best(shapes, question)
+    planned_like = _plan_shape(base, base, question)
+    reference = _find_reference(question, timed, planned_like)
+    scanned = _build_shapes(timed, base, reference, question)
+    most = _MOST_PLANNED * min(2, question.axes.count_unknown_to_laws())
+    candidates = _pick_candidates(find_front(scanned), _choose_key(options), most)
+    total = len(candidates) + _PUBLISHED_SHOWN
+    planned: list[PlannedShape] = []
+    for done, shape in enumerate(candidates):
+        report_progress(done, total)
+        full = _plan_shape(shape.model, base, question)
+        if full is not None:
+            planned.append(full)
+    if not planned:
+        raise question.describe_misfit("no layout of the best shapes fits surely enough")
+    own = _build_shapes([full.timed for full in planned], base, reference, question)
+    front = sorted(find_front(own), key=_choose_key(options))
+    chosen = front[0]
+    published = []
+    for done, model in enumerate(_list_published(chosen), len(candidates)):
+        report_progress(done, total)
+        published += _build_published(_plan_shape(model, model, question), reference, question)
+    like_shapes = _build_published(planned_like, reference, question)
     answer = Design(
-        request=request,
+        request=question.request,
         options=options,
         tried=len(shapes),
         timed=len(timed),
+        planned=len(planned),
         front=tuple(front),
         chosen=chosen,
-        plan=plan,
+        plan=next(full.plan for full in planned if full.plan.model == chosen.model),
         serving=life.serve(chosen.model),
-        level=level,
+        level=question.level,
         like=next(iter(like_shapes), None),
-        published=_design_published(chosen, request, goal, life, (reference, level)),
+        published=tuple(published),
     )
     if options.out is not None:
         write_design(answer, options.out)
     return answer
-
-
-def fit_own_level(runs: Sequence[Path]) -> float:
-    """Return what the last held-out losses of runs lie above the law, 0 without runs.
-
-    Raises:
-        BadInput: a folder is no run, or its run was never evaluated.
-    """
-    points: list[tuple[Shape, float]] = []
-    for folder in runs:
-        record = read_run(folder)
-        if not record.evals:
-            rule = "has no held-out loss"
-            raise BadInput(Reason(field="--fit-loss", value=str(folder), rule=rule))
-        last = record.evals[-1]
-        tokens = sum(step.tokens for step in record.steps if step.step <= last.step)
-        points.append((describe_shape(record.plan.model, tokens), last.heldout_loss))
-    return fit_level(points) if points else 0.0
 
 
 def write_design(answer: Design, folder: Path) -> None:
@@ -270,148 +249,6 @@ def _format_job(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _read_goal(options: DesignOptions) -> DesignGoal:
-    if sum(map(bool, (options.days, options.tokens, options.until))) != 1:
-        rule = "is needed, or --tokens or --until in its place"
-        raise BadInput(Reason(field="--days", rule=rule, nearest="--days 30"))
-    if options.days and not 0 < options.days < 10_000:
-        rule = "must be above 0, and below 10000"
-        raise BadInput(Reason(field="--days", value=f"{options.days:g}", rule=rule, nearest="30"))
-    if options.until and not 0 < options.until < _MOST_LOSS:
-        value = f"{options.until:g}"
-        rule = f"must be above 0, and below {_MOST_LOSS:g} nats"
-        raise BadInput(Reason(field="--until", value=value, rule=rule, nearest="2"))
-    if not 0 < options.goodput <= 1:
-        rule = "must be above 0, and at most 1"
-        value = f"{options.goodput:g}"
-        raise BadInput(Reason(field="--goodput", value=value, rule=rule, nearest="0.95"))
-    for name, count in (("--batch", options.batch), ("--context", options.context)):
-        if count < 1:
-            raise BadInput(Reason(field=name, value=str(count), rule="must be 1 or more"))
-    counts = {
-        field: parse_count(text, field) if text else 0
-        for field, text in (
-            ("--tokens", options.tokens),
-            ("--max-total", options.max_total),
-            ("--max-active", options.max_active),
-        )
-    }
-    return DesignGoal(
-        seconds=options.days * _DAY_S * options.goodput,
-        goodput=options.goodput,
-        tokens=float(counts["--tokens"]),
-        most_total=float(counts["--max-total"]),
-        most_active=float(counts["--max-active"]),
-    )
-
-
-def _read_axes(options: DesignOptions, base: ModelSpec) -> ShapeAxes:
-    """Return what is varied beside width, depth and routed experts.
-
-    Raises:
-        BadInput: a value that the model of --like cannot have.
-    """
-    kinds = tuple(dict.fromkeys(_read_kind(text, base) for text in options.attention_kinds))
-    if options.kv_heads and base.attention.kind is not AttentionKind.GQA:
-        rule = f"{base.name} has no groups of heads"
-        raise BadInput(Reason(field="--kv-heads", rule=rule, nearest=f"--like {DEFAULT_LIKE}"))
-    if options.kv_heads and kinds and AttentionKind.GQA not in kinds:
-        rule = "counts only with gqa among --attention-kinds"
-        raise BadInput(Reason(field="--kv-heads", rule=rule, nearest="--attention-kinds gqa mla"))
-    if any(options.shared_experts) and not (base.moe and base.moe.shared_ffn_size):
-        rule = f"{base.name} has no shared experts, nor has a model of its family"
-        nearest = "--like DeepSeek-V2-Lite"
-        raise BadInput(Reason(field="--shared-experts", rule=rule, nearest=nearest))
-    for field, counts, (least, most) in (
-        ("--kv-heads", options.kv_heads, (1, base.attention.heads)),
-        ("--vocab-sizes", options.vocab_sizes, _VOCABULARIES),
-        ("--shared-experts", options.shared_experts, (0, _MOST_SHARED)),
-    ):
-        for count in counts:
-            if not least <= count <= most:
-                near = str(min(max(count, least), most))
-                rule = f"must be in {least}..{most}"
-                raise BadInput(Reason(field=field, value=str(count), rule=rule, nearest=near))
-    return ShapeAxes(
-        attention=kinds,
-        kv_heads=tuple(dict.fromkeys(options.kv_heads)),
-        vocab_sizes=tuple(dict.fromkeys(options.vocab_sizes)),
-        shared_experts=tuple(dict.fromkeys(options.shared_experts)),
-    )
-
-
-def _read_kind(text: str, base: ModelSpec) -> AttentionKind:
-    """Return a kind of attention: that of the model, or latent attention in place of GQA."""
-    own = base.attention.kind
-    kinds = [own]
-    if own is AttentionKind.GQA:
-        kinds.append(AttentionKind.MLA)
-    for kind in kinds:
-        if text == kind.value:
-            return kind
-    rule = f"must be {' or '.join(kind.value for kind in kinds)} with --like {base.name}"
-    raise BadInput(Reason(field="--attention-kinds", value=text, rule=rule, nearest=own.value))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Life:
-    """How a model is trained and served: by what devices, how many sequences, how many tokens."""
-
-    training: Hardware
-    serving: Hardware | None  # None: as many of the training's devices as it needs
-    batch: int
-    context: int
-    tokens: float  # that are decoded
-
-    def serve(self, model: ModelSpec) -> Serving:
-        """Return the serving of a model on its devices, or on as few as hold it."""
-        hardware = self.serving or replace(self.training, count=1)
-        served = estimate_serving(model, hardware, batch=self.batch, context=self.context)
-        if self.serving is not None:
-            return served
-        count = max(1, ceil(served.memory_bytes / _serving_room(hardware)))
-        hardware = replace(hardware, count=count)
-        return estimate_serving(model, hardware, batch=self.batch, context=self.context)
-
-    def can_serve(self, model: ModelSpec) -> bool:
-        """Return whether a model fits where it is to be served."""
-        if self.serving is None:
-            return True
-        return self.serve(model).memory_bytes <= _serving_room(self.serving)
-
-    def count_hours(self, training_days: float, served: Serving) -> float:
-        """Return the device-hours of training and of decoding the tokens."""
-        decoding_s = self.tokens / served.tokens_per_s * served.devices
-        return training_days * 24 * self.training.count + decoding_s / _HOUR_S
-
-
-def _read_life(request: PlanRequest, options: DesignOptions) -> _Life:
-    tokens = options.served_tokens
-    return _Life(
-        training=request.hardware,
-        serving=read_hardware(options.serve) if options.serve else None,
-        batch=options.batch,
-        context=options.context,
-        tokens=float(parse_count(tokens, "--served-tokens")) if tokens else 0.0,
-    )
-
-
-def _serving_room(hardware: Hardware) -> float:
-    return _SERVING_SHARE * hardware.count * hardware.device.memory_bytes.value
-
-
-def _find_until(model: ModelSpec, loss: float, level: float) -> Shape:
-    """Return the model of --like with the tokens that give it the loss."""
-    shape = describe_shape(model, 1.0)
-    reference = find_reference(shape, loss, level)
-    if reference is None:
-        least = find_law(LEVEL_LAW).predict(replace(shape, tokens=TOKENS_RANGE[1])) + level
-        rule = f"{model.name} never has it by the law whose level is taken"
-        nearest = f"{ceil(least * 100) / 100:g}"
-        raise BadInput(Reason(field="--until", value=f"{loss:g}", rule=rule, nearest=nearest))
-    return reference
-
-
 def _choose_key(options: DesignOptions) -> Callable[[DesignedShape], float]:
     """Return what the chosen shape has least of."""
     if not options.until:
@@ -421,107 +258,155 @@ def _choose_key(options: DesignOptions) -> Callable[[DesignedShape], float]:
     return lambda shape: shape.days
 
 
-TimedShape = tuple[ModelSpec, str, float, float]
-
-
-def _time_best(
-    shapes: Sequence[ModelSpec], request: PlanRequest, goal: DesignGoal, axes: ShapeAxes
-) -> list[TimedShape]:
+def _time_best(shapes: Sequence[ModelSpec], question: DesignQuestion) -> list[TimedShape]:
     """Return the shapes of least loss of each size, timed in template layouts.
 
-    They are ranked at the rate of model FLOPs of one shape; a size is a factor of two in total
-    parameters. Where variants are alike to the laws, more of a size are timed.
+    They are ranked at the rate of model FLOPs of one shape, at half of it and at twice, between
+    which shapes differ; a size is a factor of two in total parameters. Where variants are alike to
+    the laws, more of a size are timed.
     """
+    request, goal = question.request, question.goal
     workload, hardware = request.workload, request.hardware
     rate = _find_rate(shapes, workload, hardware)
     if rate is None:
-        raise _nothing_fits(request, "no shape fits in a template layout")
-    ranked = rank_by_flops(shapes, workload, goal, request.model, rate)
-    timed_a_size = _TIMED_A_SIZE * axes.count_unknown_to_laws()
-    sizes: dict[int, list[ModelSpec]] = {}
-    for shape in ranked:
-        sizes.setdefault(count_parameters(shape).total.bit_length(), []).append(shape)
-    kept = [shape for group in sizes.values() for shape in group[:timed_a_size]]
-    timed = list(time_shapes(kept, workload, hardware, goal, request.model))
-    if not timed:
-        raise _nothing_fits(request, "no shape of least loss fits in a template layout")
-    return timed
+        raise question.describe_misfit("no shape fits in a template layout")
+    timed_a_size = _TIMED_A_SIZE * question.axes.count_unknown_to_laws()
+    timed: dict[str, TimedShape | None] = {}
+    for factor in _RATE_FACTORS:
+        ranked = rank_by_flops(shapes, workload, goal, request.model, factor * rate)
+        sizes: dict[int, list[ModelSpec]] = {}
+        for shape in ranked:
+            sizes.setdefault(_size_class(count_parameters(shape).total), []).append(shape)
+        for group in sizes.values():
+            fitting = 0
+            for shape in group[: _TRIED_OVER_TIMED * timed_a_size]:
+                if shape.name not in timed:
+                    timed[shape.name] = time_shape(shape, workload, hardware, goal, request.model)
+                fitting += timed[shape.name] is not None
+                if fitting == timed_a_size:
+                    break
+    found = [shape for shape in timed.values() if shape is not None]
+    if not found:
+        raise question.describe_misfit("no shape of least loss fits in a template layout")
+    return found
+
+
+def _size_class(total: int) -> int:
+    """Return the number of a size: a factor of two in total parameters."""
+    return total.bit_length()
 
 
 def _find_rate(shapes: Sequence[ModelSpec], workload: Workload, hardware: Hardware) -> float | None:
-    """Return the model FLOPs a second of a shape that fits, the middle one by size first."""
+    """Return the model FLOPs a second of a shape that fits: the middle one by size, or smaller."""
     ordered = sorted(shapes, key=lambda shape: count_parameters(shape).total)
-    for shape in reversed(ordered[: len(ordered) // 2 + 1]):
+    place = len(ordered) // 2
+    while True:
+        shape = ordered[place]
         fastest = estimate_template(shape, workload, hardware)
         if fastest is not None:
             tokens_per_s = workload.tokens_per_step / fastest[1].step_s
             return tokens_per_s * model_flops_per_token(shape, workload.seq_len)
-    return None
+        if place == 0:
+            return None
+        place //= 2
 
 
-def _build_shape(
-    timed: TimedShape, prediction: LossPrediction, goal: DesignGoal, life: _Life
-) -> DesignedShape:
-    model, layout, tokens_per_s, tokens = timed
-    counts = count_parameters(model)
-    days = tokens / tokens_per_s / _DAY_S / goal.goodput
-    served = life.serve(model)
-    return DesignedShape(
-        model=model,
-        total=counts.total,
-        active=counts.active,
-        layout=layout,
-        tokens_per_s=tokens_per_s,
-        tokens=tokens,
-        days=days,
-        prediction=prediction,
-        serving_bytes=served.memory_bytes,
-        life_hours=life.count_hours(days, served),
+def _pick_candidates(
+    front: Sequence[DesignedShape], key: Callable[[DesignedShape], float], most: int
+) -> list[DesignedShape]:
+    """Return the shapes that get a full plan: the best of each size, then the second of each.
+
+    Sizes are those by which shapes were timed.
+    """
+    sizes: dict[int, list[DesignedShape]] = {}
+    for shape in sorted(front, key=key):
+        sizes.setdefault(_size_class(shape.total), []).append(shape)
+    rounds = chain.from_iterable(zip_longest(*sizes.values()))
+    return [shape for shape in rounds if shape is not None][:most]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedShape:
+    """A model with its best plan, and the speed and the tokens that follow from it."""
+
+    plan: Plan
+    timed: TimedShape
+
+
+def _plan_shape(model: ModelSpec, base: ModelSpec, question: DesignQuestion) -> PlannedShape | None:
+    """Return a model with its best plan, None where none fits or it never has the loss.
+
+    The laws take its attention and its vocabulary for those of `base`.
+    """
+    request = question.request
+    plan = find_best_plan(
+        model, request.workload, request.hardware, allowed=build_objections(request)
+    )
+    if plan is None:
+        return None
+    tokens_per_s = plan.workload.tokens_per_step / plan.estimate.step_s
+    tokens = question.goal.count_tokens(describe_like(model, base, 1.0), tokens_per_s)
+    if tokens is None:
+        return None
+    return PlannedShape(
+        plan=plan,
+        timed=TimedShape(
+            model=model,
+            layout=format_layout(plan.layout),
+            tokens_per_s=tokens_per_s,
+            tokens=tokens,
+        ),
     )
 
 
-def _replan(
-    best: DesignedShape,
-    plan: Plan,
-    base: ModelSpec,
-    goal: DesignGoal,
-    life: _Life,
-    reference_level: tuple[Shape, float],
+def _find_reference(
+    question: DesignQuestion, timed: Sequence[TimedShape], like: PlannedShape | None
+) -> Shape:
+    """Return the shape from which losses are counted: that of the goal, or of the model of --like.
+
+    Where that model does not fit it is the best shape that does.
+    """
+    if question.goal.reference is not None:
+        return question.goal.reference
+    if like is not None:
+        return describe_shape(like.timed.model, like.timed.tokens)
+    return describe_like(timed[0].model, question.request.model, timed[0].tokens)
+
+
+def _build_shapes(
+    rows: Sequence[TimedShape], base: ModelSpec, reference: Shape, question: DesignQuestion
+) -> list[DesignedShape]:
+    described = [describe_like(row.model, base, row.tokens) for row in rows]
+    losses = predict_losses(described, reference, question.level)
+    return [_build_shape(row, loss, question) for row, loss in zip(rows, losses, strict=True)]
+
+
+def _build_published(
+    planned: PlannedShape | None, reference: Shape, question: DesignQuestion
+) -> list[DesignedShape]:
+    """Return a published model as a shape, which the laws see as it is; none where none fits."""
+    if planned is None:
+        return []
+    return _build_shapes([planned.timed], planned.timed.model, reference, question)
+
+
+def _build_shape(
+    timed: TimedShape, prediction: LossPrediction, question: DesignQuestion
 ) -> DesignedShape:
-    """Return the shape with the speed of its full plan, and the tokens and loss that follow."""
-    tokens_per_s = plan.workload.tokens_per_step / plan.estimate.step_s
-    shape = describe_like(best.model, base, best.tokens)
-    tokens = goal.count_tokens(shape, tokens_per_s) or best.tokens
-    reference, level = reference_level
-    (prediction,) = predict_losses([replace(shape, tokens=tokens)], reference, level)
-    timed = (best.model, format_layout(plan.layout), tokens_per_s, tokens)
-    return _build_shape(timed, prediction, goal, life)
-
-
-def _time_published(
-    models: Sequence[ModelSpec], request: PlanRequest, goal: DesignGoal
-) -> list[TimedShape]:
-    """Return models that fit, timed in template layouts, each to the laws as it is."""
-    workload, hardware = request.workload, request.hardware
-    return [
-        timed for model in models for timed in time_shapes([model], workload, hardware, goal, model)
-    ]
-
-
-def _design_published(
-    chosen: DesignedShape,
-    request: PlanRequest,
-    goal: DesignGoal,
-    life: _Life,
-    reference_level: tuple[Shape, float],
-) -> tuple[DesignedShape, ...]:
-    """Return published models of about the chosen size in template layouts, the nearest first."""
-    reference, level = reference_level
-    timed = _time_published(_list_published(chosen), request, goal)
-    described = [describe_shape(model, tokens) for model, _, _, tokens in timed]
-    losses = predict_losses(described, reference, level)
-    return tuple(
-        _build_shape(row, loss, goal, life) for row, loss in zip(timed, losses, strict=True)
+    counts = count_parameters(timed.model)
+    days = timed.tokens / timed.tokens_per_s / DAY_S / question.goal.goodput
+    served = question.life.serve(timed.model)
+    return DesignedShape(
+        model=timed.model,
+        total=counts.total,
+        active=counts.active,
+        layout=timed.layout,
+        tokens_per_s=timed.tokens_per_s,
+        tokens=timed.tokens,
+        days=days,
+        prediction=prediction,
+        serving_bytes=served.memory_bytes,
+        life_hours=question.life.count_hours(days, served),
     )
 
 
@@ -535,11 +420,6 @@ def _list_published(chosen: DesignedShape) -> list[ModelSpec]:
             distance += abs(log2(counts.active / chosen.active))
             near.setdefault((counts.total, counts.active), (distance, model))
     return [model for _, model in sorted(near.values(), key=itemgetter(0))[:_PUBLISHED_SHOWN]]
-
-
-def _nothing_fits(request: PlanRequest, rule: str) -> BadInput:
-    value = f"{request.hardware.count}x{request.hardware.name}"
-    return BadInput(Reason(field="--on", value=value, rule=rule, nearest="more devices"))
 
 
 def describe_level(level: float) -> str:

@@ -22,7 +22,7 @@ from moewright.cli.options import (
     RankingOptions,
     ShapeOptions,
 )
-from moewright.cli.progress import show_elapsed
+from moewright.cli.progress import show_share
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
@@ -350,8 +350,14 @@ def design(
     from moewright.api.designing import compute_design
     from moewright.report.document_text import print_document
 
-    with show_elapsed("comparing shapes"):
-        answer = compute_design(on, like, workload, options)
+    with show_share("comparing shapes") as show:
+        answer = compute_design(
+            on,
+            like,
+            workload,
+            options,
+            report_progress=lambda done, total: show(done / total),
+        )
     document = build_design_document(answer)
     written: tuple[Path, ...] = ()
     if options.out is not None:

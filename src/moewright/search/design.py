@@ -2,7 +2,7 @@
 
 Speed decides with the law: a shape whose matrices are slow sees fewer tokens. All shapes are first
 timed by their FLOPs at the utilization of one of them; those with the least losses are then
-estimated in a few template layouts, and the best gets a full search.
+estimated in a few template layouts, and their Pareto front gets full plans.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _find_latent_family(shape: ModelSpec) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DesignedShape:
-    """A shape with its best template layout, and the loss of the tokens that it sees.
+    """A shape with its best layout, and the loss of the tokens that it sees.
 
     `serving_bytes` are weights and caches where it is served, `life_hours` the device-hours of its
     training and of decoding the tokens that it serves in its life.
@@ -171,6 +171,16 @@ class DesignedShape:
     prediction: LossPrediction
     serving_bytes: int
     life_hours: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedShape:
+    """A shape with a layout, its speed in it, and the tokens that it sees."""
+
+    model: ModelSpec
+    layout: str
+    tokens_per_s: float
+    tokens: float
 
 
 def describe_like(model: ModelSpec, base: ModelSpec, tokens: float) -> Shape:
@@ -289,26 +299,23 @@ def rank_by_flops(
     return [able[place][0] for place in sorted(range(len(able)), key=keys.__getitem__)]
 
 
-def time_shapes(
-    shapes: Sequence[ModelSpec],
-    workload: Workload,
-    hardware: Hardware,
-    goal: DesignGoal,
-    base: ModelSpec,
-) -> Iterator[tuple[ModelSpec, str, float, float]]:
-    """Yield each shape that fits with its layout, tokens a second, and the tokens that it sees.
+def time_shape(
+    shape: ModelSpec, workload: Workload, hardware: Hardware, goal: DesignGoal, base: ModelSpec
+) -> TimedShape | None:
+    """Return a shape timed in its best template layout.
 
-    The laws take its attention and its vocabulary for those of `base`.
+    It is None where none fits or it never has the loss of the goal. The laws take its attention and
+    its vocabulary for those of `base`.
     """
-    for shape in shapes:
-        fastest = estimate_template(shape, workload, hardware)
-        if fastest is None:
-            continue
-        layout, estimated = fastest
-        tokens_per_s = workload.tokens_per_step / estimated.step_s
-        tokens = goal.count_tokens(describe_like(shape, base, 1.0), tokens_per_s)
-        if tokens is not None:
-            yield shape, layout, tokens_per_s, tokens
+    fastest = estimate_template(shape, workload, hardware)
+    if fastest is None:
+        return None
+    layout, estimated = fastest
+    tokens_per_s = workload.tokens_per_step / estimated.step_s
+    tokens = goal.count_tokens(describe_like(shape, base, 1.0), tokens_per_s)
+    if tokens is None:
+        return None
+    return TimedShape(model=shape, layout=layout, tokens_per_s=tokens_per_s, tokens=tokens)
 
 
 def find_front(shapes: Sequence[DesignedShape]) -> list[DesignedShape]:

@@ -32,6 +32,7 @@ from moewright.studio.folder import StudioFolder
 MOST_LETTERS = 3500  # of what addresses of every browser and proxy hold
 _MOST_BYTES = 1 << 18  # of fields
 _MOST_NAME = 40
+_MOST_DIGITS = 12
 _TOO_LONG = "too long for an address: it names a file of this machine; send plan.json of Share"
 _PACKED = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)~(?P<kind>job~)?(?P<fields>[A-Za-z0-9_-]+)")
 
@@ -221,3 +222,17 @@ def read_number(params: Mapping[str, str], key: str) -> float | None:
         return float(text)
     except ValueError:
         raise BadInput(Reason(field=key, value=text[:60], rule="must be a number")) from None
+
+
+def read_counts(params: Mapping[str, str], key: str) -> tuple[int, ...]:
+    """Return the whole numbers of an address, apart by spaces or commas.
+
+    Raises:
+        BadInput: a word is no whole number.
+    """
+    words = params.get(key, "").replace(",", " ").split()
+    for word in words:
+        if not (word.isascii() and word.isdigit()) or len(word) > _MOST_DIGITS:
+            rule = "must be whole numbers, apart by spaces"
+            raise BadInput(Reason(field=key, value=word[:60], rule=rule, nearest="2 4 8"))
+    return tuple(map(int, words))

@@ -23,6 +23,7 @@ from moewright.spec.units import format_bytes
 from moewright.studio.confinement import Confinement
 from moewright.studio.folder import StudioFolder
 from moewright.studio.queries import (
+    read_counts,
     read_dropped_model,
     read_dropped_script,
     read_number,
@@ -118,9 +119,18 @@ def _design(params: Mapping[str, Any]) -> DesignView:
         tokens=params.get("tokens", ""),
         until=read_number(params, "until") or 0.0,
         max_total=params.get("max_total", ""),
+        max_active=params.get("max_active", ""),
         serve=params.get("serve", ""),
+        served_tokens=params.get("served_tokens", ""),
+        attention_kinds=tuple(params.get("attention_kinds", "").replace(",", " ").split()),
+        kv_heads=read_counts(params, "kv_heads"),
+        vocab_sizes=read_counts(params, "vocab_sizes"),
+        shared_experts=read_counts(params, "shared_experts"),
     )
-    return build_design_view(compute_design(query.on, query.model, query.options, options))
+    design = compute_design(
+        query.on, query.model, query.options, options, report_progress=_report_progress
+    )
+    return build_design_view(design)
 
 
 def _diagnose(path: Path, params: Mapping[str, Any]) -> DiagnosisView:
@@ -146,7 +156,7 @@ def _diagnose(path: Path, params: Mapping[str, Any]) -> DiagnosisView:
         plan=plan,
         on=params.get("on", ""),
         network=params.get("network", ""),
-        report_progress=lambda done, total: _write(encode_data({"done": done, "total": total})),
+        report_progress=_report_progress,
     )
     return view_diagnosis(diagnosis)
 
@@ -160,6 +170,10 @@ def _limit(kind: int, value: int) -> None:
 def _used_cpu_s() -> int:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return int(usage.ru_utime + usage.ru_stime) + 1
+
+
+def _report_progress(done: int, total: int) -> None:
+    _write(encode_data({"done": done, "total": total}))
 
 
 def _write(data: bytes) -> None:

@@ -70,19 +70,23 @@ def expert_table_name(layer: int) -> str:
 
 
 def count_parameters(model: ModelSpec) -> ParamCount:
-    """Return the totals; an expert tensor is active with top_k / experts of its elements."""
+    """Return the totals; an expert tensor is active with top_k / experts of its elements.
+
+    Layers that are alike are counted once.
+    """
     total = active = mtp = embedding = 0
-    for param in parameters(model):
+    for param, layers in _distinct_parameters(model):
+        numel = layers * param.numel
         if param.layer > model.layers:
-            mtp += param.numel
+            mtp += numel
             continue
-        total += param.numel
+        total += numel
         if param.is_expert and model.moe:
-            active += param.numel * model.moe.router.top_k // model.moe.experts
+            active += layers * (param.numel * model.moe.router.top_k // model.moe.experts)
         else:
-            active += param.numel
+            active += numel
         if param.name == "embedding.weight":
-            embedding = param.numel
+            embedding = numel
     return ParamCount(
         total=total,
         active=active,
@@ -92,14 +96,37 @@ def count_parameters(model: ModelSpec) -> ParamCount:
     )
 
 
+def _distinct_parameters(model: ModelSpec) -> Iterator[tuple[Param, int]]:
+    """Yield the parameters of one layer of each kind, with the layers that have as large ones."""
+    alike: dict[tuple[MixerKind, bool, bool], list[int]] = {}
+    for layer, is_moe in enumerate(model.moe_layers):
+        kind = (model.mixer(layer), model.has_mlp(layer), is_moe)
+        alike.setdefault(kind, []).append(layer)
+    for (_, _, is_moe), layers in alike.items():
+        for param in _layer(model, "", layers[0], is_moe=is_moe):
+            yield param, len(layers)
+    for param in (*_first_parameters(model), *_last_parameters(model)):
+        yield param, 1
+
+
 def _all_parameters(model: ModelSpec) -> Iterator[Param]:
-    h, L = model.hidden_size, model.layers
+    yield from _first_parameters(model)
+    for layer in range(model.layers):
+        yield from _layer(model, f"layers.{layer}.", layer, is_moe=model.moe_layers[layer])
+    yield from _last_parameters(model)
+
+
+def _first_parameters(model: ModelSpec) -> Iterator[Param]:
+    h = model.hidden_size
     table = (model.vocab_size, h)
     yield tensor("embedding.weight", table, Module.EMBEDDING, EMBEDDING_LAYER, TP_ROWS)
     if model.position is PositionKind.LEARNED:
         yield tensor("position.weight", (model.max_position, h), Module.EMBEDDING, EMBEDDING_LAYER)
-    for layer in range(L):
-        yield from _layer(model, f"layers.{layer}.", layer, is_moe=model.moe_layers[layer])
+
+
+def _last_parameters(model: ModelSpec) -> Iterator[Param]:
+    L = model.layers
+    table = (model.vocab_size, model.hidden_size)
     yield from _norm(model, "final_norm", L)
     if not model.tie_embeddings:
         yield tensor("head.weight", table, Module.HEAD, L, TP_ROWS)

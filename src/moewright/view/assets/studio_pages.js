@@ -81,23 +81,28 @@ studio.pages.budget = () => {
 
 /* Shapes of a model: one of days, tokens and a loss is the goal; the model and devices are those of the job. */
 studio.pages.design = () => {
-  const fields = [["days", "Days of the training", "30"], ["tokens", "or tokens, such as 2T", ""], ["until", "or a loss in nats", ""], ["max_total", "Most parameters, such as 40B", ""], ["serve", "Devices that serve it, such as 1xH200", ""]];
-  const inputs = fields.map(([name, , hint]) => mw.el("input", {type: "text", id: name, value: studio.query.get(name) || "", placeholder: hint}));
+  const goals = [["days", "Days of the training", "30"], ["tokens", "or tokens, such as 2T", ""], ["until", "or a loss in nats", ""], ["max_total", "Most parameters, such as 40B", ""], ["max_active", "Most a token activates, such as 4B", ""], ["serve", "Devices that serve it, such as 1xH200", ""], ["served_tokens", "Tokens that it serves in its life, such as 10T", ""]];
+  const axes = [["attention_kinds", "Kinds of attention", "gqa mla"], ["kv_heads", "Heads of keys and values", "2 4 8"], ["vocab_sizes", "Sizes of the vocabulary", "65536 151936"], ["shared_experts", "Shared experts", "0 1 2"]];
+  const fields = [...goals, ...axes];
+  const inputs = Object.fromEntries(fields.map(([name, , hint]) => [name, mw.el("input", {type: "text", id: name, value: studio.query.get(name) || "", placeholder: hint})]));
   const state = mw.el("p", {class: "note", role: "status"});
-  const read = () => Object.fromEntries(fields.map(([name], place) => [name, inputs[place].value.trim()]));
+  const read = () => Object.fromEntries(fields.map(([name]) => [name, inputs[name].value.trim()]));
   const start = () => { const goal = read(); studio.go(goal.days || goal.tokens || goal.until ? goal : {...goal, days: "30"}); };
-  const form = mw.panel("Which shape of model is best to train here?", mw.el("div", {class: "fields"},
-    fields.map(([name, title], place) => mw.el("div", {}, mw.el("label", {for: name}, title), inputs[place])),
-    mw.el("div", {class: "row all"}, mw.el("button", {type: "button", class: "primary", id: "design", onclick: start}, "Compare shapes"), state)));
+  const show = ([name, title]) => mw.el("div", {}, mw.el("label", {for: name}, title), inputs[name]);
+  const form = mw.panel("Which shape of model is best to train here?", mw.el("div", {class: "fields"}, goals.map(show)),
+    mw.el("details", {class: "fold", open: axes.some(([name]) => studio.query.get(name)) || null}, mw.el("summary", {}, "Compare attention, vocabularies and shared experts too"),
+      mw.el("p", {class: "note"}, "Each with each, besides width, depth and experts; what is left empty is the model's own."), mw.el("div", {class: "fields"}, axes.map(show))),
+    mw.el("div", {class: "row all"}, mw.el("button", {type: "button", class: "primary", id: "design", onclick: start}, "Compare shapes"), state));
   studio.fill(form);
   if (!["days", "tokens", "until"].some(name => studio.query.get(name))) return;
   const cancel = new AbortController();
   studio.leave = () => cancel.abort();
   const params = studio.job();
   for (const [name] of fields) if (studio.query.get(name)) params.set(name, studio.query.get(name));
-  state.textContent = "shapes in template layouts, then a full search for the best …";
+  state.textContent = "shapes in template layouts, then full searches for the front …";
   studio.stream("/api/task/design", params, cancel.signal, view => {
     if (cancel.signal.aborted) return;
+    if (view.total) { state.textContent = `full plan ${view.done + 1} of at most ${view.total} …`; return; }
     const root = mw.el("div");
     mw.render[view.kind](view, root, studio.mend);
     state.textContent = "";
