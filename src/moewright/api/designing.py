@@ -172,7 +172,7 @@ def compute_design(
     """
     question = read_question(on, like, workload, options)
     base, goal, life = question.request.model, question.goal, question.life
-    listed = list_shapes(base, goal, question.axes)
+    listed = tuple(list_shapes(base, goal, question.axes))
     shapes = [shape for shape in listed if life.can_serve(shape) and question.can_train(shape)]
     if not shapes:
         raise question.describe_misfit(
@@ -204,7 +204,7 @@ def compute_design(
     answer = Design(
         request=question.request,
         options=options,
-        tried=len(shapes),
+        tried=len(listed),
         timed=len(timed),
         planned=len(planned),
         front=tuple(front),
