@@ -21,7 +21,13 @@ from moewright.report.document import (
 from moewright.search.design import DesignedShape
 from moewright.spec.model import AttentionKind, AttentionSpec
 from moewright.spec.options import DesignOptions
-from moewright.spec.units import format_bytes, format_count, format_figures, format_seconds
+from moewright.spec.units import (
+    format_bytes,
+    format_count,
+    format_figures,
+    format_seconds,
+    plural,
+)
 from moewright.view.design_view import DesignView, ShapePoint, ShapeRole
 
 _SHOWN = 12  # shapes of the front in a short answer
@@ -124,7 +130,7 @@ def _build_choice(design: Design) -> DocumentSection:
                 "serving in bf16",
                 f"{format_bytes(serving.weight_bytes)} of weights and "
                 f"{format_bytes(serving.cache_bytes)} of cache for {serving.batch} x "
-                f"{serving.context:,} tokens, on {serving.devices} devices",
+                f"{serving.context:,} tokens, on {plural(serving.devices, 'device')}",
             ),
             (
                 "decoding, at most",
