@@ -285,10 +285,10 @@ def _time_best(shapes: Sequence[ModelSpec], question: DesignQuestion) -> list[Ti
                 fitting += timed[shape.name] is not None
                 if fitting == timed_a_size:
                     break
-    found = [shape for shape in timed.values() if shape is not None]
-    if not found:
+    fitting_shapes = [shape for shape in timed.values() if shape is not None]
+    if not fitting_shapes:
         raise question.describe_misfit("no shape of least loss fits in a template layout")
-    return found
+    return fitting_shapes
 
 
 def _size_class(total: int) -> int:
