@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: astra-sim what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-table
+.PHONY: astra-sim what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-material reading-table
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -117,6 +117,11 @@ accuracy: | $(VENV)/.ready
 # Which options trainers have, from checkouts of them below CHECKOUTS: the tables of the readers; what changed is printed.
 trainer-names: | $(VENV)/.ready
 	$(BIN)/python -m docs.tools.trainer_names $(or $(CHECKOUTS),$(error CHECKOUTS=DIR, with a checkout a repository))
+
+# The public files of the draws that docs/log tells of, cloned below MATERIAL at their commits; DRAW=11 takes one draw alone.
+HOST ?= https://github.com
+reading-material: | $(VENV)/.ready
+	$(BIN)/python -m docs.tools.reading_material $(or $(MATERIAL),$(error MATERIAL=DIR, a folder for checkouts)) "$(HOST)" "$(DRAW)"
 
 # How the scripts and configurations below MATERIAL are read, a line each; LIST names some of them.
 reading-table: | $(VENV)/.ready

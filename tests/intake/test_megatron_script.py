@@ -18,7 +18,9 @@ from megatron_cases import (
     workloads,
 )
 from moewright.codec import fingerprint, parse_layout
+from moewright.exporters.kubernetes import render_train_job
 from moewright.exporters.megatron.script import render_megatron_script
+from moewright.exporters.slurm import render_slurm_script
 from moewright.intake import catalogue
 from moewright.intake.megatron.overrides import parse_script_overrides
 from moewright.intake.megatron.read import interpret_launch, read_launch
@@ -57,8 +59,8 @@ PLAIN = Workload(seq_len=2048, global_batch=64, steps=50)
 EXPORTED = sorted(set(catalogue.model_names()) - set(REFUSED_MODELS))
 
 
-def back(text, folder, *, world=None, named=None, **environment):
-    script = Path(folder) / "run.sh"
+def back(text, folder, *, world=None, named=None, name="run.sh", **environment):
+    script = Path(folder) / name
     script.write_text(text)
     command = read_launch(script, environment)
     return interpret_launch(
@@ -92,9 +94,16 @@ def test_any_layout_and_workload_is_the_same_after_export_and_import(tmp_path_fa
         workload = replace(workload, loss=LossSpec(), router=RouterTraining())
     plan = build_plan(name, layout, workload)
     assume(not refusals(plan))
-    result = back(render_megatron_script(plan), tmp_path_factory.mktemp("script"))
-    expected = as_written(plan).workload
-    assert (result.model, result.layout, result.workload) == (plan.model, as_read(layout), expected)
+    folder = tmp_path_factory.mktemp("script")
+    forms = {
+        "run.sh": render_megatron_script(plan),
+        "run.slurm": render_slurm_script(plan, job="", run_dir="."),
+        "job.yaml": render_train_job(plan, job="", run_dir=".", image="trainer"),
+    }
+    expected = (plan.model, as_read(layout), as_written(plan).workload)
+    for name, text in forms.items():
+        result = back(str(text), folder, name=name)
+        assert (result.model, result.layout, result.workload) == expected, name
 
 
 def test_a_config_of_deepspeed_that_the_script_writes_tells_its_stage(tmp_path):
