@@ -5,7 +5,6 @@ Meta tensors go the way of a device that is not a CPU, with stand-ins for torch'
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,7 +60,8 @@ def test_blocks_of_scores_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_fp32_on_a_gpu_does_not_come_to_the_16_bit_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is counted as the attention that it is."""
-    monkeypatch.setattr(module, "_aten", SimpleNamespace())  # no kernel of torch's is there
+    for kernel in ("FLASH", "FLASH_BACKWARD", "FLASH_FOR_CPU", "FLASH_FOR_CPU_BACKWARD"):
+        monkeypatch.setattr(module, kernel, None)  # no kernel of torch's is there
     q, k, v = draw_heads((2, 24, 4, 16), (2, 24, 2, 16), (2, 24, 2, 12), device="meta")
     flops: list[tuple[Any, int]] = []
     counter = FlopCounter(lambda op, count: flops.append((op, count)))
@@ -89,11 +89,8 @@ def test_the_16_bit_kernel_gets_key_heads_as_they_are(monkeypatch: pytest.Monkey
         taken.extend((k, v))
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-    stand_ins = SimpleNamespace(
-        _scaled_dot_product_flash_attention=forward,
-        _scaled_dot_product_flash_attention_backward=backward,
-    )
-    monkeypatch.setattr(module, "_aten", stand_ins)
+    monkeypatch.setattr(module, "FLASH", forward)
+    monkeypatch.setattr(module, "FLASH_BACKWARD", backward)
     q, k, v = (
         x.bfloat16()
         for x in draw_heads((2, 24, 4, 16), (2, 24, 2, 16), (2, 24, 2, 12), device="meta")

@@ -8,10 +8,12 @@ torch breaks fails here. What takes a second to import is imported where it is f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 
 # The stores of a rendezvous. torch.distributed has them too, but its types do not say so.
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -21,6 +23,7 @@ from torch._C._profiler import _ExperimentalConfig as ProfilerConfig
 
 # A model without memory: without it there is no dry run of one rank of a large world.
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import profiler
 
 # The modes of a thread: the thread of a pass beside another enters those of the main thread, or
 # the ledger would not count what the pass does.
@@ -38,6 +41,12 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 __all__ = (
+    "FLASH",
+    "FLASH_BACKWARD",
+    "FLASH_FOR_CPU",
+    "FLASH_FOR_CPU_BACKWARD",
+    "FLASH_ROWS",
+    "FLASH_ROWS_BACKWARD",
     "HOST_READ",
     "ONEDNN_LINEAR",
     "SOFTMAX_BACKWARD",
@@ -50,6 +59,7 @@ __all__ = (
     "Store",
     "TCPStore",
     "TorchDispatchMode",
+    "communicator",
     "compile_counters",
     "count_uses",
     "create_fake_store",
@@ -57,9 +67,13 @@ __all__ = (
     "dispatch_modes",
     "foreach_norm",
     "function_modes",
+    "group_timeout",
     "has_dispatch_modes",
     "has_fake_mode",
+    "is_profiling",
+    "is_view",
     "mark_dynamic",
+    "qualified_name",
     "record_memory",
     "storage_id",
     "tree_iter",
@@ -93,6 +107,14 @@ HOST_READ: Any = torch.ops.aten._local_scalar_dense
 
 # The gradient of softmax from its output, as torch's own autograd calls it.
 SOFTMAX_BACKWARD: Any = torch.ops.aten._softmax_backward_data
+
+# FlashAttention and its gradient: of sequences on a GPU, on a CPU, and of rows with their ends.
+FLASH_ROWS: Any = torch.ops.aten._flash_attention_forward
+FLASH_ROWS_BACKWARD: Any = torch.ops.aten._flash_attention_backward
+FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention
+FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+FLASH_FOR_CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_FOR_CPU_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 # x @ w.T; what torch.compile calls on a CPU. None where torch was built without oneDNN.
 ONEDNN_LINEAR: Any = (
@@ -134,6 +156,37 @@ def compile_counters() -> Mapping[str, Mapping[str, int]]:
     from torch._dynamo.utils import counters
 
     return counters
+
+
+def is_profiling() -> bool:
+    """Tell whether a profiler of torch runs, which ranges with names are for."""
+    return profiler._is_profiler_enabled
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Tell whether autograd takes a tensor for a view of another."""
+    return tensor._is_view()
+
+
+def qualified_name(operation: Any) -> str:
+    """Return the name of an operation with its namespace, without its overload."""
+    return str(operation.overloadpacket._qualified_op_name)
+
+
+def communicator(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return the address of the NCCL communicator by which a group sends on a device."""
+    return int(_find_backend(group, device)._comm_ptr())
+
+
+def _find_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return what a group communicates by on a device: its options, NCCL's communicator."""
+    return group._get_backend(device)
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return the time that collectives of a group may take, None for a fake one."""
+    options = _find_backend(group, device).options
+    return None if options is None else options._timeout
 
 
 def create_fake_store() -> Store:

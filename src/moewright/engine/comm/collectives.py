@@ -21,7 +21,12 @@ import torch.distributed as dist
 
 from moewright.engine.comm.tape import Tape
 from moewright.engine.observe.counters import Counters
-from moewright.engine.torch_private import count_uses, create_fake_store
+from moewright.engine.torch_private import (
+    communicator,
+    count_uses,
+    create_fake_store,
+    group_timeout,
+)
 from moewright.spec.hardware import Collective
 
 _FAKE = "fake"
@@ -76,8 +81,7 @@ def communicator_address(group: Group, device: torch.device) -> int:
     """
     assert group.handle is not None  # several ranks
     dist.all_reduce(torch.zeros(1, device=device), group=group.handle)
-    backend: Any = group.handle._get_backend(device)
-    return int(backend._comm_ptr())
+    return communicator(group.handle, device)
 
 
 def join_world(*, rank: int, world_size: int, store: Any, backend: str, timeout_s: float) -> None:
@@ -143,8 +147,7 @@ def _world_timeout() -> timedelta | None:
     A new group would not inherit it: torch has a default of its own, half an hour on gloo.
     """
     world: Any = dist.group.WORLD
-    options = world._get_backend(_control_device(None)).options
-    return None if options is None else options._timeout
+    return group_timeout(world, _control_device(None))
 
 
 @dataclass(slots=True)

@@ -18,8 +18,15 @@ from moewright.engine.kernels.exact_attention import (
     window_blocks,
 )
 from moewright.engine.kernels.matmul import widen
+from moewright.engine.torch_private import (
+    FLASH,
+    FLASH_BACKWARD,
+    FLASH_FOR_CPU,
+    FLASH_FOR_CPU_BACKWARD,
+    FLASH_ROWS,
+    FLASH_ROWS_BACKWARD,
+)
 
-_aten = torch.ops.aten
 _SLOPE_TERMS = 3
 _POSITION_BASE = 256  # integers up to it are exact in bf16
 _BIAS_COLUMNS = 8  # flash attention takes heads of a multiple of eight columns
@@ -114,7 +121,7 @@ def attention(
     if _runs_in_blocks(q):
         out, lse = _forward_in_blocks(q, k, _pad_columns(v, q), mask)
         return out[..., :v_width].transpose(1, 2).to(q_BSHD.dtype).contiguous(), (lse,)
-    out, lse, _, _, _, _, seed, offset, *_ = _aten._scaled_dot_product_flash_attention(
+    out, lse, _, _, _, _, seed, offset, *_ = FLASH(
         q, k, _pad_columns(v, q), 0.0, mask.causal, **_scale(q, mask)
     )
     return out[..., :v_width].transpose(1, 2).contiguous(), (lse, seed, offset)
@@ -172,7 +179,7 @@ def _flash_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k, v [B,heads,S,D] on CUDA; its kernel takes shared key heads."""
     lse, seed, offset = state
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+    dq, dk, dv = FLASH_BACKWARD(
         grad,
         q,
         k,
@@ -217,7 +224,7 @@ def _forward_in_blocks(
     """Return the output and the log-sum-exp of q, k, v [B,heads,S,D]."""
     kernel = EXACT_ATTENTION
     if q.device.type == "cpu":
-        kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+        kernel = FLASH_FOR_CPU
     if not mask.window:
         out, lse = kernel(q, k, v, 0.0, mask.causal, **_scale(q, mask))
         return out, lse
@@ -244,7 +251,7 @@ def _backward_in_blocks(
     """Return the gradients of q, k, v [B,heads,S,D]."""
     kernel = EXACT_ATTENTION_BACKWARD
     if q.device.type == "cpu":
-        kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        kernel = FLASH_FOR_CPU_BACKWARD
     if not mask.window:
         return tuple(kernel(grad, q, k, v, out, lse, 0.0, mask.causal, **_scale(q, mask)))
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
@@ -290,7 +297,7 @@ def _varlen_attention(
             )
             out[q_slice] = segment_out[0]
         return out.view(shape), (lse,)
-    out, lse, seed, offset, _ = _aten._flash_attention_forward(
+    out, lse, seed, offset, _ = FLASH_ROWS(
         _mark_width(q, mask),
         k,
         _pad_columns(v, q),
@@ -338,7 +345,7 @@ def _varlen_attention_backward(
             dv[k_slice] = segment_dv[0]
     else:
         lse, seed, offset = state
-        dq, dk, dv = _aten._flash_attention_backward(
+        dq, dk, dv = FLASH_ROWS_BACKWARD(
             _pad_columns(grad, q),
             _mark_width(q, mask),
             k,

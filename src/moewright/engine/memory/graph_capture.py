@@ -18,6 +18,8 @@ import torch
 from moewright.engine.torch_private import (
     HOST_READ,
     TorchDispatchMode,
+    is_view,
+    qualified_name,
     storage_id,
     tree_leaves,
     tree_map_only,
@@ -196,7 +198,7 @@ def build_capture(pool: CudaPool | None) -> GraphCapture:
 
 def _is_message(function: Any) -> bool:
     """Tell a message between two ranks from a collective."""
-    return function.namespace == "c10d" and function.overloadpacket._qualified_op_name in _MESSAGES
+    return function.namespace == "c10d" and qualified_name(function) in _MESSAGES
 
 
 def _detach(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,7 +206,7 @@ def _detach(tensor: torch.Tensor) -> torch.Tensor:
 
     Those have data even where no other tensor has.
     """
-    return tensor.detach() if tensor.requires_grad or tensor._is_view() else tensor
+    return tensor.detach() if tensor.requires_grad or is_view(tensor) else tensor
 
 
 def _wait_for(results: Iterable[Any]) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.autograd import profiler
 from torch.profiler import record_function
 
+from moewright.engine.torch_private import is_profiling
 from moewright.spec.ledger import StepPhase, TimeRow
 from moewright.spec.run import DeviceSample
 from moewright.spec.units import divide
@@ -136,7 +136,7 @@ class PhaseClock:
         """Count the time inside to a phase, and name it in a profile."""
         self.change_to(phase)
         try:
-            with record_function(phase) if profiler._is_profiler_enabled else nullcontext():
+            with record_function(phase) if is_profiling() else nullcontext():
                 yield
         finally:
             self.change_to(None)

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torch.autograd import profiler
 from torch.profiler import record_function
 
+from moewright.engine.torch_private import is_profiling
 from moewright.rules.grid import group_ranks
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase, TimeRow
@@ -68,7 +68,7 @@ class WaitClock:
         started = time.perf_counter()
         scheduler = self._find_scheduler()
         _, queued_before = scheduler.read()
-        is_profiled = profiler._is_profiler_enabled
+        is_profiled = is_profiling()
         try:
             with record_function(WAIT_RANGE_PREFIX + group) if is_profiled else nullcontext():
                 yield

@@ -226,7 +226,7 @@ class StorageCensus:
         `operation` made it; None where it was there before the count.
         """
         storage = tensor.untyped_storage()
-        key = int(storage._cdata)
+        key = storage_id(tensor)
         if key in self._storages or self._is_foreign(key):
             return
         nbytes = 0 if on_host else storage.nbytes()
