@@ -29,7 +29,8 @@ NAMES_TAKEN = {
     },
     "run/rendezvous.py": {"DistError", "DistNetworkError", "DistStoreError"},
     "torch_private.py": {
-        "AllGather", "FileStore", "PrefixStore", "ReduceScatter", "Store", "TCPStore", "_fsdp_api",
+        "AllGather", "FileStore", "PrefixStore", "ProcessGroup", "ReduceScatter", "Store",
+        "TCPStore", "_fsdp_api",
     },
     "torch_dist/export_weights.py": {  # writes alone, without a process group
         "ChunkStorageMetadata", "DefaultSavePlanner", "FileSystemWriter", "MetadataIndex",
