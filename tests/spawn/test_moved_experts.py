@@ -34,8 +34,9 @@ def _rebalanced(plan: Plan, *, experts_s: float = 1.0, every: int = EVERY) -> Pl
 CASES = (
     ("ep2,mbs2", 2, MatrixUpdate.ADAMW),
     ("ep2,etp2,mbs1,zero1,overlap=grad+param", 4, MatrixUpdate.ADAMW),
-    ("pp2,ep2,mbs1,dispatcher=dedup,stages=Et*2|tL", 4, MatrixUpdate.ADAMW),
+    ("pp2,ep2,mbs1,dispatcher=dedup,layout='Ett|tL'", 4, MatrixUpdate.ADAMW),
     ("ep2,zero3,mbs2", 4, MatrixUpdate.ADAMW),
+    ("cp2,ep2,mbs2", 4, MatrixUpdate.ADAMW),
     ("tp2,ep4,mbs2,dispatcher=allgather,zero0", 4, MatrixUpdate.ADAMW),
     ("ep2,mbs2,recompute=moe,offload=optimizer0.3", 4, MatrixUpdate.MUON),
 )
@@ -86,6 +87,8 @@ def test_a_run_goes_on_with_the_experts_where_its_checkpoint_has_them(tmp_path: 
     for rank, counted in enumerate(record.ledgers):
         predicted = predict_ledger(again, rank=rank, selection=record.selection)
         assert_equal_rows(predicted, counted)
+    wider = build_plan(replace(whole, steps=STEPS + 1), "ep4,mbs2", world_size=4)
+    assert train(_rebalanced(wider, every=100), moved) is ExitCode.DONE
     last = build_plan(replace(whole, steps=STEPS + 2), "mbs2", world_size=2)
     assert train(last, moved) is ExitCode.DONE
     for actual, expected in zip(
