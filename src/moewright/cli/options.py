@@ -190,7 +190,7 @@ class CalendarOptions(BudgetOptions):
         Hours until a part that failed is back.
     slowdown
         Share by which stragglers lengthen steps, such as 0.03; when not given, that of the slowest
-        of so many devices, and published delays of jobs in the interval of days.
+        links of described levels, and published delays of jobs in the interval of days.
     deadline
         Days by which training has to end: the cheapest number of devices that meets it is named.
     max_cost

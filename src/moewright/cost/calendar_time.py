@@ -30,7 +30,7 @@ from moewright.rules.goodput import (
     waiting_share,
 )
 from moewright.rules.shapes.parameters import count_parameters
-from moewright.rules.slow_workers import delayed_interval, slowest_share
+from moewright.rules.slow_workers import delayed_interval
 from moewright.spec.hardware import Fabric, NetworkKind
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
@@ -74,8 +74,7 @@ class Reliability:
     planned: FailureRate
     # Deviations between workers, and within one from step to step.
     worker_spread: tuple[float, float]
-    spread_source: str
-    measured_devices: int  # of the runs that steps are fitted to
+    link_spread: tuple[float, float]
     mean_delay: Sourced  # share, by what slows jobs for a while
     recovery_s: Sourced
     storage_Bps_a_device: Sourced
@@ -115,8 +114,7 @@ def read_reliability() -> Reliability:
             source=data["planned"]["source"],
         ),
         worker_spread=(data["worker_spread"]["between"], data["worker_spread"]["within"]),
-        spread_source=data["worker_spread"]["source"],
-        measured_devices=data["measured_runs"]["devices"],
+        link_spread=(data["link_spread"]["between"], data["link_spread"]["within"]),
         mean_delay=_read_sourced(data["delay"], "share"),
         recovery_s=_read_sourced(data["recovery"], "seconds"),
         storage_Bps_a_device=_read_sourced(data["storage"], "Bps_a_device"),
@@ -179,8 +177,8 @@ class Operations:
     storage_Bps: float = 0.0  # of the whole job
     spares: int = -1  # units; -1: as many as cost least
     repair_s: float = 24 * _HOUR_S
-    # The share that stragglers add to a step; None: that of the slowest of so many devices, and
-    # the published delays in the interval.
+    # The share that stragglers add to a step; None: that of links, and the published delays in the
+    # interval.
     slowdown: float | None = None
     board_watts: float = 0.0  # 0: not known
     price: float | None = None  # of an hour of a device
@@ -247,7 +245,7 @@ def estimate_calendar(
     devices = plan.hardware.count
     stopped = _list_interruptions(plan, operations, facts)
     rate = operations.rate_per_device_s * devices
-    slowdown, mean_delay = _read_slowdown(devices, operations, facts)
+    slowdown, mean_delay = _read_slowdown(plan, operations, facts)
     step_s = training_s / max(1, steps) * (1 + slowdown)
     interval_s = _choose_interval_s(stopped, operations.save_every_s, step_s, training_s)
     shares = compute_goodput(stopped, interval_s)
@@ -300,16 +298,18 @@ def estimate_calendar(
     )
 
 
-def _read_slowdown(devices: int, operations: Operations, facts: Reliability) -> tuple[float, float]:
+def _read_slowdown(plan: Plan, operations: Operations, facts: Reliability) -> tuple[float, float]:
     """Return the share that stragglers add to a predicted step, and the mean delay of a job.
 
-    The runs that steps are fitted to had their slowest device too: it counts where there are more.
+    The slowest of a plan's devices is in its step already; on levels of switches, the slowest of
+    its links counts beside it.
     """
     if operations.slowdown is not None:
         return operations.slowdown, 0.0
-    fitted = 1 + slowest_share(facts.measured_devices, *facts.worker_spread)
-    slowest = 1 + slowest_share(devices, *facts.worker_spread)
-    return max(0.0, slowest / fitted - 1), facts.mean_delay.value
+    spread, slowdown = plan.estimate.spread, 0.0
+    if spread is not None:
+        slowdown = max(0.0, spread.mean_s / plan.estimate.step_s - 1)
+    return slowdown, facts.mean_delay.value
 
 
 def _computing_share(plan: Plan) -> float:

@@ -39,6 +39,7 @@ from moewright.cost.routed_rows import (
     recomputed_layers,
 )
 from moewright.cost.stage_parts import count_parts, list_parts
+from moewright.cost.step_spread import estimate_spread
 from moewright.cost.symbols import Symbols
 from moewright.cost.time.collective_time import CollectiveModel
 from moewright.cost.time.head_ops import optimizer_ops
@@ -128,6 +129,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
         *_own_run_assumptions(hardware, factor),
     )
     joined = _join(hardware, rates, sym, ledgers, peaks, step, assumptions)
+    joined = replace(joined, spread=estimate_spread(hardware.fabric, collectives, layout, joined))
     bytes_per_load = peak_growth(rates.constants, sym, parts, sets, rank_counts, peaks)
     joined = replace(joined, load_limit=_load_limit(sym, joined.margin_bytes, bytes_per_load))
     load = expected_load(job, scale=rates.constants[LOAD_SCALE])

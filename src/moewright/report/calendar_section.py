@@ -126,7 +126,7 @@ def _list_notes(calendars: Sequence[CalendarTime]) -> Iterator[str]:
     if first.mean_delay:
         most = max(calendar.slowdown for calendar in calendars)
         if most:
-            yield f"Stragglers: the slowest of so many devices adds up to {most:.1%} to a step."
+            yield f"Stragglers: the slowest of the network's links adds up to {most:.1%} to a step."
         yield (
             f"Slow spells delay jobs by {first.mean_delay:.0%} in the mean and some far longer "
             "(exponential): that is in the interval of days alone."

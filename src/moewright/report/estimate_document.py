@@ -61,6 +61,7 @@ def build_verdict(plan: Plan, judgement: Judgement) -> DocumentSection:
             ("speed", Phrase(text=judgement.speed, tone=tone)),
             ("measured", judgement.measured),
             ("routing", _describe_routing(plan.estimate)),
+            *(("stragglers", text) for text in (describe_spread(plan.estimate),) if text),
         ),
     )
 
@@ -103,6 +104,17 @@ def describe_imbalance(estimate: Estimate) -> str:
         f"imbalance costs {uneven.cost:.1%} of an even step: busiest rank {uneven.load:.2f} x, "
         f"{uneven.peak_load:.2f} x in peaks; 1 run of 10 over "
         f"{format_seconds(uneven.step_p90_s)}, or {format_bytes(uneven.peak_p90_bytes)}"
+    )
+
+
+def describe_spread(estimate: Estimate) -> str:
+    """Say how long a step takes that waits for its slowest ranks and links; "" without levels."""
+    spread = estimate.spread
+    if spread is None:
+        return ""
+    return (
+        f"with the slowest ranks and links of the network, a step in two takes over "
+        f"{format_seconds(spread.median_s)}, 1 in 10 over {format_seconds(spread.p90_s)}"
     )
 
 

@@ -7,6 +7,7 @@ from moewright.report.document import DocumentSection, Extent, build_table, numb
 from moewright.report.estimate_document import (
     describe_imbalance,
     describe_load_limit,
+    describe_spread,
     format_flops,
 )
 from moewright.rules.shapes.parameters import count_parameters
@@ -104,6 +105,8 @@ def _estimate_facts(estimate: Estimate) -> tuple[tuple[str, str], ...]:
         facts.append(("host memory", estimate.host_shortage))
     if estimate.imbalance.even_step_s:
         facts.append(("imbalance", describe_imbalance(estimate)))
+    if estimate.spread is not None:
+        facts.append(("stragglers", describe_spread(estimate)))
     if estimate.load_limit > 1:
         facts.append(("routing", describe_load_limit(estimate)))
     return tuple(facts)

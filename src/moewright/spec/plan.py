@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from moewright.spec.hardware import Hardware
@@ -10,7 +10,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import ModelSpec
 from moewright.spec.options import SearchOptions
-from moewright.spec.record import Record, Row
+from moewright.spec.record import OMIT_EMPTY, Record, Row
 from moewright.spec.units import GIB, SourceKind, divide
 from moewright.spec.workload import Dtype, Workload
 
@@ -103,6 +103,18 @@ class Imbalance:
     peak_p90_bytes: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSpread:
+    """The seconds of a step that waits for the slowest of its ranks and links, over jobs and steps.
+
+    Of ten steps, one is longer than `p90_s`.
+    """
+
+    mean_s: float
+    median_s: float
+    p90_s: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Estimate(Record):
     """The expected memory and time of one layout.
@@ -141,6 +153,8 @@ class Estimate(Record):
     fit_probability: float = 0.0  # that the peak stays within capacity
     evidence: Evidence = Evidence(grade=EvidenceGrade.FORMULA)
     imbalance: Imbalance = Imbalance()
+    # None: the network carries what all ports send, and has no links to wait for.
+    spread: StepSpread | None = field(default=None, metadata={OMIT_EMPTY: True})
     # Why there is no time; "" where there is. Seconds are then those of wide products, by which
     # layouts are ordered, and say nothing of a step.
     untimed: str = ""

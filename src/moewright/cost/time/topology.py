@@ -24,6 +24,7 @@ from moewright.spec.units import divide
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _MOST_CELLS = 1 << 24  # of a matrix of groups by units
+PORTS = -1  # below the levels
 # Shapes: G groups of S members, P pairs of a group and a unit that has members of it, F flows.
 
 
@@ -32,11 +33,14 @@ class Crossing:
     """What levels add to a group's collectives: factors of the time between domains, and seconds.
 
     `ring` is the factor of rings over domains, `exchange` that of messages to every peer.
-    `latency_s` is that of one message, `ring_latency_s` that of the messages around a ring.
+    `latency_s` is that of one message, `ring_latency_s` that of the messages around a ring. The
+    levels are those whose links bound the two, as an index; PORTS where those of devices do.
     """
 
     ring: float = 1.0
     exchange: float = 1.0
+    ring_level: int = PORTS
+    exchange_level: int = PORTS
     latency_s: float = 0.0
     ring_latency_s: float = 0.0
 
@@ -82,12 +86,23 @@ def _find_crossing(
         for level in levels
         if (hops := _count_hops(level, members, peers)) > 0
     ]
+    ring, ring_level = _ring_slowdown(levels, domain_size, members, peers)
+    exchange, exchange_level = _exchange_slowdown(levels, domain_size, members)
     return Crossing(
-        ring=_ring_slowdown(levels, domain_size, members, peers),
-        exchange=_exchange_slowdown(levels, domain_size, members),
+        ring=ring,
+        exchange=exchange,
+        ring_level=ring_level,
+        exchange_level=exchange_level,
         latency_s=sum(latency_s for latency_s, _ in latencies),
         ring_latency_s=sum(latency_s * hops for latency_s, hops in latencies),
     )
+
+
+def count_units(fabric: Fabric, world: int) -> tuple[int, ...]:
+    """Return how many units of each level have devices of so many ranks."""
+    size = fabric.domain_size
+    devices = _list_places(fabric.placement, -(-world // size)) * size
+    return tuple(len(np.unique(devices // level.devices)) for level in fabric.levels)
 
 
 def _list_members(world: int, axes: tuple[tuple[int, int], ...]) -> Array:
@@ -117,22 +132,22 @@ def _count_hops(level: TopologyLevel, members: Array, peers: Array) -> int:
 
 def _ring_slowdown(
     levels: tuple[TopologyLevel, ...], domain_size: int, members: Array, peers: Array
-) -> float:
+) -> tuple[float, int]:
     """Return how much longer it takes than over ports alone that members send to one peer [G, S].
 
-    The peer is in the next domain.
+    The peer is in the next domain. Beside it stands the level that bounds it, or PORTS.
     """
     source, target = members.ravel(), peers.ravel()
     leaves = source // domain_size != target // domain_size
     source, target = source[leaves], target[leaves]
     if not len(source):
-        return 1.0
+        return 1.0, PORTS
     ports = source
     if levels[0].wiring is Wiring.RAIL:
         ports = source // domain_size * domain_size + target % domain_size
     port_flows = int(np.bincount(ports).max())
-    most = float(port_flows)
-    for level in levels:
+    most, bound = float(port_flows), PORTS
+    for index, level in enumerate(levels):
         crosses = source // level.devices != target // level.devices
         if not crosses.any():
             continue
@@ -146,21 +161,25 @@ def _ring_slowdown(
             case Wiring.DRAGONFLY:
                 pairs = np.unique(sender * (receiver.max() + 1) + receiver, return_counts=True)[1]
                 flows = _choose_routes(flows, pairs, _count_units(level, members))
-        most = max(most, flows / _unit_ports(level))
-    return most / port_flows
+        if flows / _unit_ports(level) > most:
+            most, bound = flows / _unit_ports(level), index
+    return most / port_flows, bound
 
 
 def _exchange_slowdown(
     levels: tuple[TopologyLevel, ...], domain_size: int, members: Array
-) -> float:
-    """Return how much longer it takes than over ports alone that all members send to each other."""
+) -> tuple[float, int]:
+    """Return how much longer it takes than over ports alone that all members send to each other.
+
+    Beside it stands the level that bounds it, or PORTS.
+    """
     is_rail = levels[0].wiring is Wiring.RAIL
     if is_rail:
         port_flows = int(_count_rail_flows(members, domain_size, domain_size)[0].max())
     else:
         port_flows = members.shape[1] - int(_Counts.of(members // domain_size).members.min())
-    most = float(port_flows)
-    for level in levels:
+    most, bound = float(port_flows), PORTS
+    for index, level in enumerate(levels):
         units = members // level.devices
         counts = _Counts.of(units)
         leaving = counts.members * (members.shape[1] - counts.members)
@@ -171,8 +190,9 @@ def _exchange_slowdown(
                 flows = float(np.append(*rails).max()) * domain_size
             case Wiring.DRAGONFLY:
                 flows = _choose_routes(flows, _count_pairs(units), _count_units(level, members))
-        most = max(most, flows / _unit_ports(level))
-    return divide(most, port_flows, otherwise=1.0)
+        if flows / _unit_ports(level) > most:
+            most, bound = flows / _unit_ports(level), index
+    return divide(most, port_flows, otherwise=1.0), bound
 
 
 def _choose_routes(leaving: float, pairs: Array, units: int) -> float:
