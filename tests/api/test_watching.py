@@ -70,6 +70,10 @@ def test_a_planted_slowdown_is_found_with_the_part_that_grew(tmp_path: Path, slo
     (alarm,) = watch.alarms
     assert f"({change.growth:+.1%})" in alarm.text
     assert "all-grads-sync grew by" in alarm.text
+    # The latest timers are all of steps after the change.
+    names = [timer.name for timer in watch.timers]
+    assert names == ["forward-backward", "all-grads-sync", "optimizer"]
+    assert watch.timers[1].seconds == pytest.approx(0.9 + 27.1 * slower, abs=1e-4)
     (checkpoint,) = watch.recurrences
     assert (checkpoint.name, checkpoint.period, checkpoint.count) == ("checkpoint", 50, 8)
     assert watch.days_left == pytest.approx(4600 * 27.1 * (1 + slower / 4) / 86400, rel=0.05)

@@ -193,6 +193,39 @@ def test_a_budget_names_the_fewest_devices(studio, open_page):
     assert "logarithmic" in page.locator("main").inner_text()
 
 
+def _add_steps(log, steps, step_s):
+    """Add steps as Megatron-LM prints them, with 0.3 % of noise, and timers of level 1."""
+    with log.open("a") as file:
+        for step in steps:
+            ms = 1000 * step_s * (1 + 0.003 * random.Random(step).gauss(0, 1))
+            file.write(
+                f" iteration {step:8d}/ 5000 | consumed samples: {512 * step} |"
+                f" elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.0E-04 |"
+                " global batch size:   512 | lm loss: 3.65E+00 |\n"
+                "(min, max) time across ranks (ms):\n"
+                f"    {'forward-backward ':.<48}: ({0.95 * ms:.2f}, {0.96 * ms:.2f})\n"
+                f"    {'all-grads-sync ':.<48}: ({ms / 10:.2f}, {ms / 9:.2f})\n"
+            )
+
+
+@pytest.mark.usefixtures("screen")
+def test_a_watched_log_is_followed_beside_its_band(studio, open_page, tmp_path):
+    log = tmp_path / "run.log"
+    _add_steps(log, range(1, 201), 27.1)
+    job = "run_model=Qwen3-30B-A3B&run_on=16xH100&run_layout=tp2,ep8,recompute=select"
+    page = open_page(f"{studio}watch?log={log}&{job}")
+    page.wait_for_selector("h1:has-text('step 200')", timeout=60000)
+    shown = page.locator("main").text_content()
+    assert shown.index("forward-backward") < shown.index("all-grads-sync")
+    assert "least in 95 of 100 cases" in shown
+    assert page.locator("main canvas").count() == 1
+    _add_steps(log, range(201, 301), 28.5)
+    page.wait_for_selector("h1:has-text('1 alarm')", timeout=60000)
+    text = page.locator("main").text_content()
+    assert "from step 201 on steps are slower" in text
+    assert "days at the pace" in text
+
+
 @pytest.mark.thorough
 def test_a_design_draws_its_shapes_beside_published_models(studio, open_page):
     page = open_page(f"{studio}design?model=Qwen3-30B-A3B&on=8xH100&days=7&max_total=8B")

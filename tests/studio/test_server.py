@@ -109,6 +109,25 @@ def test_nothing_outside_of_the_root_is_read(place, studio):
     why(studio.ask("/api/script?on=H100", body=script))
 
 
+def test_a_log_that_grows_is_told_anew_and_one_outside_is_not_told_of(place, studio):
+    log = place / "root" / "watched.log"
+    line = " iteration {0:8d}/ 500 | elapsed time per iteration (ms): {1:.1f} | lm loss: 2.0 |\n"
+    log.write_text("".join(line.format(step, 1000 + step % 7) for step in range(1, 201)))
+    asked = "/api/watch?path=watched.log"
+    first = studio.ask(asked)[1]
+    shown = first["records"][0]
+    assert (shown["kind"], first["live"]) == ("WatchView", True)
+    assert shown["watch"]["recent"] == list(range(1, 201))
+    assert studio.ask(f"{asked}&stamp={first['stamp']}")[1]["records"] == []
+    with log.open("a") as file:
+        file.write("".join(line.format(step, 1200 + step % 7) for step in range(201, 301)))
+    later = studio.ask(f"{asked}&stamp={first['stamp']}")[1]["records"][0]
+    assert [alarm["step"] for alarm in later["watch"]["alarms"]] == [201]
+    assert later["document"]["heading"].startswith("step 300")
+    for name in (place / "private" / "run", "link/run", "%00"):
+        assert "outside" in why(studio.ask(f"/api/watch?path={name}"))
+
+
 def test_a_run_outside_of_the_root_tells_no_time_and_no_name_is_a_failure(place, studio):
     (place / "root" / "bare").mkdir()
     (place / "root" / "bare" / "steps.jsonl").symlink_to(place / "private" / "run" / "steps.jsonl")

@@ -21,6 +21,7 @@ from moewright.diagnosis.run_watch import (
     RunWatch,
     WatchedChange,
     find_grown_part,
+    list_timers,
     raise_alarms,
     watch_steps,
 )
@@ -34,10 +35,12 @@ from moewright.diagnosis.traces.step_lines import (
     read_lines_between,
     read_new_steps,
 )
+from moewright.report.watch_document import build_watch_document
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.units import whole_number
+from moewright.view.watch_view import WatchView
 
 _TIMED_STEPS = 60  # on either side of a change whose timers are compared
 _RECORDS_FOLDER = "records"  # of the step recorder, beside a log
@@ -66,7 +69,7 @@ class LogWatcher:
     """Reads a log as it grows, and says what it shows."""
 
     def __init__(self, path: Path, job: WatchedJob) -> None:
-        self._path = _find_log(path)
+        self._path = find_log(path)
         self._series = StepSeries()
         self._head = _read_head_of(self._path)
         self._plan = _state_plan(self._path, self._head, job)
@@ -109,10 +112,12 @@ class LogWatcher:
             has_rates=self._series.has_rates,
         )
         ep = 0 if self._plan is None else self._plan.layout.ep
+        count = len(steps.numbers)
         watch = replace(
             watch,
             ranks=ranks,
             imbalance=measure_imbalance(ranks, ep),
+            timers=list_timers(self._read_timers(steps, count - _TIMED_STEPS, count)),
             peak_bytes=max(watch.peak_bytes, *(rank.peak_bytes for rank in ranks), 0),
         )
         return raise_alarms(self._name_parts(watch, steps), steps)
@@ -152,8 +157,12 @@ class LogWatcher:
         return parse_log(text).timer_blocks
 
 
-def _find_log(path: Path) -> Path:
-    """Return the file that grows: steps.jsonl of a run folder, the newest log of another."""
+def find_log(path: Path) -> Path:
+    """Return the file that grows: steps.jsonl of a run folder, the newest log of another.
+
+    Raises:
+        BadInput: there is none.
+    """
     if not path.exists():
         raise BadInput(Reason(field=str(path), rule="no such log or run folder"))
     if not path.is_dir():
@@ -237,6 +246,16 @@ def watch(
         layout=layout,
     )
     return LogWatcher(Path(log), job).look()
+
+
+def view_watch(log: Path, job: WatchedJob) -> WatchView:
+    """Return what a log shows so far, as a page draws it.
+
+    Raises:
+        BadInput: there is no step to read, or the job cannot be planned.
+    """
+    shown = LogWatcher(log, job).look()
+    return WatchView(document=build_watch_document(shown), watch=shown)
 
 
 def follow(

@@ -86,6 +86,14 @@ class WatchedChange:
         return self.after_s / self.before_s - 1
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatestTimer:
+    """A timer of Megatron-LM: the median of its latest printings, of the slowest rank."""
+
+    name: str
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RunWatch(Record):
     """A run as its log stands.
@@ -95,7 +103,8 @@ class RunWatch(Record):
     `least_shift` is the least change of the level that is found within 50 steps, as a share;
     infinite where the steps are too noisy for any. `days_left` is 0 where the length is not known.
     `ranks` are what the step recorder wrote, and `imbalance` the rows of the hottest expert rank
-    over the mean, 0 where nobody counted; `recent_s` are the latest steps.
+    over the mean, 0 where nobody counted; `recent_s` are the latest steps, of the `recent` numbers,
+    and `timers` what was printed of them, the longest first.
     """
 
     source: str
@@ -119,6 +128,8 @@ class RunWatch(Record):
     ranks: tuple[RankRecord, ...] = ()
     imbalance: float = 0.0
     recent_s: tuple[float, ...] = ()
+    recent: tuple[int, ...] = ()
+    timers: tuple[LatestTimer, ...] = ()
 
     def title(self) -> str:
         """Return the step, the speed, and how many alarms there are."""
@@ -190,6 +201,7 @@ def watch_steps(
         days_left=days_left,
         alarms=(),
         recent_s=tuple(steps_s[-_RECENT:].tolist()),
+        recent=tuple(map(int, steps.numbers[-_RECENT:])),
     )
 
 
@@ -218,6 +230,13 @@ def _name_steps(changes: Sequence[LevelChange], numbers: Sequence[int]) -> Itera
             before_s=change.before_s,
             after_s=change.after_s,
         )
+
+
+def list_timers(blocks: Sequence[TimerBlock]) -> tuple[LatestTimer, ...]:
+    """Return the medians of timers, the longest first."""
+    medians = median_timers(blocks, 0) if blocks else {}
+    timers = (LatestTimer(name=name, seconds=timer.max_s) for name, timer in medians.items())
+    return tuple(sorted(timers, key=lambda timer: -timer.seconds))
 
 
 def find_grown_part(

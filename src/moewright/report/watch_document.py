@@ -41,6 +41,8 @@ def build_watch_document(watch: RunWatch) -> Document:
         sections.append(
             DocumentSection(title="Changes", items=ItemList(items=changes, short=_MAX_SHOWN))
         )
+    if watch.timers:
+        sections.append(DocumentSection(title="Timers", table=_build_timers(watch)))
     if watch.recurrences:
         sections.append(DocumentSection(title="What recurs", table=_build_recurrences(watch)))
     return Document(subject=watch.source, heading=heading, sections=tuple(sections))
@@ -85,6 +87,16 @@ def list_facts(watch: RunWatch) -> Iterator[tuple[str, str]]:
     if watch.imbalance:
         yield "experts", f"the hottest rank has {watch.imbalance:.2f} times the mean rows"
     yield "sees", describe_least_shift(watch.least_shift)
+
+
+def _build_timers(watch: RunWatch) -> Table:
+    return build_table(
+        (*words("timer"), *numbers("of the slowest rank", "of a step")),
+        (
+            (timer.name, format_seconds(timer.seconds), f"{timer.seconds / watch.step_s:.0%}")
+            for timer in watch.timers[:_MAX_SHOWN]
+        ),
+    )
 
 
 def _build_recurrences(watch: RunWatch) -> Table:

@@ -51,6 +51,7 @@ from moewright.studio.folder import (
     is_other_file,
     list_run_folders,
     read_runs,
+    stamp_log,
     stamp_runs,
 )
 from moewright.studio.guard import LocalGuard
@@ -99,6 +100,7 @@ def build_app(confinement: Confinement, access: Access) -> Starlette:
         Route("/api/export", studio.send_launch_file),
         Route("/api/runs", studio.list_runs),
         Route("/api/run", studio.send_runs),
+        Route("/api/watch", studio.send_watch),
         Route("/api/drop", studio.take_trace, methods=["POST"]),
         Route("/api/model", studio.take_model, methods=["POST"]),
         Route("/api/script", studio.take_script, methods=["POST"]),
@@ -208,6 +210,19 @@ class _Studio:
         if not is_file and stamp.text != request.query_params.get("stamp", ""):
             record = await run_in_threadpool(read_runs, folders)
         return _send_json(encode_runs(stamp, record, is_file=is_file))
+
+    async def send_watch(self, request: Request) -> Response:
+        """Send what a log shows where it has grown since the stamp that the page has."""
+        params = dict(request.query_params)
+        try:
+            log = Path(params.get("path", ""))
+            stamp = await run_in_threadpool(stamp_log, log, self._root)
+        except (BadInput, OSError) as error:
+            return _send_json(encode_failure(error))
+        record = b""
+        if stamp.text != params.get("stamp", ""):
+            record = await _while_connected(request, self._workers.ask("watch", params))
+        return _send_json(encode_runs(stamp, record))
 
     async def take_trace(self, request: Request) -> Response:
         """Keep a trace or a log, and answer by which path a diagnosis finds it."""

@@ -19,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 
 from moewright.api.diagnosing import is_engine_run
 from moewright.api.reporting import build_report, find_run_folder, view_run
+from moewright.api.watching import find_log
 from moewright.codec import PLAN_FILE, write_text
 from moewright.codec.run_files import STEPS_FILE
 from moewright.spec.errors import BadInput, Reason
@@ -187,6 +188,25 @@ def _find_time_ns(folder: Path, root: Path) -> int:
         if path.resolve().is_relative_to(root.resolve()):
             return path.stat().st_mtime_ns
     return 0
+
+
+def stamp_log(path: Path, root: Path) -> RunStamp:
+    """Look how long a log below the root is, and when it was last written.
+
+    Raises:
+        BadInput: there is none, or it lies outside.
+    """
+    log = find_log(_require_inside(path, root))
+    state = _require_inside(log, root).stat()
+    is_live = time.time() - state.st_mtime < _LIVE_S
+    return RunStamp(text=f"{state.st_size}-{state.st_mtime_ns}", is_live=is_live)
+
+
+def _require_inside(path: Path, root: Path) -> Path:
+    with suppress(OSError, ValueError):  # of a name that no file can have
+        if path.resolve().is_relative_to(root.resolve()):
+            return path
+    raise BadInput(Reason(field="path", rule="lies outside of the studio's folder, or is no path"))
 
 
 def is_other_file(folders: Sequence[Path]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from moewright.api.launch_scripts import read_flags
 from moewright.api.planning import workload_options
 from moewright.api.views import ViewQuery
+from moewright.api.watching import WatchedJob
 from moewright.codec import format_layout, parse_json, write_json
 from moewright.codec.data import from_data, to_data
 from moewright.codec.files import read_text
@@ -236,3 +237,10 @@ def read_counts(params: Mapping[str, str], key: str) -> tuple[int, ...]:
             rule = "must be whole numbers, apart by spaces"
             raise BadInput(Reason(field=key, value=word[:60], rule=rule, nearest="2 4 8"))
     return tuple(map(int, words))
+
+
+def read_watched_job(params: Mapping[str, Any]) -> WatchedJob:
+    """Return the job of a log as a page says it; the log or its folder may say the rest."""
+    return WatchedJob(
+        model=params.get("model", ""), on=params.get("on", ""), layout=params.get("layout", "")
+    )

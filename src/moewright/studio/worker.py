@@ -17,6 +17,7 @@ from moewright.api.design_document import build_design_view
 from moewright.api.designing import compute_design
 from moewright.api.diagnosing import diagnose_file, read_logged_sizes, view_diagnosis
 from moewright.api.views import view_budget, view_search
+from moewright.api.watching import view_watch
 from moewright.spec.errors import BadInput, Reason, lacks_memory
 from moewright.spec.options import DesignOptions
 from moewright.spec.units import format_bytes
@@ -28,6 +29,7 @@ from moewright.studio.queries import (
     read_dropped_script,
     read_number,
     read_query,
+    read_watched_job,
 )
 from moewright.studio.wire import encode_data, encode_failure, encode_record, encode_refusal
 from moewright.view.design_view import DesignView
@@ -101,6 +103,8 @@ def _answer(task: str, params: Mapping[str, Any], confinement: Confinement) -> I
             yield encode_record(_design(params))
         case "diagnosis":
             yield encode_record(_diagnose(path, params))
+        case "watch":
+            yield encode_record(view_watch(path, read_watched_job(params)))
         case "model":
             yield encode_data(read_dropped_model(StudioFolder(confinement.folder), path))
         case "script":

@@ -105,6 +105,7 @@ PAGES = (  # that scripts fill
     ("budget", "Budget"),
     ("design", "Design"),
     ("runs", "Runs"),
+    ("watch", "Watch"),
     ("share", "Share"),
 )
 _COURSE = ("learn", "Learn")  # whose pages its server writes

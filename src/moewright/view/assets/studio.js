@@ -291,7 +291,7 @@ studio.show = () => {
   for (const link of document.querySelectorAll("header.top nav a")) {
     if (link.dataset.page === page) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
-  const needsForm = page !== "runs";
+  const needsForm = page !== "runs" && page !== "watch";
   document.querySelector(".frame").classList.toggle("wide", !needsForm);
   document.querySelector("aside").hidden = !needsForm;
   studio.fillForm();
@@ -313,7 +313,7 @@ studio.start = async () => {
   mw.terms = studio.catalogue.terms;
   document.getElementById("form").replaceChildren(studio.buildForm());
   if (innerWidth <= 1020) document.getElementById("controls").open = location.search === "";
-  if (!studio.query.get("model") && studio.page() !== "runs") {
+  if (!studio.query.get("model") && !["runs", "watch"].includes(studio.page())) {
     for (const [key, value] of Object.entries(START)) studio.query.set(key, value);
     const [path, params] = studio.address();
     history.replaceState(null, "", `${path}?${params}`);
