@@ -90,6 +90,7 @@ more could not be read), 187.5 and 249.6 % of four of a trainer of plain operati
 56.1 % of 67 dense rows (five more: 23.8 and 27.1 %; 14 of that trainer: 23.2 and 25.2 %). The table
 is what the planner says since; what was mended stands in [the log](log/planner_accuracy.md).
 """
+_BARS = "\n<!-- bars: median by split in rows -->"
 _STATEMENTS = ("complete", "switches unstated", "natural routing")
 
 Row = Mapping[str, Any]
@@ -136,7 +137,7 @@ def render_own_runs(own_report: Mapping[str, Any], alike_report: Mapping[str, An
 def render_blind(report: Mapping[str, Any]) -> str:
     """Return the text of the page of runs that no constant was fitted to."""
     lines = "\n".join(_summary_lines(report["summary"]))
-    return f"{_BLIND_TEXT}\n{lines}\n\n{_peak_text(report['summary']['memory'])}\n"
+    return f"{_BLIND_TEXT}\n{lines}\n{_BARS}\n\n{_peak_text(report['summary']['memory'])}\n"
 
 
 def render_unexplained(report: Mapping[str, Any]) -> str:
@@ -179,11 +180,12 @@ def _summary_parts(report: Mapping[str, Any] | None, title: str, text: str) -> I
         yield f"\n## {title}\n"
         yield text
         yield "\n".join(_summary_lines(report["summary"], names=("all", *_STATEMENTS)))
+        yield _BARS
 
 
 def _summary_lines(summary: Mapping[str, Any], names: Collection[str] = ()) -> Iterator[str]:
     """Yield the lines of the splits of these names, of all where there are none."""
-    yield "| rows | | count | median | p90 | bias | in 80 % | in 95 % | rank corr. | regret |"
+    yield "| rows | split | count | median | p90 | bias | in 80 % | in 95 % | rank corr. | regret |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for split in summary["splits"]:
         if names and split["name"] not in names:

@@ -216,9 +216,18 @@ def test_a_run_moves_from_layout_to_layout(
         *,
         falls_back: bool,
         copies: PeerCopies,
+        take_extra: Callable[[Mapping[str, Any]], None],
     ) -> int:
         """Save again what the ranks hold once they have loaded."""
-        done = restore(state, run_dir, identity, comm, falls_back=falls_back, copies=copies)
+        done = restore(
+            state,
+            run_dir,
+            identity,
+            comm,
+            falls_back=falls_back,
+            copies=copies,
+            take_extra=take_extra,
+        )
         save_checkpoint(
             run_dir / "loaded",
             step=done,
