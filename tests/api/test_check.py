@@ -296,6 +296,21 @@ def test_errors_that_two_predictions_share_cancel_in_their_ratio(tmp_path: Path)
     assert low < high
 
 
+def test_padded_capacities_take_every_graph_break_away(tmp_path: Path) -> None:
+    """Each of 48 layers read its sizes in each of 64 micro-batches; nobody does any more."""
+    text = EXAMPLE.read_text()
+    padded = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+    changes = check_texts(tmp_path, text, edit(text, ("", padded))).changes
+    assert changes is not None
+    breaks = changes.find(Measure.GRAPH_BREAKS)
+    assert breaks is not None
+    assert (breaks.before, breaks.after) == (48 * 64, 0)
+    assert changes.graph_obstacles_before == ("layout.rank_capacity=0",)
+    assert changes.graph_obstacles_after == ()
+    back = check_texts(tmp_path, edit(text, ("", padded)), text)
+    assert "graph_breaks.growth" in [breach.budget for breach in back.breaches]
+
+
 @pytest.mark.parametrize("path", ["runs/train.sh", "my runs/#1 50%?.sh", "a:b.sh", "über.sh"])
 def test_paths_of_a_sarif_log_are_uri_references(path: str) -> None:
     breach = BudgetBreach(budget="calls.most", text="calls are 2")

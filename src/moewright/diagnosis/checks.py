@@ -39,6 +39,7 @@ class ChangeBudgets:
     comm_bytes: MeasureBudget = MeasureBudget()
     calls: MeasureBudget = MeasureBudget()
     flops: MeasureBudget = MeasureBudget()
+    graph_breaks: MeasureBudget = MeasureBudget()
     verdict: Verdict = Verdict.OOM
     keep_training: bool = False
 
@@ -111,7 +112,7 @@ def format_measure(measure: Measure, value: float) -> str:
     """Return a figure with its unit; counts of bytes and calls are whole beside it."""
     if measure is Measure.STEP:
         return format_seconds(value)
-    if measure is Measure.CALLS:
+    if measure in (Measure.CALLS, Measure.GRAPH_BREAKS):
         return f"{value:,.0f}"
     if measure is Measure.FLOPS:
         return format_count(value)

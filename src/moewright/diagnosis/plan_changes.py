@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf, sqrt
 
@@ -21,8 +21,10 @@ from moewright.diagnosis.compare_ledgers import (
     format_key,
     list_quantities,
 )
+from moewright.rules.graph_breaks import count_graph_breaks
 from moewright.rules.job import plan_job
-from moewright.spec.layout import LAYOUT_FIELDS
+from moewright.rules.limits.engine_features import check_graphs
+from moewright.spec.layout import LAYOUT_FIELDS, CudaGraphScope
 from moewright.spec.ledger import Component, Ledger
 from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row, format_cell, to_plain_data
@@ -65,6 +67,7 @@ class Measure(StrEnum):
     COMM = "comm_bytes"  # payload of collectives and messages, a step
     CALLS = "calls"  # of collectives and messages, a step
     FLOPS = "flops"  # a step
+    GRAPH_BREAKS = "graph_breaks"  # passes of layers that wait for the device, a step
 
     @property
     def is_predicted(self) -> bool:
@@ -129,7 +132,8 @@ class PlanChanges(Record):
     `rows` are those of ledgers that differ, of every pipeline rank; of the fullest rank alone,
     `fullest`, where the numbers of pipeline ranks differ. `step_ratio` is the predicted step over
     that before, with its interval: errors that both predictions share cancel in it. It is 0 where a
-    device has no times.
+    device has no times. `graph_obstacles_before` and `graph_obstacles_after` are the fields, with
+    their values, that keep our engine from capturing a whole step as one graph.
     """
 
     layout_before: str
@@ -144,6 +148,8 @@ class PlanChanges(Record):
     verdict_after: Verdict
     fit_probability_before: float
     fit_probability_after: float
+    graph_obstacles_before: tuple[str, ...] = ()
+    graph_obstacles_after: tuple[str, ...] = ()
 
     @property
     def is_neutral(self) -> bool:
@@ -196,7 +202,16 @@ def compare_plans(before: Plan, after: Plan) -> PlanChanges:
         verdict_after=after.estimate.verdict,
         fit_probability_before=before.estimate.fit_probability,
         fit_probability_after=after.estimate.fit_probability,
+        graph_obstacles_before=_list_graph_obstacles(before),
+        graph_obstacles_after=_list_graph_obstacles(after),
     )
+
+
+def _list_graph_obstacles(plan: Plan) -> tuple[str, ...]:
+    """Return the fields, with their values, that the engine would refuse beside graphs=full."""
+    job = plan_job(plan)
+    captured = replace(job, layout=replace(job.layout, graphs=(CudaGraphScope.FULL,)))
+    return tuple(f"{reason.field}={reason.value}" for reason in check_graphs(captured))
 
 
 def difference_deviation(before: Plan, after: Plan) -> float:
@@ -291,14 +306,17 @@ def _list_measures(before: Plan, after: Plan, *, has_times: bool) -> Iterator[Me
         if not measure.is_predicted:
             yield MeasureChange(
                 measure=measure,
-                before=_count_most(was.ledgers, measure),
-                after=_count_most(now.ledgers, measure),
+                before=_count_most(before, measure),
+                after=_count_most(after, measure),
             )
 
 
-def _count_most(ledgers: Iterable[Ledger], measure: Measure) -> int:
+def _count_most(plan: Plan, measure: Measure) -> int:
     """Return the count of the rank that has most."""
-    return max((_count(ledger, measure) for ledger in ledgers), default=0)
+    if measure is Measure.GRAPH_BREAKS:
+        job = plan_job(plan)
+        return max(count_graph_breaks(job, pp_rank) for pp_rank in range(job.layout.pp))
+    return max((_count(ledger, measure) for ledger in plan.estimate.ledgers), default=0)
 
 
 def _count(ledger: Ledger, measure: Measure) -> int:

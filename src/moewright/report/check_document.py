@@ -40,6 +40,7 @@ _NAMES = {
     Measure.COMM: "sent a step",
     Measure.CALLS: "calls a step",
     Measure.FLOPS: "FLOPs a step",
+    Measure.GRAPH_BREAKS: "graph breaks a step",
 }
 
 
@@ -96,6 +97,12 @@ def _list_summary(changes: PlanChanges) -> Iterator[Line]:
         low, high = changes.step_ratio_80
         spread = f" ({low:.3f} to {high:.3f} in 8 of 10 cases)" if low < high else ""
         yield f"predicted step: {changes.step_ratio:.4f} of what it was{spread}"
+    if changes.graph_obstacles_before != changes.graph_obstacles_after:
+        before, after = (
+            ", ".join(fields) or "nothing"
+            for fields in (changes.graph_obstacles_before, changes.graph_obstacles_after)
+        )
+        yield f"keeps a step from being one graph (graphs=full): {before} -> {after}"
     yield (
         f"verdict: {changes.verdict_before} ({changes.fit_probability_before:.0%} likely to fit) "
         f"-> {changes.verdict_after} ({changes.fit_probability_after:.0%})"

@@ -268,6 +268,20 @@ def drops_by_probability(layout: Layout, training: RouterTraining) -> bool:
     return drops and sends_own_copies(layout)
 
 
+def knows_sent_rows(job: Job) -> bool:
+    """Return whether forced routing fixes what every rank sends, so that the host reads no counts.
+
+    It does where experts are taken round-robin and placed contiguously, unless the counts depend on
+    which rows a capacity drops.
+    """
+    training = job.workload.router
+    return (
+        training.force is RouterForce.BALANCED
+        and job.layout.expert_placement is ExpertPlacement.CONTIGUOUS
+        and not drops_by_probability(job.layout, training)
+    )
+
+
 def round_robin_selection(job: Job) -> Selection | None:
     """Return what a step would record if experts were taken in turn; None for a dense model."""
     model = job.model

@@ -45,12 +45,11 @@ from moewright.engine.runtime import Runtime
 from moewright.rules.expert_placement import rank_slots, slot_experts
 from moewright.rules.grid import group_ranks
 from moewright.rules.job import capacity_rows, rows_for_peer
-from moewright.rules.routing import count_in_turn, drops_by_probability
+from moewright.rules.routing import count_in_turn, knows_sent_rows
 from moewright.spec.choices import Payload
-from moewright.spec.layout import CapacityFill, ExpertPlacement, Overlap, Recompute
+from moewright.spec.layout import CapacityFill, Overlap, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import MoeSpec
-from moewright.spec.workload import RouterForce
 
 
 class SharedExperts(Mlp):
@@ -430,19 +429,10 @@ def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispa
 
 
 def _forced_counts(runtime: Runtime) -> ForcedCounts | None:
-    """Return what every rank sends where forced routing fixes it, None where it does not.
-
-    It does where experts are taken round-robin and placed contiguously, unless the counts
-    depend on which rows a capacity drops.
-    """
+    """Return what every rank sends where forced routing fixes it, None where it does not."""
+    if not knows_sent_rows(runtime.job):
+        return None
     layout = runtime.mesh.layout
-    training = runtime.workload.router
-    if training.force is not RouterForce.BALANCED:
-        return None
-    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
-        return None
-    if drops_by_probability(layout, training):
-        return None
     return tuple(
         tuple(count_in_turn(runtime.job, source) for source in group_ranks(layout, "ep", peer))
         for peer in group_ranks(layout, "etp", runtime.mesh.rank)
