@@ -68,6 +68,14 @@ def test_only_layers_whose_moves_gain_more_than_they_take_change() -> None:
     dear = plan_moves(placement, {0: even, 2: uneven}, 2, replace(price, bytes_per_s=1e2))
     assert dear.placement == placement
     assert dear.experts == 0
+    # A stage of one layer spends on it all the seconds that a stage of both spends on two.
+    alone = plan_moves(placement, {0: even, 2: uneven}, 2, replace(price, stages=2))
+    assert alone.placement == planned.placement
+    assert (alone.gain_s, alone.move_s) == (planned.gain_s, planned.move_s / 2)
+    # Ten steps of 0.31 s do not pay for 5 s, those of 0.62 s do.
+    slow = replace(price, bytes_per_s=1000 * planned.experts / 2 / 5.0)
+    assert not plan_moves(placement, {0: even, 2: uneven}, 2, slow).experts
+    assert plan_moves(placement, {0: even, 2: uneven}, 2, replace(slow, stages=2)).experts
 
 
 def test_an_expert_moves_with_its_master_weights_and_moments() -> None:

@@ -33,9 +33,10 @@ _LEAST_RELIEF = 0.01  # of the mean load of a rank: what a swap must take off th
 class MovePrice:
     """What a placement gains and costs: seconds of load and of bytes.
 
-    `experts_s` are the seconds of a step that the products of experts take under an even load.
-    `expert_bytes` are of the weights and states that a group of ranks sends of one expert, by
-    layer; each rank sends `shares` of them. `steps` are those that a placement is used for.
+    `experts_s` are the seconds of a step that a stage's products of experts take under an even
+    load; layers of the other stages compute and move beside it. `expert_bytes` are of the weights
+    and states that a group of ranks sends of one expert, by layer; each rank sends `shares` of
+    them. `steps` are those that a placement is used for.
     """
 
     experts_s: float
@@ -43,6 +44,7 @@ class MovePrice:
     shares: float
     bytes_per_s: float
     steps: int
+    stages: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +113,7 @@ def plan_moves(
             continue
         hottest = [_hottest_load(tokens, order, ep) for order in (placement[layer], slots)]
         relief = (hottest[0] - hottest[1]) * ep / sum(tokens)
-        layer_gain_s = price.experts_s / len(counts) * relief
+        layer_gain_s = price.experts_s * price.stages / len(counts) * relief
         nbytes = _most_moved(placement[layer], slots, ep) * price.expert_bytes[layer]
         layer_move_s = nbytes * price.shares / price.bytes_per_s
         if layer_gain_s * price.steps <= layer_move_s:
@@ -119,8 +121,8 @@ def plan_moves(
         new[layer] = slots
         experts += moved
         sent_bytes += moved * price.expert_bytes[layer]
-        gain_s += layer_gain_s
-        move_s += layer_move_s
+        gain_s += layer_gain_s / price.stages
+        move_s += layer_move_s / price.stages
     return PlannedMoves(
         placement=new, experts=experts, sent_bytes=int(sent_bytes), gain_s=gain_s, move_s=move_s
     )
@@ -180,6 +182,7 @@ def price_moves(plan: Plan, job: Job) -> MovePrice:
         shares=1 / (layout.etp * group_size(layout, "edp")),
         bytes_per_s=link.value,
         steps=job.workload.rebalance_every,
+        stages=layout.pp,
     )
 
 
