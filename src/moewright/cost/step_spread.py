@@ -11,7 +11,9 @@ from math import hypot
 
 from moewright.cost.calendar_time import read_reliability
 from moewright.cost.time.collective_time import CollectiveModel
+from moewright.cost.time.op_time import FITTED_DEVICES
 from moewright.cost.time.topology import PORTS, count_units
+from moewright.rules.routing import largest_of
 from moewright.rules.slow_workers import Siblings, find_slowest
 from moewright.spec.hardware import Fabric
 from moewright.spec.layout import Layout
@@ -31,8 +33,9 @@ def estimate_spread(
 ) -> StepSpread | None:
     """Return how far the steps of an estimate lie apart; None where a fabric has no levels.
 
-    The predicted step is the mean of a network whose ports bound all transfers: it has the slowest
-    of so many ranks (`DeviceRates`).
+    The predicted step is the mean of runs of FITTED_DEVICES, whose slowest rank and port are in its
+    rates, and waits for the slowest of further ranks (`DeviceRates`). What more links than those
+    runs had add is beside it; fewer take nothing away.
     """
     if not fabric.levels:
         return None
@@ -54,12 +57,12 @@ def estimate_spread(
         )
         for level in range(len(fabric.levels))
     ]
-    ranks = Siblings(
-        count=layout.world_size,
-        deviation=hypot(rank_deviation * (1 - moving), link_deviation * moving),
-    )
+    own = rank_deviation * (1 - moving)
+    fitted = Siblings(count=FITTED_DEVICES, deviation=hypot(own, link_deviation * moving))
+    further = own * (largest_of(layout.world_size) - largest_of(FITTED_DEVICES))
     slowest = find_slowest(siblings)
-    step_s = estimate.step_s / (1 + find_slowest([ranks]).mean)
+    predicted = min(slowest.mean, find_slowest([fitted]).mean + max(0.0, further))
+    step_s = estimate.step_s / (1 + predicted)
     return StepSpread(
         mean_s=step_s * (1 + slowest.mean),
         median_s=step_s * (1 + slowest.median),
