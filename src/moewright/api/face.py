@@ -14,6 +14,7 @@ from moewright.api.job_axes import plan
 from moewright.api.judging import judge
 from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.measuring import FitResult, SweepResult, fit, sweep, validate
+from moewright.api.placing import place
 from moewright.api.planning import Plans, WhyNot, estimate, why_not
 from moewright.api.run_comparisons import (
     StepChanges,
@@ -30,6 +31,7 @@ from moewright.diagnosis.checks import Check
 from moewright.diagnosis.judgement import Judgement
 from moewright.diagnosis.run_comparison import RunComparison
 from moewright.diagnosis.run_watch import RunWatch
+from moewright.search.node_places import NodePlaces
 
 __all__ = [
     "Budget",
@@ -40,6 +42,7 @@ __all__ = [
     "HardwareTable",
     "Judgement",
     "ModelTable",
+    "NodePlaces",
     "PlanComparison",
     "Plans",
     "RunComparison",
@@ -65,6 +68,7 @@ __all__ = [
     "judge",
     "model",
     "models",
+    "place",
     "plan",
     "read_flags",
     "read_run",

@@ -526,9 +526,13 @@ class PictureOptions(PageOptions):
     ----------
     trace
         Write the predicted pipeline timetable to this file, a Chrome trace that Perfetto opens.
+    places
+        Choose which node has which ranks, where the network has levels of switches, and write the
+        places to this file: a line for each fast domain, in rank order.
     """
 
     trace: Path | None = None
+    places: Path | None = None
 
 
 @Parameter(name="*")

@@ -188,6 +188,7 @@ def estimate(
         "-": to standard output, and the tables to standard error.
     """
     from moewright.api.launch_scripts import find_better_layouts, read_flags
+    from moewright.api.placing import write_places
     from moewright.api.planning import estimate_even_routing, estimate_request
     from moewright.api.views import view_estimate
     from moewright.diagnosis.judgement import judge_quickly
@@ -219,12 +220,15 @@ def estimate(
         judgement = judge_quickly(plan)
     if pictures.trace is not None:
         write_trace(plan, pictures.trace)
+    places = None
+    if pictures.places is not None:
+        places = write_places(plan, pictures.places)
     with write_answer(
         plan,
         json,
         html=pictures.html,
         views=lambda: view_estimate(plan, notes, judgement),
-        written=(pictures.trace,),
+        written=(pictures.trace, pictures.places),
     ) as console:
         if better is not None:
             print_script_plan(console, better, notes, is_verbose=script.verbose)
@@ -233,6 +237,8 @@ def estimate(
             sections = (build_verdict(plan, judgement), *build_estimate_parts(plan))
             print_sections(console, sections, verbose=script.verbose)
         _print_measured_load(console, plan, estimate_even_routing(plan))
+        if places is not None:
+            console.print(places.title(), soft_wrap=True, markup=False)
         if script.verbose:
             for line in (*explain_switches(plan), *explain_imbalance(plan)):
                 console.print(line, soft_wrap=True, markup=False)

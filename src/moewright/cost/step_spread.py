@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from math import hypot
 
 from moewright.cost.calendar_time import read_reliability
+from moewright.cost.constants import FITTED_DEVICES
 from moewright.cost.time.collective_time import CollectiveModel
-from moewright.cost.time.op_time import FITTED_DEVICES
 from moewright.cost.time.topology import PORTS, count_units
 from moewright.rules.routing import largest_of
 from moewright.rules.slow_workers import Siblings, find_slowest
