@@ -8,8 +8,9 @@ mw.render.WatchView = (view, root) => {
   // Curves of two ends, not marks: the axis reaches to them, and the legend takes them away.
   const level = (name, part, seconds) => ({name, colour: mw.palette.time[part], points: [points[0], points.at(-1)].map(([step]) => [step, seconds])});
   const band = watch.predicted_s ? [level("plan", "experts", watch.predicted_s), level("least in 95 of 100 cases", "dp_comm", watch.band_s[0]), level("most in 95 of 100 cases", "ep_comm", watch.band_s[1])] : [];
+  const [state, ...sections] = answer.childNodes;
   const unit = watch.has_rates ? "seconds of a token of a device" : "seconds of a step";
-  root.append(answer.firstChild, mw.panel("Step time", mw.curves("Seconds of the latest steps, beside what the plan expects", [{name: "step", colour: mw.palette.time.attention, points}, ...band], {unit, show: mw.seconds, levels: shifts})), ...answer.childNodes);
+  root.append(state, mw.panel("Step time", mw.curves("Seconds of the latest steps, beside what the plan expects", [{name: "step", colour: mw.palette.time.attention, points}, ...band], {unit, show: mw.seconds, levels: shifts})), ...sections);
 };
 studio.pages.watch = async () => {
   const fields = [["path", "A log, a folder of logs or of TensorBoard, or a run's folder", ""], ["model", "Model, where the log or its folder does not say", ""], ["on", "Devices, as 16xH100", ""], ["layout", "Layout, as tp2,ep8,pp4", "mono"]];
