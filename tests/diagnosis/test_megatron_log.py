@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -504,6 +505,24 @@ def test_a_log_is_taken_at_its_word(tmp_path, capsys):
     )
     assert main([*job, "--layout", "tp2,ep4,pp32,vpp3,mbs1,layout='E|(t|)*94L'"]) == 2
     assert "layout.ep=4: the log's expert_model_parallel_size is 8" in capsys.readouterr().err
+
+
+def test_a_step_that_no_device_could_take_is_refused(tmp_path, capsys):
+    """The log says nothing of its batch: the default is of more sequences than were computed."""
+    path = tmp_path / "run.log"
+    line = " iteration {}/ 9 | elapsed time per iteration (ms): 1420.0 | lm loss: 2.1 |\n"
+    path.write_text("".join(line.format(n) for n in range(1, 6)))
+    job = ["diagnose", str(path), "--model", "Qwen3-30B-A3B", "--on", "64xH100"]
+    layout = ["--layout", "ep8,mbs1"]
+    assert main([*job, *layout]) == 2
+    (refusal,) = capsys.readouterr().err.splitlines()
+    assert "--global-batch=1024: the log's step of 1.42 s would be an MFU of" in refusal
+    most = int(re.search(r"at most (\d+)", refusal)[1])
+    assert main([*job, *layout, "--global-batch", f"{most // 64 * 64}"]) == 0
+    said = line.replace("| lm loss", "| global batch size: 4096 | lm loss")
+    path.write_text("".join(said.format(n) for n in range(1, 6)))
+    assert main([*job, *layout, "--global-batch", "4096"]) == 2
+    assert re.search(r"--on=64: .*: \d+ devices or more", capsys.readouterr().err)
 
 
 def test_seconds_of_older_trainers_are_seconds():

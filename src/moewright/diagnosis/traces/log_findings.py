@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from math import log2
+from math import ceil, floor, log2
 from statistics import median
 
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
@@ -225,8 +225,35 @@ def check_logged_job(log: MegatronLog, job: Plan, *, source: str) -> None:
         if value.isdecimal() and int(value) != stated:
             rule = f"the log's {name} is {value}, {source} says {stated}"
             reasons.append(Reason(field=field, value=str(stated), rule=rule, nearest=value))
+    if not reasons:
+        reasons = list(_find_too_much_work(log, job))
     if reasons:
         raise BadInput(*reasons)
+
+
+def _find_too_much_work(log: MegatronLog, job: Plan) -> Iterator[Reason]:
+    """Yield what is wrong where the job's FLOPs are more than its devices can do in a logged step.
+
+    It is the batch, which else the log would have stated, or the devices.
+    """
+    estimate = job.estimate
+    if not log.step_s or estimate.untimed:
+        return
+    mfu = estimate.mfu * estimate.step_s / log.step_s
+    if mfu <= 1:
+        return
+    rule = (
+        f"the log's step of {format_seconds(log.step_s)} would be an MFU of {mfu:.0%}, where no"
+        f" device reaches 100%"
+    )
+    if log.global_batch or log.find_argument("global_batch_size").isdecimal():
+        count = job.layout.world_size
+        nearest = f"{ceil(count * mfu)} devices or more"
+        yield Reason(field="--on", value=str(count), rule=rule, nearest=nearest)
+    else:
+        batch = job.workload.global_batch
+        nearest = f"the run's own, at most {floor(batch / mfu)}"
+        yield Reason(field="--global-batch", value=str(batch), rule=rule, nearest=nearest)
 
 
 def compare_flops(log: MegatronLog, job: Plan | None) -> str:
