@@ -58,6 +58,7 @@ _SIGNS: Mapping[str, str] = MappingProxyType(
         "cdots": "⋯",
         "sum": "∑",
         "prod": "∏",
+        "int": "∫",
         "%": "%",
         "{": "{",
         "}": "}",
@@ -74,7 +75,7 @@ _SPACES: Mapping[str, str] = MappingProxyType(
     {"quad": "1em", ",": "0.17em", ";": "0.28em", " ": "0.25em"}
 )
 _WORDS = ("max", "min", "log", "ln", "exp", "mod", "arg", "softmax", "sigmoid", "top")
-_LARGE = ("∑", "∏")
+_LARGE = ("∑", "∏", "∫")
 _FENCES = ("(", ")", "[", "]", "|")
 _TOKEN = re.compile(r"\\([A-Za-z]+|.)|(\d+(?:\.\d+)?(?:,\d{3})*)|([A-Za-z])|(\S)|(\s+)")
 
