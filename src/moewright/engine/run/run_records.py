@@ -169,10 +169,14 @@ def _build_loads(
 
 
 def note_failure(run_dir: Path, layout: Layout, failure: RankFailure) -> None:
-    """Note that a rank has failed; a disk that takes no note must not hide the failure."""
+    """Note that a rank has failed; a disk that takes no note must not hide the failure.
+
+    It is noted once the other ranks have ended, and has the time at which it was noticed.
+    """
     _append(
         run_dir,
         layout,
+        age_s=time.monotonic() - failure.time_s,
         kind=failure.cause,
         message=escape_controls(str(failure)),
         rank=failure.rank,
@@ -226,11 +230,12 @@ def note_end(run_dir: Path, reason: str) -> None:
         _write(run_dir, (*incidents[:number], ended, *incidents[number + 1 :]))
 
 
-def _append(run_dir: Path, layout: Layout, **values: Any) -> None:
-    now = datetime.datetime.now(datetime.UTC)
+def _append(run_dir: Path, layout: Layout, *, age_s: float = 0.0, **values: Any) -> None:
+    """Append an incident of `age_s` seconds ago."""
+    noticed = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age_s)
     incident = Incident(
-        time=now.isoformat(timespec="seconds"),
-        unix_s=now.timestamp(),
+        time=noticed.isoformat(timespec="seconds"),
+        unix_s=noticed.timestamp(),
         layout=format_layout(layout),
         world_size=layout.world_size,
         **values,
