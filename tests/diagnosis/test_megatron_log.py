@@ -519,8 +519,8 @@ def test_a_step_that_no_device_could_take_is_refused(tmp_path, capsys):
     assert "--global-batch=1024: the log's step of 1.42 s would be an MFU of" in refusal
     most = int(re.search(r"at most (\d+)", refusal)[1])
     assert main([*job, *layout, "--global-batch", f"{most // 64 * 64}"]) == 0
-    said = line.replace("| lm loss", "| global batch size: 4096 | lm loss")
-    path.write_text("".join(said.format(n) for n in range(1, 6)))
+    stated = line.replace("| lm loss", "| global batch size: 4096 | lm loss")
+    path.write_text("".join(stated.format(n) for n in range(1, 6)))
     assert main([*job, *layout, "--global-batch", "4096"]) == 2
     assert re.search(r"--on=64: .*: \d+ devices or more", capsys.readouterr().err)
 

@@ -36,6 +36,7 @@ from moewright.search.design import (
     list_shapes,
     rank_by_flops,
     time_shape,
+    train_shape,
 )
 from moewright.search.search import find_best_plan
 from moewright.spec.hardware import Hardware
@@ -80,9 +81,9 @@ class Design(Record):
 
     `tried` counts the shapes, `timed` those that fit among the ones that were estimated in template
     layouts, `planned` those that got a full plan; all that are here have the speed of theirs.
-    `level` is what own runs lie above the law
-    whose level is taken. `like` is the loss of the model that the shapes were made like, as far as
-    it fits, and `published` are models of about the size of the chosen one, trained as it is.
+    `level` is what own runs lie above the law whose level is taken. `like` is the loss of the model
+    that the shapes were made like, as far as it fits, and `published` are models of about the size
+    of the chosen one, trained as it is.
     """
 
     request: PlanRequest
@@ -345,18 +346,8 @@ def _plan_shape(model: ModelSpec, base: ModelSpec, question: DesignQuestion) -> 
     if plan is None:
         return None
     tokens_per_s = plan.workload.tokens_per_step / plan.estimate.step_s
-    tokens = question.goal.count_tokens(describe_like(model, base, 1.0), tokens_per_s)
-    if tokens is None:
-        return None
-    return PlannedShape(
-        plan=plan,
-        timed=TimedShape(
-            model=model,
-            layout=format_layout(plan.layout),
-            tokens_per_s=tokens_per_s,
-            tokens=tokens,
-        ),
-    )
+    timed = train_shape(model, format_layout(plan.layout), tokens_per_s, question.goal, base)
+    return None if timed is None else PlannedShape(plan=plan, timed=timed)
 
 
 def _find_reference(

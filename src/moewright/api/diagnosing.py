@@ -48,7 +48,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
-from moewright.spec.units import TERA, whole_number
+from moewright.spec.units import TERA
 from moewright.spec.workload import Dtype
 from moewright.view.run_view import DiagnosisView, build_diagnosis_view, build_trace_view
 
@@ -285,9 +285,7 @@ def read_logged_sizes(path: Path) -> tuple[int, int]:
     if not path.is_file() or is_trace(path):
         return 0, 0
     log = read_log(path)
-    sizes = (log.find_argument(name) for name in ("global_batch_size", "seq_length"))
-    batch, seq_len = map(whole_number, sizes)
-    return log.global_batch or batch, seq_len
+    return log.find_size("global_batch_size") or 0, log.find_size("seq_length") or 0
 
 
 def is_engine_run(path: Path) -> bool:

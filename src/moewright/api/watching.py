@@ -39,7 +39,6 @@ from moewright.report.watch_document import build_watch_document
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
-from moewright.spec.units import whole_number
 from moewright.view.watch_view import WatchView
 
 _TIMED_STEPS = 60  # on either side of a change whose timers are compared
@@ -192,12 +191,10 @@ def _state_plan(path: Path, head: MegatronLog, job: WatchedJob) -> Plan | None:
     if job.script is not None:
         return read_flags(job.script, on=job.on, model=job.model).plan
     if job.model:
-        sizes = (head.find_argument(name) for name in ("global_batch_size", "seq_length"))
-        batch, seq_len = (whole_number(size) or None for size in sizes)
         options = replace(
             job.options,
-            global_batch=job.options.global_batch or head.global_batch or batch,
-            seq_len=job.options.seq_len or seq_len,
+            global_batch=job.options.global_batch or head.find_size("global_batch_size") or None,
+            seq_len=job.options.seq_len or head.find_size("seq_length") or None,
         )
         return estimate_request(job.model, job.layout, on=job.on, options=options)[0]
     if (path.parent / PLAN_FILE).is_file():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from moewright.rules.adapters import trains_all
 from moewright.rules.delayed_scaling import is_delayed
-from moewright.rules.expert_placement import slot_experts
+from moewright.rules.expert_placement import rank_loads, slot_experts
 from moewright.rules.grid import group_size
 from moewright.rules.job import Job
 from moewright.rules.optimizers import is_muon_matrix, is_scaled, stored_nbytes
@@ -76,7 +76,7 @@ def swap_experts(
     """
     local = len(slots) // ep
     placed = [list(slots[rank * local : (rank + 1) * local]) for rank in range(ep)]
-    loads = [sum(counts[expert] for expert in experts) for experts in placed]
+    loads = list(rank_loads([counts[expert] for expert in slots], ep))
     least = _LEAST_RELIEF * sum(loads) / ep
     while True:
         hot = max(range(ep), key=lambda rank: loads[rank])
@@ -111,7 +111,10 @@ def plan_moves(
         slots, moved = swap_experts(tokens, placement[layer], ep)
         if not moved or not sum(tokens):
             continue
-        hottest = [_hottest_load(tokens, order, ep) for order in (placement[layer], slots)]
+        hottest = [
+            max(rank_loads([tokens[expert] for expert in order], ep))
+            for order in (placement[layer], slots)
+        ]
         relief = (hottest[0] - hottest[1]) * ep / sum(tokens)
         layer_gain_s = price.experts_s * price.stages / len(counts) * relief
         nbytes = _most_moved(placement[layer], slots, ep) * price.expert_bytes[layer]
@@ -128,19 +131,10 @@ def plan_moves(
     )
 
 
-def _hottest_load(counts: Sequence[float], slots: Sequence[int], ep: int) -> float:
-    local = len(slots) // ep
-    return max(
-        sum(counts[expert] for expert in slots[rank * local : (rank + 1) * local])
-        for rank in range(ep)
-    )
-
-
 def _most_moved(before: Sequence[int], after: Sequence[int], ep: int) -> int:
     """Return the experts that the rank gets which gets the most."""
-    local = len(before) // ep
-    moved = [old != new for old, new in zip(before, after, strict=True)]
-    return max(sum(moved[rank * local : (rank + 1) * local]) for rank in range(ep))
+    moved = [int(old != new) for old, new in zip(before, after, strict=True)]
+    return max(rank_loads(moved, ep))
 
 
 def expert_nbytes(job: Job) -> Mapping[int, int]:

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
+from typing import TypeVar
 
 from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.layout import ExpertPlacement, Layout
 from moewright.spec.units import divide
 from moewright.spec.workload import Workload
+
+Tokens = TypeVar("Tokens", int, float)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +236,7 @@ def balanced_slot_loads(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
     return tuple(counts[expert] for expert in place_balanced(counts, ep))
 
 
-def rank_loads(counts: Sequence[int], ep: int) -> tuple[int, ...]:
+def rank_loads(counts: Sequence[Tokens], ep: int) -> tuple[Tokens, ...]:
     """Return the tokens of each EP rank with experts in contiguous blocks."""
     local = len(counts) // ep
     return tuple(sum(counts[rank * local : (rank + 1) * local]) for rank in range(ep))

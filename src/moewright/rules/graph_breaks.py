@@ -41,7 +41,7 @@ def _reads_sizes(job: Job) -> bool:
     """Return whether the host reads how many rows it sends, receives or computes."""
     if job.layout.has_fixed_rows:
         return False
-    # A library knows its sizes on the device, whoever chose the experts.
+    # A library counts its rows on the device, whoever chose the experts, and the host reads them.
     return job.layout.dispatcher.facts.is_library or not knows_sent_rows(job)
 
 

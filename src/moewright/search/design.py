@@ -311,7 +311,16 @@ def time_shape(
     if fastest is None:
         return None
     layout, estimated = fastest
-    tokens_per_s = workload.tokens_per_step / estimated.step_s
+    return train_shape(shape, layout, workload.tokens_per_step / estimated.step_s, goal, base)
+
+
+def train_shape(
+    shape: ModelSpec, layout: str, tokens_per_s: float, goal: DesignGoal, base: ModelSpec
+) -> TimedShape | None:
+    """Return a shape at a speed with the tokens that it sees; None where it never has the loss.
+
+    The laws take its attention and its vocabulary for those of `base`.
+    """
     tokens = goal.count_tokens(describe_like(shape, base, 1.0), tokens_per_s)
     if tokens is None:
         return None

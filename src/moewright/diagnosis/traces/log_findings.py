@@ -218,13 +218,10 @@ def check_logged_job(log: MegatronLog, job: Plan, *, source: str) -> None:
     """
     reasons = []
     for name, field, read in _LOGGED:
-        value = log.find_argument(name)
-        if name == "global_batch_size" and log.global_batch:
-            value = str(log.global_batch)
-        stated = read(job)
-        if value.isdecimal() and int(value) != stated:
-            rule = f"the log's {name} is {value}, {source} says {stated}"
-            reasons.append(Reason(field=field, value=str(stated), rule=rule, nearest=value))
+        logged, stated = log.find_size(name), read(job)
+        if logged is not None and logged != stated:
+            rule = f"the log's {name} is {logged}, {source} says {stated}"
+            reasons.append(Reason(field=field, value=str(stated), rule=rule, nearest=str(logged)))
     if not reasons:
         reasons = list(_find_too_much_work(log, job))
     if reasons:
@@ -246,7 +243,7 @@ def _find_too_much_work(log: MegatronLog, job: Plan) -> Iterator[Reason]:
         f"the log's step of {format_seconds(log.step_s)} would be an MFU of {mfu:.0%}, where no"
         f" device reaches 100%"
     )
-    if log.global_batch or log.find_argument("global_batch_size").isdecimal():
+    if log.find_size("global_batch_size") is not None:
         count = job.layout.world_size
         nearest = f"{ceil(count * mfu)} devices or more"
         yield Reason(field="--on", value=str(count), rule=rule, nearest=nearest)

@@ -23,7 +23,7 @@ from moewright.diagnosis.traces.megatron_timers import (
     sum_timers,
 )
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.units import GB, GIB, MIB, TERA, divide
+from moewright.spec.units import GB, GIB, MIB, TERA, divide, is_whole_number
 
 # Share of the iterations seen that is warm-up (autotuning, communicators, caches).
 WARM_UP_SHARE = 0.2
@@ -131,6 +131,16 @@ class MegatronLog:
     def find_argument(self, name: str) -> str:
         """Return the value of an argument; "" when it was not dumped."""
         return next((value for dumped, value in self.arguments if dumped == name), "")
+
+    def find_size(self, name: str) -> int | None:
+        """Return a whole number that the log states of its job; None where it does not.
+
+        Of the batch the lines of its iterations come before its arguments.
+        """
+        if name == "global_batch_size" and self.global_batch:
+            return self.global_batch
+        text = self.find_argument(name)
+        return int(text) if is_whole_number(text) else None
 
     @property
     def global_batch(self) -> int:
