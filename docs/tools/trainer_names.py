@@ -3,8 +3,8 @@
 docs/tools/trainer_names.toml says where each trainer names its options. `make trainer-names
 CHECKOUTS=DIR` reads the commit that each checkout below DIR stands at, and writes a table a trainer
 to src/moewright/intake/megatron/data/trainers: the name, its default, how many values it takes
-where a command has it, its group in the parser or its record, and the file. Nothing else is
-kept.
+where a command has it, its group in the parser or its record, the file, and the file of the core
+that reads it. Nothing else is kept.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any
 from moewright.codec.yaml_text import parse_yaml
 from moewright.intake.megatron.parser_source import (
     constant_text,
+    core_use,
+    is_core_file,
     parse_options,
     shorten_default,
 )
@@ -34,7 +36,7 @@ from moewright.spec.errors import BadInput
 TABLES = Path(__file__).parents[2] / "src/moewright/intake/megatron/data/trainers"
 CONVERTED = Path(__file__).parents[2] / "src/moewright/exporters/data/bridge_models.csv"
 SOURCES = Path(__file__).with_suffix(".toml")
-_COLUMNS = ("name", "default", "values", "group", "source")
+_COLUMNS = ("name", "default", "values", "group", "source", "core")
 _PATCHED_OPTION = re.compile(r"^\+.*add_argument\(\s*['\"](--[\w-]+)['\"](.*)$", re.MULTILINE)
 _SWITCHES = ("store_true", "store_false", "store_const")
 # A test's or another model's own configuration names no option of pre-training.
@@ -45,7 +47,8 @@ _LEFT_OUT = ("*inference*", "*/test*")
 class NamedOption:
     """An option of a trainer; `values` is as argparse's nargs, "" where a file alone sets it.
 
-    `group` is that of its parser, or the record that has it.
+    `group` is that of its parser, or the record that has it, `dest` the argument that it sets, ""
+    where it is no option of a command.
     """
 
     name: str
@@ -53,6 +56,7 @@ class NamedOption:
     values: str
     source: str
     group: str = ""
+    dest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +74,20 @@ class Checkout:
             if is_named and not any(fnmatchcase(name, pattern) for pattern in _LEFT_OUT):
                 yield name
 
+    def list_core_files(self) -> Iterator[str]:
+        """Yield the files of the model, the optimizer and what sends their messages."""
+        names = self._run("ls-tree", "-r", "--name-only", "HEAD").splitlines()
+        yield from filter(is_core_file, names)
+
     def read(self, name: str) -> str:
         """Return the text of a file."""
         return self._run("show", f"HEAD:{name}")
 
     def _run(self, *words: str) -> str:
         command = ("git", "-C", str(self.folder), *words)
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=True
+        ).stdout
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -145,6 +156,7 @@ def _parsed(text: str, source: str) -> Iterator[NamedOption]:
             values=option.values,
             source=source,
             group=option.group,
+            dest=option.dest,
         )
 
 
@@ -154,7 +166,11 @@ def _patched_options(text: str, source: str) -> Iterator[NamedOption]:
         following = text[match.end() : match.end() + 300].partition("add_argument")[0]
         is_switch = any(action in match[2] + following for action in _SWITCHES)
         yield NamedOption(
-            name=match[1], default="", values="0" if is_switch else "1", source=source
+            name=match[1],
+            default="",
+            values="0" if is_switch else "1",
+            source=source,
+            dest=match[1].lstrip("-").replace("-", "_"),
         )
 
 
@@ -196,12 +212,25 @@ def _constructor_fields(text: str, source: str) -> Iterator[NamedOption]:
                     )
 
 
-def format_table(options: Sequence[NamedOption]) -> str:
-    """Return the table of a trainer as CSV."""
+def find_core_uses(checkout: Checkout, options: Sequence[NamedOption]) -> dict[str, str]:
+    """Return the first file of a trainer's core that reads each argument, by argument."""
+    dests = sorted({option.dest for option in options if option.dest})
+    use = core_use(dests)
+    uses: dict[str, str] = {}
+    for name in checkout.list_core_files() if dests else ():
+        for match in use.finditer(checkout.read(name)):
+            uses.setdefault(match[1] or match[2], name)
+    return uses
+
+
+def format_table(options: Sequence[NamedOption], uses: Mapping[str, str]) -> str:
+    """Return the table of a trainer as CSV; the core's files are in it where it has options."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    writer.writerows([o.name, o.default, o.values, o.group, o.source] for o in options)
+    columns = _COLUMNS if uses else _COLUMNS[:-1]
+    writer.writerow(columns)
+    rows = ((o.name, o.default, o.values, o.group, o.source, uses.get(o.dest, "")) for o in options)
+    writer.writerows(row[: len(columns)] for row in rows)
     return text.getvalue()
 
 
@@ -273,7 +302,8 @@ def write_tables(folder: Path) -> Iterator[str]:
             continue
         path = TABLES / f"{entry['name']}.csv"
         old = path.read_text(encoding="utf-8") if path.is_file() else ",".join(_COLUMNS)
-        new = format_table(list_options(checkout, entry))
+        options = list_options(checkout, entry)
+        new = format_table(options, find_core_uses(checkout, options))
         changes = list(describe_changes(old, new))
         before = commits.get(entry["name"], ("", "none"))[1]
         yield f"{entry['name']}: {before} -> {checkout.commit}, {len(changes)} changes"

@@ -107,7 +107,7 @@ class TokenReader:
 
 
 _OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", "\n", ";", "&", "|", "(", ")")
-_BLANKS = " \t\r"
+_BLANKS = " \t"
 _CLOSING = {"(": ")", "{": "}"}
 _BOTH_OUTPUTS = re.compile("&>>?")  # redirections
 _HEREDOC = re.compile(r"\d*<<(-?)([^<].*)?", re.DOTALL)
@@ -164,6 +164,7 @@ def tokenize(text: str, line: int) -> tuple[ShellToken, ...]:
     Raises:
         BadInput: a quote, a bracket or a here-document is left open.
     """
+    text = text.replace("\r\n", "\n")  # as if saved on Linux, where bash would stop at them
     tokens: list[ShellToken] = []
     open_heredocs: list[int] = []  # places of redirections whose text comes after the line
     position = 0
@@ -171,9 +172,6 @@ def tokenize(text: str, line: int) -> tuple[ShellToken, ...]:
         operator = next((word for word in _OPERATORS if text.startswith(word, position)), "")
         if text.startswith("\\\n", position):
             position += 2
-            line += 1
-        elif text.startswith("\\\r\n", position):
-            position += 3
             line += 1
         elif text[position] in _BLANKS:
             position += 1
@@ -254,7 +252,7 @@ def _take_heredoc(
     lines: list[str] = []
     while position < len(text):
         end = _line_end(text, position)
-        row = text[position:end].rstrip("\r")
+        row = text[position:end]
         position = min(end + 1, len(text))
         if match[1]:
             row = row.lstrip("\t")
@@ -357,7 +355,7 @@ def _read_word(
 
 def _ends_word(letter: str, bare: str) -> bool:
     """Whether the letter ends a word; the & of >& does not."""
-    return letter in " \t\r\n;|)" or (letter == "&" and not bare.endswith((">", "<")))
+    return letter in " \t\n;|)" or (letter == "&" and not bare.endswith((">", "<")))
 
 
 def _find_quote(text: str, quote: str, position: int, line: int) -> int:

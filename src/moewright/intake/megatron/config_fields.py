@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import csv
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 
 from moewright.intake.megatron.options import (
+    WHOLE_NUMBER,
     MegatronOption,
     check_values,
     option_table,
@@ -38,7 +38,6 @@ _GRADS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
 _GRADS_IN_BF16 = "--grad-reduce-in-bf16"
 # Options whose list is one value, written with brackets.
 _PATTERNS = ("--moe-layer-freq", "--window-attn-skip-freq", "--linear-attention-freq")
-_WHOLE_NUMBER = re.compile(r"-?\d+\.0*|\d+e\+?\d")
 _SWITCHES = ("true", "false", "1", "0", "yes", "no")
 _QUERY_GROUPS = "--num-query-groups"
 
@@ -113,15 +112,15 @@ class SettingReader:
         if not _is_switch(value):
             return False
         is_on = _is_true(name, value)
+        if spelled not in self.by_dest:  # it is called as the option is, and is it or not
+            self._set_switch(spelling, is_on, chosen)
+            return True
         for option in options:
-            is_negative = option.name.startswith(("--no-", "--disable-"))
-            if is_on == is_negative:
+            if is_on == option.clears:
                 chosen.options.pop(option.name, None)
-        for option in options:
-            is_negative = option.name.startswith(("--no-", "--disable-"))
-            if is_on != is_negative:
-                chosen.options[option.name] = ()
-                break
+        setting = next((option for option in options if is_on != option.clears), None)
+        if setting is not None:
+            chosen.options[setting.name] = ()
         return True
 
     def set_values(self, name: str, value: Value, chosen: ChosenOptions) -> None:
@@ -198,7 +197,7 @@ def _shorten(option: MegatronOption, item: str) -> str:
     """Return a dtype by its short name, and a whole number without a fraction."""
     if "fp32" in option.choices:
         return _DTYPES.get(item.rpartition(".")[2], item)
-    if option.type == "int" and _WHOLE_NUMBER.fullmatch(item):
+    if option.type == "int" and WHOLE_NUMBER.fullmatch(item):
         return str(int(float(item)))
     return item
 

@@ -66,7 +66,8 @@ def _find_task(words: Sequence[str]) -> tuple[str, int]:
 
 
 _DENSE = "--first-k-dense-replace"
-_SHARED = "--n-shared-experts"
+_SHARED = ("--n-shared-experts", "--num-shared-experts")
+_SLIDING = "--sliding-window"
 _EXTENDED = "--moe-tp-extend-ep"
 _CONTEXT = "--context-parallel-algo"
 _EXPERT_RANKS = "--expert-model-parallel-size"
@@ -78,7 +79,7 @@ _CONTEXT_ALGORITHMS: Mapping[str, str] = MappingProxyType(
     }
 )
 DEPENDENT_OPTIONS: Mapping[str, int] = MappingProxyType(
-    {_DENSE: 1, _SHARED: 1, _EXTENDED: 0, _CONTEXT: 1}
+    {_DENSE: 1, **dict.fromkeys(_SHARED, 1), _SLIDING: 1, _EXTENDED: 0, _CONTEXT: 1}
 )
 
 
@@ -95,7 +96,9 @@ def translate_options(
         text = next(iter(values), "")
         if name == _DENSE:
             translated |= _translate_dense_layers(text, options)
-        elif name == _SHARED:
+        elif name == _SLIDING:
+            translated |= _translate_window(text, options)
+        elif name in _SHARED:
             size = _number(options, "--moe-ffn-hidden-size", dependent, "--moe-intermediate-size")
             total = str(whole_number(text) * size)
             translated["--moe-shared-expert-intermediate-size"] = (total,)
@@ -114,7 +117,7 @@ def translate_options(
         else:
             translated["--cp-comm-type"] = (_CONTEXT_ALGORITHMS[text],)
     notes = tuple(
-        f"{name} is MindSpeed's: read as {' '.join((option, *values))}"
+        f"{name} is of a fork: read as {' '.join((option, *values))}"
         for name in dependent
         for option, values in translated.items()
         if name in _origin(option)
@@ -125,7 +128,8 @@ def translate_options(
 def _origin(option: str) -> tuple[str, ...]:
     origins = {
         "--moe-layer-freq": (_DENSE,),
-        "--moe-shared-expert-intermediate-size": (_SHARED,),
+        "--moe-shared-expert-intermediate-size": _SHARED,
+        "--window-size": (_SLIDING,),
         "--cp-comm-type": (_CONTEXT,),
     }
     return origins.get(option, (_EXTENDED,))
@@ -140,6 +144,16 @@ def _translate_dense_layers(
         return {}
     dense = int(text)
     return {"--moe-layer-freq": (f"([0]*{dense}+[1]*{layers - dense})",)}
+
+
+def _translate_window(
+    text: str, options: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Return the window of a token and those before it; none where it holds a whole sequence."""
+    width = whole_number(text)
+    if not 0 < width < _number(options, "--seq-length"):
+        return {}
+    return {"--window-size": (f"{width - 1},0",)}
 
 
 def _number(

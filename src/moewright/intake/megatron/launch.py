@@ -109,7 +109,7 @@ def find_launch(
     Raises:
         BadInput: no command does, or one of its options is not legal.
     """
-    training = [command for command in reading.commands if _trains(command)]
+    training = [command for command in reading.commands if _trains(command, folder)]
     if training:
         return _read_training(training, reading, folder, overrides, scheduled)
     for command in reading.commands:
@@ -123,7 +123,7 @@ def find_launch(
             words = [*words, *overrides.settings]
             configured = configure_words(words, environment, folder or Path())
             return parse_configured(configured, environment, reading.notes, overrides)
-    raise BadInput(_explain_refusal(reading))
+    raise BadInput(_explain_refusal(reading, folder))
 
 
 def _read_training(
@@ -156,7 +156,7 @@ def _read_training(
     return replace(launch, written_files=reading.files)
 
 
-def _explain_refusal(reading: ShellReading) -> Reason:
+def _explain_refusal(reading: ShellReading, folder: Path | None) -> Reason:
     """Return why no command of a script can be planned, with what would tell more."""
     rule = "no command here starts pretrain_gpt.py: torchrun or python with Megatron-LM's options"
     nearest = "moewright capture -- bash SCRIPT"
@@ -164,7 +164,7 @@ def _explain_refusal(reading: ShellReading) -> Reason:
     missing = next(filter(None, map(_missing_script, reading.commands)), "")
     if missing:
         rule += f"; {missing} is started, and is not in the folder of the script"
-    other = next(filter(None, map(_find_other_task, reading.commands)), "")
+    other = next(filter(None, (_find_other_task(line, folder) for line in reading.commands)), "")
     if other:
         rule += f"; {show_unknown(other)[-80:]} trains no decoder"
         nearest = "" if not missing else nearest
@@ -262,20 +262,26 @@ def _environment(command: Command) -> dict[str, str]:
     return environment
 
 
-def _trains(command: Command) -> bool:
+def _trains(command: Command, folder: Path | None) -> bool:
     names = {word.partition("=")[0].replace("_", "-") for word in command.words}
     is_started = command.words[0] not in _PRINTERS and split_launcher(command.words) is not None
     is_training = is_started and not names.isdisjoint(_TRAINING_OPTIONS)
-    return is_training and not _find_other_task(command)
+    return is_training and not _find_other_task(command, folder)
 
 
-def _find_other_task(command: Command) -> str:
-    """Return the program of a command that runs a model and does not train it; "" for others."""
+def _find_other_task(command: Command, folder: Path | None) -> str:
+    """Return the program of a command that runs a model and does not train it; "" for others.
+
+    A program that lies beside the script, in `folder`, is what the folder's name says too.
+    """
     program = _find_program(command)
+    spellings = [program]
+    if folder is not None and program and "/" not in program and (folder / program).is_file():
+        spellings.append(f"{folder.resolve().name}/{program}")
     name = program.rpartition("/")[2].removesuffix(".py").casefold()
     name = name.rpartition(".")[2].replace("_", " ")
     is_verb = _OTHER_VERBS.search(name) is not None and _TRAINS.search(name) is None
-    return program if is_verb or _OTHER_TASKS.search(program) else ""
+    return next((path for path in spellings if is_verb or _OTHER_TASKS.search(path)), "")
 
 
 def _find_program(command: Command) -> str:

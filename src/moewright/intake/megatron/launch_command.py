@@ -16,11 +16,13 @@ from moewright.intake.megatron.foreign_options import (
 )
 from moewright.intake.megatron.launchers import count_ranks
 from moewright.intake.megatron.options import (
+    WHOLE_NUMBER,
+    MegatronOption,
     check_values,
     option_table,
     take_values,
 )
-from moewright.intake.megatron.parser_source import ParsedOption, find_own_options
+from moewright.intake.megatron.parser_source import TrainerSource, find_core_use, find_own_source
 from moewright.intake.megatron.unknown import (
     UNKNOWN_VALUE,
     UnknownValue,
@@ -55,8 +57,10 @@ _LAUNCHER_OPTION = re.compile(
 _COUNT_OPTION = re.compile(r"nnodes|nproc.*|num[-_].*")
 # What only a model with an encoder beside its decoder has.
 _ENCODER_OPTIONS = ("--decoder-seq-length", "--decoder-num-layers")
-# What only a model without a decoder has.
+# What only a model without a decoder has, one with an encoder of pictures, and what generates text.
 _BIDIRECTIONAL = ("--bert-no-binary-head", "--bert-load", "--vision-pretraining")
+_OF_PICTURES = re.compile(r"--(?:\w+-)*(?:vision|img|image|images|video|pixel|pixels)(?:-\w+)*")
+_OF_GENERATION = ("--num-tokens-to-generate", "--prompts", "--prompt-file", "--genfile")
 _GONE: Mapping[str, str] = MappingProxyType(
     {
         "--batch-size": "--micro-batch-size",
@@ -74,6 +78,7 @@ _HANDED_ON = ("--sglang-", "--vllm-")
 # Nearer to an option than this, a name is a typing error and not an option of a fork.
 _SIMILAR = 0.88
 _ALIKE = 0.75
+_NO_DEFAULTS = ("", "None", "False", "True")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,10 +146,13 @@ class _LaunchParser:
         self.folder = folder
         self.position = 0
         self.current_option = ""
-        self.own_options: Mapping[str, ParsedOption] | None = None
+        self.own_source = self._find_own_source()
         self.forks = order_forks(words)
         self.fork_notes: dict[str, list[str]] = {}
         self.table = option_table()
+        self.by_dest: dict[str, list[MegatronOption]] = {}
+        for option in self.table.values():
+            self.by_dest.setdefault(option.dest, []).append(option)
         self.launcher_options: dict[str, str] = {}
         self.options: dict[str, tuple[str, ...]] = {}
         self.foreign_options: dict[str, tuple[str, ...]] = {}
@@ -168,6 +176,7 @@ class _LaunchParser:
                 self._take_stray_word(word)
             else:
                 self._take_option(word)
+        self._take_own_defaults()
         if self.faults:
             raise BadInput(*self.faults)
 
@@ -203,12 +212,23 @@ class _LaunchParser:
         )
 
     def _refuse_encoders(self) -> None:
-        """Refuse options of a model with an encoder, before others that only such a model has."""
+        """Refuse options of what trains no decoder, before others that only such a model has."""
         for word, following in pairwise((*self.words, "")):
             name, equals, value = word.partition("=")
+            value = value if equals else following
             if name in _BIDIRECTIONAL:
                 rule = "is of a model without a decoder (BERT, pictures), which is not planned here"
                 raise BadInput(Reason(field=name, rule=rule))
+            if name in _OF_GENERATION:
+                rule = "generates text and trains nothing: there is nothing to plan"
+                raise BadInput(Reason(field=name, rule=rule))
+            listed = self.table.get(name)
+            is_default = listed is not None and value == listed.default
+            if _OF_PICTURES.fullmatch(name) and not is_default:
+                rule = "is of a model with an encoder of pictures, which is not planned here"
+                raise BadInput(Reason(field=name, rule=rule))
+        for word, following in pairwise((*self.words, "")):
+            name, equals, value = word.partition("=")
             count = value if equals else following
             if name in _ENCODER_OPTIONS and whole_number(count):
                 rule = "is of a model with an encoder and a decoder (T5), which is not planned here"
@@ -327,14 +347,15 @@ class _LaunchParser:
         else:
             self.notes.append(f"{name[:60]} is no option of Megatron-LM and is left out")
 
+    def _find_own_source(self) -> TrainerSource:
+        if self.folder is None:
+            return TrainerSource(root=None, options={})
+        programs = [word for word in self.words if word.endswith(".py")]
+        return find_own_source(self.folder, programs[:1])
+
     def _find_own_option(self, name: str) -> TrainerOption | None:
         """Return an option by the source of the trainer that the script lies in."""
-        if self.folder is None:
-            return None
-        if self.own_options is None:
-            programs = [word for word in self.words if word.endswith(".py")]
-            self.own_options = find_own_options(self.folder, programs[:1])
-        own = self.own_options.get(name)
+        own = self.own_source.options.get(name)
         if own is None:
             return None
         listed = find_fork_option(name, self.forks)
@@ -351,11 +372,38 @@ class _LaunchParser:
             self.fork_notes.setdefault(f"of {fork.owner}, at their defaults", []).append(name)
         elif harmless is not None and harmless.noted:
             self.fork_notes.setdefault(harmless.reason, []).append(name)
-        elif harmless is not None or not topic:
+        elif harmless is not None:
             self.fork_notes.setdefault(f"of {fork.owner}, left out", []).append(name)
-        else:
-            rule = f"is of {fork.owner}, is about {topic}, and cannot be planned here"
+        elif about := mention("is about {}", topic) or self._describe_use(name, fork):
+            rule = f"is of {fork.owner}, {about}, and cannot be planned here"
             self.faults.append(Reason(field=name, rule=rule, nearest=f"--set {name}=null"))
+        else:
+            self.fork_notes.setdefault(f"of {fork.owner}, left out", []).append(name)
+
+    def _describe_use(self, name: str, fork: TrainerOption) -> str:
+        """Return which file of its trainer's core decides with an option; "" for none."""
+        root = self.own_source.root
+        own = self.own_source.options.get(name)
+        if root is None or own is None:
+            return mention("is read by {}", fork.core)
+        return mention("is read by {}", find_core_use(root, own.dest))
+
+    def _take_own_defaults(self) -> None:
+        """Take the defaults that the script's own trainer has in place of Megatron-LM's."""
+        taken = []
+        for name, option in self.table.items():
+            own = self.own_source.options.get(name)
+            told = self.options.keys() & {other.name for other in self.by_dest[option.dest]}
+            if own is None or told or option.default in _NO_DEFAULTS or not own.default:
+                continue
+            is_same = _same_value(own.default, option.default)
+            is_read = find_harmless(name, ("megatron",)) is None
+            if is_same or not is_read or any(check_values(option, [own.default])):
+                continue
+            self.options[name] = (own.default,)
+            taken.append(f"{name} {own.default}")
+        if taken:
+            self.fork_notes["defaults of the script's own checkout"] = taken
 
     def _nearest_option(self, name: str, cutoff: float) -> str:
         """Return the option that was meant; none that says the opposite."""
@@ -394,7 +442,7 @@ class _LaunchParser:
             )
             self.options |= foreign.options
             return
-        values = [self._spell_choice(name, value) for value in values]
+        values = [self._spell_number(name, self._spell_choice(name, value)) for value in values]
         self.options[name] = tuple(values)
         self.faults += check_values(option, values)
 
@@ -405,6 +453,15 @@ class _LaunchParser:
             return value
         self.notes.append(f"{name} {value[:60]} is read as {alike[0]}, as Megatron-LM spells it")
         return alike[0]
+
+    def _spell_number(self, name: str, value: str) -> str:
+        """Return a whole number without the fraction that parsers of forks take."""
+        is_whole = self.table[name].type == "int" and WHOLE_NUMBER.fullmatch(value)
+        if not is_whole:
+            return value
+        plain = str(int(float(value)))
+        self.notes.append(f"{name} {value[:60]} is read as {plain}; Megatron-LM's own parser stops")
+        return plain
 
     def _take_foreign_option(self, name: str, inline: str | None) -> None:
         if inline is None:
@@ -420,6 +477,13 @@ class _LaunchParser:
         while end < len(self.words) and not _ends_values(self.words[end]):
             end += 1
         return self.words[self.position : end]
+
+
+def _same_value(text: str, other: str) -> bool:
+    try:
+        return float(text) == float(other)
+    except ValueError:
+        return text == other
 
 
 def _ends_values(word: str) -> bool:

@@ -44,6 +44,9 @@ def read_vocabulary(arguments: Arguments) -> tuple[int, str]:
     tokenizer_type = _known_text(arguments, "--tokenizer-type")
     if not tokenizer_type and arguments.has("--tiktoken-pattern"):
         tokenizer_type = "TikTokenizer"
+    has_merges = "--vocab-file" in arguments.options and "--merge-file" in arguments.options
+    if not tokenizer_type and has_merges:
+        tokenizer_type = "GPT2BPETokenizer"  # whatever the files are called
     names = [_known_text(arguments, name) for name in ("--tokenizer-model", "--vocab-file")]
     for entry in _list_tokenizers():
         is_model = any(entry.model in name.lower() for name in names if name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,9 @@ from types import MappingProxyType
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, find_unknown
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
+
+# A whole number as YAML and some parsers have it.
+WHOLE_NUMBER = re.compile(r"-?\d+\.0*|\d+e\+?\d")
 
 
 class Arguments:
@@ -108,8 +112,8 @@ _COUNT_RULES = {"+": "one or more values", "*": "values", "1": "a value", "0": "
 class MegatronOption:
     """A long option: how many values it takes (0, 1, another number, + or *), of which type.
 
-    `dest` is the name of the argument that it sets; `choices` are its legal values, () for any;
-    `default` is the argument's as Python prints it.
+    `dest` is the name of the argument that it sets, and `clears` tells that it sets it to false;
+    `choices` are its legal values, () for any; `default` is the argument's as Python prints it.
     """
 
     name: str
@@ -118,6 +122,7 @@ class MegatronOption:
     type: str
     choices: tuple[str, ...]
     default: str = ""
+    clears: bool = False
 
 
 @cache
@@ -132,10 +137,16 @@ def option_table() -> Mapping[str, MegatronOption]:
             type=row["type"],
             choices=tuple(choice.rpartition(".")[2] for choice in row["choices"].split()),
             default=row["default"],
+            clears=_clears(row["flag"], row["kind"]),
         )
         for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines())
     }
     return MappingProxyType(options)  # one for all callers
+
+
+def _clears(flag: str, kind: str) -> bool:
+    is_pair = kind == "BooleanOptionalAction"
+    return kind == "StoreFalseAction" or (is_pair and flag.startswith("--no-"))
 
 
 def take_values(option: MegatronOption, following: list[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,14 @@ _PARSERS = (
 )
 _LEVELS = 6  # folders above a script in which the root of its checkout may be
 _MOST_BYTES = 1 << 20
+# Where the model, its kernels and its messages are, and what stands beside them there.
+_CORE = re.compile(
+    r"(^|/)(core|models?|transformer|pipeline_parallel|tensor_parallel|distributed|optimizer)/"
+)
+_BESIDE_CORE = re.compile(
+    r"(^|/)(tests?|tools|tasks|examples|datasets?|dist_checkpointing|inference|export|tokenizers"
+    r"|post_training)/"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,14 +38,27 @@ class ParsedOption:
     """An option as a call of add_argument has it.
 
     `values` is as argparse's nargs, "0" for a switch; `default` is "" where it is computed or none;
-    `group` is the title of its group, or else what the function that adds it is called after.
+    `group` is the title of its group, or else what the function that adds it is called after, and
+    `dest` the argument that it sets.
     """
 
     name: str
+    dest: str
     default: str
     values: str
     group: str
     help: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSource:
+    """The source of the trainer that a script lies in: the options that its parsers take, by name.
+
+    `root` is the folder of the checkout; None where a script lies in none.
+    """
+
+    root: Path | None
+    options: Mapping[str, ParsedOption]
 
 
 def parse_options(text: str) -> Iterator[ParsedOption]:
@@ -85,6 +106,7 @@ def _added_options(call: ast.Call, function: str, titles: dict[str, str]) -> Ite
         if isinstance(name, str) and name.startswith("--"):
             yield ParsedOption(
                 name=name,
+                dest=constant_text(keywords.get("dest")) or name.lstrip("-").replace("-", "_"),
                 default=constant_text(keywords.get("default")),
                 values=values,
                 group=group,
@@ -111,25 +133,53 @@ def shorten_default(text: str) -> str:
     return plain if is_plain and len(plain) <= _MOST_OF_A_DEFAULT else ""
 
 
-def find_own_options(folder: Path, programs: Sequence[str]) -> dict[str, ParsedOption]:
-    """Return the options of the checkout that a script lies in, by name.
+def find_own_source(folder: Path, programs: Sequence[str]) -> TrainerSource:
+    """Return the source of the trainer whose checkout a script lies in.
 
     `programs` are the programs of Python that its command names; where the script lies in no
-    checkout of a trainer there are none but theirs.
+    checkout of a trainer there are no options but theirs.
     """
     folders = (folder, *folder.resolve().parents)[:_LEVELS]
     files: list[Path] = []
+    root = None
     for place in folders:
         files += [place / name for name in programs if not name.startswith(("/", "\0"))]
         parsers = [file for pattern in _PARSERS for file in place.glob(pattern)]
         if parsers:
             files += parsers
+            root = place
             break
     options: dict[str, ParsedOption] = {}
     for file in dict.fromkeys(files):
         for option in parse_options(_read_source(file)):
             options.setdefault(option.name, option)
-    return options
+    return TrainerSource(root=root, options=options)
+
+
+def find_core_use(root: Path, dest: str) -> str:
+    """Return the file of a trainer's core that reads an argument or a field of its configuration.
+
+    The core is the model, its layers, the optimizer and what sends their messages: what is read
+    there changes what a plan consists of. "" where none of its files reads it.
+    """
+    use = core_use((dest,))
+    for file in sorted(root.rglob("*.py")):
+        place = file.relative_to(root).as_posix()
+        if is_core_file(place) and use.search(_read_source(file)):
+            return place
+    return ""
+
+
+def is_core_file(place: str) -> bool:
+    """Whether a file of a trainer, by its path in the checkout, is of its core."""
+    is_core = _CORE.search(place) is not None
+    return is_core and place.endswith(".py") and _BESIDE_CORE.search(place) is None
+
+
+def core_use(names: Sequence[str]) -> re.Pattern[str]:
+    """Return what finds uses of arguments: as attributes, or as fields of a record."""
+    either = "|".join(map(re.escape, names))
+    return re.compile(rf"\.({either})\b|^[ \t]+({either})[ \t]*:", re.MULTILINE)
 
 
 def _read_source(file: Path) -> str:

@@ -26,7 +26,7 @@ _DATA = "moewright.intake.megatron"
 # What words are about, by what stands in their names between underscores.
 _TOPICS = {
     "parallelism": r"parallel\w*|pipeline\w*|pipe|shard\w*|zero\d?|fsdp\w*|tp|pp|cp|ep|etp|dp|vpp"
-    r"|stage|stages|world_size|nnodes|num_nodes|nproc\w*|devices|overlap\w*",
+    r"|stage|stages|world_size|nnodes|num_nodes|nproc\w*|devices|overlap\w*|hetero|mesh|meshes",
     "precision": r"fp\d+\w*|bf16|mxfp\w*|nvfp\w*|float\d*|half|int8|\w*dtype|precision|amp"
     r"|quant\w*",
     "the optimizer": r"optim\w*|adam\w*|muon|moment\w*|ddp|main_params|main_grads|lora\w*|peft",
@@ -87,12 +87,16 @@ class Harmless:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerOption:
-    """An option that a trainer has besides Megatron-LM's; `values` is as argparse's nargs."""
+    """An option that a trainer has besides Megatron-LM's; `values` is as argparse's nargs.
+
+    `core` is the file of the model, the optimizer or their messages that reads it, "" for none.
+    """
 
     trainer: str
     default: str
     values: str
     group: str = ""
+    core: str = ""
 
     @property
     def owner(self) -> str:
@@ -169,6 +173,7 @@ def read_table(trainer: str) -> Mapping[str, TrainerOption]:
             default=row["default"],
             values=row["values"],
             group=row["group"],
+            core=row.get("core", ""),
         )
         for row in rows
     }
