@@ -18,7 +18,7 @@ BUFFER = 1 << 14
 
 @pytest.fixture(autouse=True)
 def use_small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_BUFFER_BYTES", BUFFER)
+    monkeypatch.setattr(files, "WRITE_BUFFER_BYTES", BUFFER)
 
 
 def write_pieces(path: Path, sizes: tuple[int, ...]) -> bytes:

@@ -62,8 +62,9 @@ class Studio:
         return self
 
     def __exit__(self, *_):
-        self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(30) == 0
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGINT)
+            assert self.process.wait(30) == 0
         self.process.stdout.close()
 
 
@@ -220,7 +221,7 @@ def test_connections_that_ask_nothing_do_not_keep_the_places_of_others(studio):
 
 def test_a_socket_is_for_its_user_alone(place):
     path = place / "socket"
-    with Studio(place / "root", "--socket", str(path), "--read-only"):
+    with Studio(place / "root", "--socket", str(path), "--read-only") as studio:
         assert oct(path.stat().st_mode & 0o777) == "0o600"
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
@@ -234,6 +235,8 @@ def test_a_socket_is_for_its_user_alone(place):
         )
         assert taken.returncode == 2
         assert "--socket" in taken.stderr
+        studio.process.terminate()
+        assert studio.process.wait(30) == -signal.SIGTERM
     assert not path.exists()
 
 

@@ -28,7 +28,7 @@ from moewright.spec.ledger import Ledger, Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.record import format_json
 from moewright.spec.training_check import TrainingCheck
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import Dtype, SaveMode
 
 if TYPE_CHECKING:
     from moewright.engine.run.dry_run import DryRun
@@ -192,7 +192,11 @@ def count_rank(
         # Sequences without data have no documents.
         data = replace(job_file.workload.data, attended_share=1.0)
         global_batch = run_micro_batches * layout.mbs * layout.dp
-        workload = replace(job_file.workload, global_batch=global_batch, data=data)
+        # Nothing is saved, and nothing kept for other ranks.
+        checkpoint = replace(job_file.workload.checkpoint, mode=SaveMode.SYNC, peer_every_steps=0)
+        workload = replace(
+            job_file.workload, global_batch=global_batch, data=data, checkpoint=checkpoint
+        )
         job = Job(model=model, workload=workload, layout=layout)
         passes = run_micro_batches * layout.vpp * len(_PASSES)
         begun = 0

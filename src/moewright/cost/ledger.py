@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from moewright.cost.memory.activations import ActivationContext, ledger_saved_rows
 from moewright.cost.memory.fsdp_states import flat_bucket_sets, unit_gradient_bytes, unit_state_rows
-from moewright.cost.memory.host_memory import hosted_rows, peer_copy_rows
+from moewright.cost.memory.host_memory import hosted_rows
 from moewright.cost.memory.model_states import frozen_rows
 from moewright.cost.memory.paired_memory import paired_saved_rows
 from moewright.cost.memory.peak import sum_memory
 from moewright.cost.memory.replicas import replica_rows
+from moewright.cost.memory.saved_states import peer_copy_rows, save_copy_rows
 from moewright.cost.memory.storages import BytesOfStep, bound_allowance, list_storages
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
 from moewright.cost.volumes.collective_bytes import comm_rows
@@ -98,6 +99,7 @@ def predict_rank_ledger(
         *delayed_scaling_rows(job, pp_rank),
         *graph_rows(job, pp_rank),
         *peer_copy_rows(job, rank),
+        *save_copy_rows(job, rank),
         *saved(context, rows, chunks=chunks, table=table),
         *hosted,
     )

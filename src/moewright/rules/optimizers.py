@@ -50,7 +50,12 @@ def scale_nbytes(optimizer: OptimizerSpec, numel: Any) -> Any:
 
 def stored_nbytes(optimizer: OptimizerSpec) -> int:
     """Return the bytes of an element of both moments in a checkpoint."""
-    return sum(
+    return sum(stored_widths(optimizer))
+
+
+def stored_widths(optimizer: OptimizerSpec) -> tuple[int, ...]:
+    """Return the bytes of an element of each moment in a checkpoint."""
+    return tuple(
         _STORED_NBYTES if is_scaled(dtype) else dtype.nbytes for dtype in optimizer.moment_dtypes
     )
 

@@ -53,6 +53,23 @@ class PromptConnection(H11Protocol):
         self.loop.call_later(_PATIENCE_S, self._close_if_silent)
 
 
+class SocketServer(uvicorn.Server):
+    """A server that removes its unix socket before the signal that ended it takes its own action.
+
+    uvicorn sends itself that signal again, and SIGTERM ends the process there.
+    """
+
+    def __init__(self, config: uvicorn.Config, path: Path | None) -> None:
+        super().__init__(config)
+        self._path = path
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections, and remove the socket."""
+        await super().shutdown(sockets)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
 def serve(
     confinement: Confinement,
     tell: Callable[[str], None],
@@ -100,11 +117,7 @@ def serve(
         tell(f"the studio is at the socket {socket_path}: forward a port to it, such as")
         tell(f"ssh -L 8765:{socket_path.absolute()} {socket.gethostname()}")
         tell(f"and open http://{HOST}:8765/?token={access.token} (Ctrl-C ends it)")
-    try:
-        uvicorn.Server(config).run(sockets=[listener])
-    finally:
-        if socket_path is not None:
-            socket_path.unlink(missing_ok=True)
+    SocketServer(config, socket_path).run(sockets=[listener])
 
 
 def listen_at_port(port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""What ranks keep in host memory: states, sent activations, copies for peers.
+"""What ranks keep in host memory: states, sent activations, copies of states.
 
 The memory of a node's host: the part of one rank, and whether what ranks keep there fits. Offloaded
 states and activations and the copies of asynchronous checkpoints lie there.
@@ -21,17 +21,9 @@ import numpy as np
 
 from moewright.cost.constants import Constants
 from moewright.cost.memory.activations import ActivationContext, layer_activations, policy_of
-from moewright.cost.memory.fsdp_states import flat_bucket_sets
-from moewright.cost.memory.model_states import (
-    MASTER_BYTES,
-    MOMENTUM_BYTES,
-    is_updated_by_muon,
-    own_elements,
-)
+from moewright.cost.memory.model_states import MASTER_BYTES
 from moewright.cost.routed_rows import ExpertRows
 from moewright.cost.stage_parts import layer_columns, list_parts
-from moewright.rules import grid
-from moewright.rules.job import GENERATIONS, Job
 from moewright.rules.optimizers import stored_nbytes
 from moewright.rules.routing import DispatchCounts
 from moewright.rules.saved.saved_tensor import (
@@ -39,14 +31,13 @@ from moewright.rules.saved.saved_tensor import (
     chunk_to_fetch,
     fetches_chunks,
 )
-from moewright.rules.shapes import fsdp, shards
 from moewright.rules.timetable.paired_passes import can_pair, paired_rows
 from moewright.rules.timetable.stages import Chunk
 from moewright.rules.timetable.timetable_row import RowKind, TimetableRow
 from moewright.spec.hardware import Hardware
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.plan import Verdict
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Workload
 
 # The rest is for the operating system, the trainer's processes and what they read.
 USABLE_SHARE = 0.9
@@ -159,56 +150,6 @@ def _sent_bytes(
     }
 
 
-_UPDATES_BYTES = 8  # how many there were
-_LOSS_SCALE_BYTES = 8
-_BIAS_BYTES = 4
-_TABLE_BYTES = 8
-
-
-def peer_copy_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
-    """Return the row of the copies that a rank holds: of its own state, and of the rank before."""
-    world_size = job.layout.world_size
-    if not job.workload.checkpoint.peer_every_steps or world_size == 1:
-        return ()
-    ranks = (rank, (rank - 1) % world_size)
-    nbytes = GENERATIONS * sum(_state_nbytes(job, number) for number in ranks)
-    return (MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=nbytes),)
-
-
 def element_nbytes(workload: Workload) -> int:
     """Return the bytes of a copied element: its master weight and its moments."""
     return MASTER_BYTES + stored_nbytes(workload.optimizer)
-
-
-def _state_nbytes(job: Job, rank: int) -> int:
-    """Return the bytes of all that a checkpoint would hold of a rank, without padding."""
-    matrix_bytes = MASTER_BYTES + MOMENTUM_BYTES
-    other_bytes = element_nbytes(job.workload)
-    nbytes = _UPDATES_BYTES + _router_nbytes(job, rank)
-    if job.workload.precision is Dtype.FP16:
-        nbytes += _LOSS_SCALE_BYTES
-    for bucket_set in flat_bucket_sets(job, rank):
-        for name, numel in own_elements(bucket_set):
-            nbytes += numel * (matrix_bytes if name in bucket_set.matrices else other_bytes)
-    for unit in fsdp.fsdp_units(job.model, job.layout, rank):
-        for shard in unit.shards:
-            is_matrix = is_updated_by_muon(job.workload, shard.param)
-            nbytes += shard.elements.own * (matrix_bytes if is_matrix else other_bytes)
-    return nbytes
-
-
-def _router_nbytes(job: Job, rank: int) -> int:
-    """Return the bytes of selection biases and of tables of experts in the layers of a rank."""
-    moe = job.model.moe
-    if moe is None:
-        return 0
-    pp_rank = grid.coordinate(job.layout, rank, "pp")
-    params = shards.stage_parameters(job.model, job.layout, pp_rank)
-    layers = {param.layer for param in params if ".moe.experts." in param.name}
-    nbytes = 0
-    for layer in layers:
-        if layer < moe.router.hash_layers:
-            nbytes += _TABLE_BYTES * job.model.vocab_size * moe.router.top_k
-        elif moe.router.selection_bias:
-            nbytes += _BIAS_BYTES * moe.experts
-    return nbytes

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from moewright.cost.memory.model_states import BucketSet
+from moewright.rules.checkpoint_shares import WRITE_ALIGNMENT, WRITE_BUFFER_BYTES
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.job import Job
@@ -26,7 +27,7 @@ from moewright.rules.timetable.paired_passes import can_pair
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, StorageBytes
 from moewright.spec.model import AttentionKind
-from moewright.spec.workload import DocumentMasking, MatrixUpdate
+from moewright.spec.workload import DocumentMasking, MatrixUpdate, SaveMode
 
 # Counters, scalars and the random state.
 _SCALARS = 4 << 10
@@ -93,6 +94,8 @@ def bound_allowance(
     if job.workload.check_every:
         hash_keys = _HASH_KEYS_BYTES
     steady += hash_keys
+    if job.workload.checkpoint.mode is SaveMode.ASYNC:  # a save may be under way
+        steady += WRITE_BUFFER_BYTES + WRITE_ALIGNMENT
     if is_repeated:
         steady += inputs + _reduced_bytes(job, flat_sets, units)
     saved_bytes = sum(row.bytes for row in rows if row.component in _SAVED)

@@ -104,15 +104,19 @@ def validate_extra(step: int, extra: Mapping[str, Any]) -> None:
 def select_assigned(
     shards: Sequence[LocalShard], tensors: Sequence[TensorEntry], rank: int
 ) -> tuple[LocalShard, ...]:
-    """Return the shards that the plan gives to this rank's file."""
+    """Return the parts of shards that the plan gives to this rank's file, as views of them."""
     file = payload_file_name(rank)
     assigned = {
-        (tensor.name, stored.box)
+        tensor.name: [stored.box for stored in tensor.shards if stored.file == file]
         for tensor in tensors
-        for stored in tensor.shards
-        if stored.file == file
     }
-    return tuple(shard for shard in shards if (shard.name, shard.box) in assigned)
+    return tuple(
+        shard.part(box)
+        for shard in shards
+        if shard.tensor.numel()
+        for box in assigned[shard.name]
+        if shard.contains(box)
+    )
 
 
 def prepare_save(request: SaveRequest, comm: Coordinator) -> bool:

@@ -34,12 +34,10 @@ from moewright.engine.checkpoint.index import (
     box_key,
 )
 from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, LocalShard
+from moewright.rules.checkpoint_shares import WRITE_ALIGNMENT, WRITE_BUFFER_BYTES
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import format_bytes
 
-# A multiple of what any device asks of addresses, offsets and lengths.
-_ALIGNMENT = 4096
-_BUFFER_BYTES = 1 << 21
 _SMALL_BUFFER_BYTES = 1 << 16
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -100,7 +98,7 @@ class DirectFile:
 
     def _flush(self) -> None:
         self._digest.update(self._view[: self._filled])
-        aligned = self._filled - self._filled % _ALIGNMENT
+        aligned = self._filled - self._filled % WRITE_ALIGNMENT
         self._write_out(0, aligned)
         if aligned < self._filled:  # the end of the file
             self._leave_direct()
@@ -130,14 +128,14 @@ def _allocate_buffer() -> torch.Tensor:
         RuntimeError: by torch, where there is none for that either.
     """
     try:
-        return _allocate_aligned(_BUFFER_BYTES)
+        return _allocate_aligned(WRITE_BUFFER_BYTES)
     except RuntimeError:
         return _allocate_aligned(_SMALL_BUFFER_BYTES)
 
 
 def _allocate_aligned(nbytes: int) -> torch.Tensor:
-    memory_u8 = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
-    start = -memory_u8.data_ptr() % _ALIGNMENT
+    memory_u8 = torch.empty(nbytes + WRITE_ALIGNMENT, dtype=torch.uint8)
+    start = -memory_u8.data_ptr() % WRITE_ALIGNMENT
     return memory_u8[start : start + nbytes]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
@@ -145,6 +145,24 @@ class LocalShard:
     @property
     def box(self) -> Box:
         return self.offsets, tuple(self.tensor.shape)
+
+    def contains(self, box: Box) -> bool:
+        """Tell whether a box of the global tensor lies in this one."""
+        return all(
+            outer <= offset and offset + size <= outer + extent
+            for outer, extent, offset, size in zip(
+                self.offsets, self.tensor.shape, *box, strict=True
+            )
+        )
+
+    def part(self, box: Box) -> LocalShard:
+        """Return what lies in a box within this one, as a view of it."""
+        offsets, sizes = box
+        region = tuple(
+            slice(offset - outer, offset - outer + size)
+            for outer, offset, size in zip(self.offsets, offsets, sizes, strict=True)
+        )
+        return replace(self, offsets=offsets, tensor=self.tensor[region])
 
     @property
     def dtype(self) -> str:

@@ -1,29 +1,24 @@
 """The plan of a save or a load: who writes which box, and which stored regions fill which shard.
 
-The planner is torch DCP's, on our own metadata. Its storage layer is not used: the stock one keeps
-its metadata as a pickle.
+What several ranks hold is cut, and each of them writes a part (rules.checkpoint_shares). Loads are
+planned by torch DCP's planner, on our own metadata. Its storage layer is not used: the stock one
+keeps its metadata as a pickle.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from moewright.engine.checkpoint.index import StoredShard, TensorEntry, payload_file_name
@@ -32,7 +27,9 @@ from moewright.engine.checkpoint.local_shard import (
     Box,
     LocalShard,
     find_tiling_fault,
+    flat_range_boxes,
 )
+from moewright.rules.checkpoint_shares import share_range
 
 # [name, dtype, shape, offsets, sizes]: a shard without its data, as ranks send it to each other.
 ShardSpec = list[Any]
@@ -48,29 +45,53 @@ def describe_shards(shards: Sequence[LocalShard]) -> list[ShardSpec]:
 
 
 def plan_save(specs_by_rank: Sequence[Sequence[ShardSpec]]) -> tuple[TensorEntry, ...]:
-    """Assign every box to one file; the result is the same on every rank.
+    """Assign every element to one file; the result is the same on every rank.
 
-    A box that several ranks hold goes to the one with the least to write so far.
+    What the same ranks hold, of elements of one width, is shared equally among them.
 
     Raises:
         ValueError: naming the tensor, when ranks disagree on shape or dtype, a rank holds a box
             twice, or the boxes do not cover the tensor exactly once: a fault of the caller.
     """
     kinds = _check_specs(specs_by_rank)
-    plans = [SavePlan([_write_item(spec) for spec in specs]) for specs in specs_by_rank]
-    plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
-    shards: dict[str, list[StoredShard]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            assert item.tensor_data is not None
-            chunk = item.tensor_data.chunk
-            box = (tuple(chunk.offsets), tuple(chunk.sizes))
-            stored = StoredShard(box=box, file=payload_file_name(rank))
-            shards.setdefault(item.index.fqn, []).append(stored)
+    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
+    for rank, specs in enumerate(specs_by_rank):
+        for name, _, _, offsets, sizes in specs:
+            holders[name, (tuple(offsets), tuple(sizes))].append(rank)
+    rows: dict[tuple[tuple[int, ...], int], list[tuple[str, Box]]] = defaultdict(list)
+    for (name, box), held_by in sorted(holders.items()):
+        dtype, _ = kinds[name]
+        rows[tuple(held_by), SAFETENSORS_DTYPES[dtype].itemsize].append((name, box))
+    shards: dict[str, list[StoredShard]] = defaultdict(list)
+    for (ranks, _), boxes in rows.items():
+        for name, stored in _share_out(boxes, ranks):
+            shards[name].append(stored)
     return tuple(
         TensorEntry(name=name, dtype=dtype, shape=shape, shards=tuple(shards[name]))
         for name, (dtype, shape) in sorted(kinds.items())
     )
+
+
+def _share_out(
+    boxes: Sequence[tuple[str, Box]], ranks: Sequence[int]
+) -> Iterator[tuple[str, StoredShard]]:
+    """Yield the parts of boxes that lie in a row, each in the file of the rank that writes it."""
+    total = sum(prod(sizes) for _, (_, sizes) in boxes)
+    ends = [share_range(total, len(ranks), place)[1] for place in range(len(ranks))]
+    place = 0
+    first = 0  # elements in front of the box
+    for name, (offsets, sizes) in boxes:
+        start, end = first, first + prod(sizes)
+        while start < end:
+            while ends[place] <= start:
+                place += 1
+            stop = min(ends[place], end)
+            for inner_offsets, part_sizes in flat_range_boxes(sizes, start - first, stop - first):
+                outer = tuple(map(sum, zip(offsets, inner_offsets, strict=True)))
+                file = payload_file_name(ranks[place])
+                yield name, StoredShard(box=(outer, part_sizes), file=file)
+            start = stop
+        first = end
 
 
 def _check_specs(
@@ -95,19 +116,6 @@ def _check_specs(
         if fault := find_tiling_fault(shape, list(tensor_boxes)):
             raise ValueError(f"{name}: {fault}")
     return kinds
-
-
-def _write_item(spec: ShardSpec) -> WriteItem:
-    name, dtype, shape, offsets, sizes = spec
-    return WriteItem(
-        index=MetadataIndex(name, offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)),
-            properties=TensorProperties(dtype=SAFETENSORS_DTYPES[dtype]),
-            size=torch.Size(shape),
-        ),
-    )
 
 
 def plan_load(

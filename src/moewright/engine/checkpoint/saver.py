@@ -58,11 +58,11 @@ class CheckpointSaver:
     already, with an equal `extra`, is left as it is. Every rank raises the same BadInput for a full
     disk or an unwritable directory, and ValueError for shards that do not tile their tensors.
 
-    With SaveMode.ASYNC, `save` copies to host memory what this rank writes and returns; a thread
-    writes and commits. There is one copy and one thread: a save waits for the one before it. What
-    goes wrong in the thread is raised, as it was, by the next call of `raise_failure`, `save` or
-    `wait`. The thread has a coordinator and a process group of its own, because a group carries the
-    collectives of one thread, in order.
+    With SaveMode.ASYNC, `save` copies to host memory (`host_copy`) what this rank writes and
+    returns; a thread writes and commits. There is one copy and one thread: a save waits for the one
+    before it. What goes wrong in the thread is raised, as it was, by the next call of
+    `raise_failure`, `save` or `wait`. The thread has a coordinator and a process group of its own,
+    because a group carries the collectives of one thread, in order.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CheckpointSaver:
         if spec.mode is SaveMode.ASYNC:
             self._background_comm = build_background_comm()
         self._tensors: tuple[TensorEntry, ...] | None = None
-        self._host_copies: tuple[torch.Tensor, ...] = ()
+        self._host_copy = torch.empty(0, dtype=torch.uint8)
         self._copier: RemoteCopier | None = None
         if spec.copy_to and comm.rank == 0:
             self._copier = RemoteCopier(directory, spec, comm.note)
@@ -100,14 +100,14 @@ class CheckpointSaver:
         """
         self.wait()
         validate_extra(step, self._extra)
-        if self._tensors is None:
-            self._tensors = plan_save(run_on_all_ranks(self._comm, lambda: describe_shards(shards)))
+        assigned = self._assign(shards)
+        assert self._tensors is not None  # planned
         request = SaveRequest(
             path=checkpoint_path(self._directory, step),
             step=step,
             extra=self._extra,
             tensors=self._tensors,
-            shards=select_assigned(shards, self._tensors, self._comm.rank),
+            shards=assigned,
             retention=self._spec,
         )
         if not prepare_save(request, self._comm):
@@ -126,7 +126,25 @@ class CheckpointSaver:
         self.wait()
         self._extra = extra
         self._tensors = None
-        self._host_copies = ()
+
+    def allocate(self, shards: Sequence[LocalShard]) -> None:
+        """Take the memory for the copy of what this rank writes; every rank calls this.
+
+        A run that has it at its first step has it at each save.
+        """
+        if self._spec.mode is SaveMode.ASYNC:
+            self._fit_host_copy(self._assign(shards))
+
+    @property
+    def host_copy(self) -> torch.Tensor:
+        """The memory for the copy, as bytes, page-locked beside a GPU; empty in SaveMode.SYNC."""
+        return self._host_copy
+
+    def _assign(self, shards: Sequence[LocalShard]) -> tuple[LocalShard, ...]:
+        """Return what this rank writes of its shards; the first call of all ranks plans that."""
+        if self._tensors is None:
+            self._tensors = plan_save(run_on_all_ranks(self._comm, lambda: describe_shards(shards)))
+        return select_assigned(shards, self._tensors, self._comm.rank)
 
     def raise_failure(self) -> None:
         """Raise what a save under way has failed with by now."""
@@ -178,19 +196,26 @@ class CheckpointSaver:
         except Exception as error:  # of any kind: `wait` raises it in the main thread
             self._failures.append(error)
 
+    def _fit_host_copy(self, shards: Sequence[LocalShard]) -> None:
+        nbytes = sum(shard.tensor.nbytes for shard in shards)
+        if self._host_copy.numel() != nbytes:
+            is_pinned = any(shard.tensor.is_cuda for shard in shards)
+            self._host_copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+
     def _copy_to_host(self, shards: Sequence[LocalShard]) -> tuple[LocalShard, ...]:
-        """Copy the shards to host memory that stays allocated, page-locked for those of a GPU."""
-        if not self._host_copies:
-            self._host_copies = tuple(_allocate_host_copy(shard.tensor) for shard in shards)
-        for copy, shard in zip(self._host_copies, shards, strict=True):
+        """Copy the shards to host memory that stays allocated."""
+        self._fit_host_copy(shards)
+        # The widest first, so that each lies at a multiple of its width.
+        shards = sorted(shards, key=lambda shard: -shard.tensor.itemsize)
+        sizes = [shard.tensor.nbytes for shard in shards]
+        copies = [
+            part.view(shard.tensor.dtype).view(shard.tensor.shape)
+            for part, shard in zip(self._host_copy.split(sizes), shards, strict=True)
+        ]
+        for copy, shard in zip(copies, shards, strict=True):
             copy.copy_(shard.tensor.detach(), non_blocking=True)
         if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.current_stream().synchronize()
         return tuple(
-            replace(shard, tensor=copy)
-            for shard, copy in zip(shards, self._host_copies, strict=True)
+            replace(shard, tensor=copy) for shard, copy in zip(shards, copies, strict=True)
         )
-
-
-def _allocate_host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -24,7 +24,7 @@ from moewright.spec.ledger import Component, MemoryRow, Module
 class TrainState:
     """The state of this rank: its part of the model, and what trains it.
 
-    `host_copies` is the memory for copies of the state, this rank's and another's.
+    `host_copies` is the memory for copies of the state: this rank's and another's, and for saves.
     """
 
     runtime: Runtime

@@ -120,7 +120,6 @@ def _train_session(
     fresh.runtime.counters.note = context.note
     identity = build_identity(plan, corpora.fingerprint)
     copies.allocate(fresh.local_shards(), comm)
-    fresh = replace(fresh, host_copies=copies.buffers)
     mover = ExpertMover(plan, fresh)
     steps_done = restore(
         fresh,
@@ -144,8 +143,6 @@ def _train_session(
         step_size=train_data.step_size,
     )
     context.close_on_loss(batches.close)
-    state = replace(fresh, train_data=batches, step_size=train_data.step_size)
-    state.runtime.counters.census.list_states = state.state_tensors
     saver = CheckpointSaver(
         run_dir / "checkpoints",
         spec=workload.checkpoint,
@@ -154,6 +151,14 @@ def _train_session(
         build_background_comm=partial(build_coordinator, context, in_background=True),
     )
     context.close_on_loss(saver.abandon)
+    saver.allocate(fresh.local_shards())
+    state = replace(
+        fresh,
+        train_data=batches,
+        step_size=train_data.step_size,
+        host_copies=(*copies.buffers, saver.host_copy),
+    )
+    state.runtime.counters.census.list_states = state.state_tensors
     connections = list_connections() - connections
     if copies.is_active:
         copies.take(steps_done, state.local_shards(), state.runtime.mesh.group("world"))
