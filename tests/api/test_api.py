@@ -17,6 +17,7 @@ from moewright.spec.errors import BadInput
 
 TABLE = Path(__file__).parents[1] / "published" / "data" / "measured_steps.csv"
 FUNCTIONS = [name for name in mw.__all__ if name not in ("BadInput", "Reason", "__version__")]
+SLOW = ("fit", "design", "budget")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,10 @@ def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.thorough if name in SLOW else ()) for name in FUNCTIONS],
+)
 def test_every_function_has_an_example_that_runs(
     name: str, example_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_folder_that_is_no_run_sets_no_level(tmp_path: Path) -> None:
     assert fit_own_level(()) == 0.0
 
 
+@pytest.mark.thorough
 def test_every_shape_trains_to_the_loss_and_the_first_that_has_it_is_chosen() -> None:
     answer = mw.design(on="8xH100", until=2.3, max_total="2.6B", served_tokens="1T")
     for shape in answer.front:

@@ -20,13 +20,17 @@ SHOWN = {
     "train_and_change_layout": "step 20: loss ",
     "why_not_this_layout": "seconds by part, GiB by component",
 }
+QUICK = {"plan_a_cluster", "read_a_megatron_script"}
 
 
 def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == SHOWN.keys()
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in SHOWN],
+)
 def test_an_example_runs(
     name: str,
     tmp_path: Path,

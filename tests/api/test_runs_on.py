@@ -30,7 +30,7 @@ def refusals(plan: Plan, trainer: str) -> tuple[object, ...]:
     return trainer_refusals(TargetTrainer(trainer), plan_job(plan), plan.hardware)
 
 
-@pytest.mark.turns
+@pytest.mark.thorough
 @pytest.mark.parametrize("trainer", TargetTrainer)
 def test_every_answer_starts_in_the_trainer_and_none_is_faster_than_any(trainer: str) -> None:
     """Both of one search, which takes seconds, and is made again in every process of the tests."""
@@ -46,6 +46,7 @@ def test_every_answer_starts_in_the_trainer_and_none_is_faster_than_any(trainer:
         assert bound.best.layout == free.best.layout
 
 
+@pytest.mark.thorough
 def test_torchtitan_pipelines_shard_weights_too() -> None:
     """It has ZeRO-3 or nothing, so its pipelines are searched with it."""
     pinned = mw.plan(MODEL, on="16xH100", top=1, runs_on="torchtitan", layout="pp2")
@@ -54,6 +55,7 @@ def test_torchtitan_pipelines_shard_weights_too() -> None:
     assert pinned.best.layout.zero == 3
 
 
+@pytest.mark.thorough
 def test_the_engine_captures_parts_of_layers_where_it_can() -> None:
     """Where it cannot beside sharded weights, layouts without graphs are searched too."""
     parts = (CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER)

@@ -53,6 +53,7 @@ def test_a_peer_that_fails_is_named_with_its_reason() -> None:
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.turns
 def test_a_peer_that_cannot_be_had_is_named_with_its_reason(tmp_path: Path) -> None:
     absent = contest.Contestant(

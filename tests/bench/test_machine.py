@@ -174,6 +174,7 @@ def test_uneven_rows_are_as_many_as_even_ones() -> None:
     assert len(set(draws)) == 50
 
 
+@pytest.mark.thorough
 @pytest.mark.spawn
 def test_groups_of_every_size_and_all_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks: two pairs at once, all of them, and each with each."""

@@ -38,6 +38,7 @@ def test_a_case_is_plain_data_with_the_figures_of_the_source(rows):
     assert case["device"]["bf16_flops"] == pytest.approx(989e12, rel=1e-3)  # NVIDIA's datasheet
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("refuse", [refuse_simumax, refuse_llm_analysis])
 def test_a_rival_refuses_what_it_cannot_express(rows, refuse):
     case = build_case(rows["seed000-001"])

@@ -42,6 +42,7 @@ def script(tmp_path):
     return path
 
 
+@pytest.mark.thorough
 def test_a_script_is_estimated_beside_what_would_be_better(script, tmp_path, capsys):
     plan = tmp_path / "plan.json"
     assert main(["estimate", "--from-flags", str(script), "--on", "H200", "--json", str(plan)]) == 0

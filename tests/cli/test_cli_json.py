@@ -19,6 +19,7 @@ from moewright.cli.exit_codes import DOES_NOT_FIT, PIPE_CLOSED
 from moewright.cli.main import main
 from moewright.codec import format_record, write_json
 from moewright.spec.record import format_json
+from selection import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ("Qwen3-30B-A3B", "--on", "8xH100", "--global-batch", "64")
@@ -80,7 +81,7 @@ def answer(
         (("plan", *JOB, "--top", "1"), {"model", "layout", "estimate", "fingerprint"}, "verdict"),
         (("estimate", *JOB, *LAYOUT), {"model", "layout", "estimate", "fingerprint"}, "verdict"),
         (("validate", "runs.csv"), {"summary", "rows"}, "rows: "),
-        (
+        thorough(
             ("fit", "runs.csv", "--on", "H800", "--out", "fitted.toml"),
             {"hardware", "constants", "errors_before", "errors_after", "left_out", "next_run"},
             "wrote fitted.toml",
@@ -127,9 +128,10 @@ def test_a_file_holds_what_standard_output_has(
     assert json.loads((folder / "plan.json").read_text()) == data
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "arguments",
-    [("plan", *JOB, "--top", "1"), ("estimate", *JOB, *LAYOUT), ("validate", "runs.csv")],
+    [("estimate", *JOB, *LAYOUT), ("plan", *JOB, "--top", "1"), ("validate", "runs.csv")],
     ids=lambda arguments: arguments[0],
 )
 def test_the_files_of_an_answer_are_written_although_its_reader_stops_early(
@@ -184,6 +186,7 @@ def test_numbers_that_json_has_not_are_null() -> None:
     }
 
 
+@pytest.mark.thorough
 def test_a_plan_is_estimated_again_in_another_layout(folder: Path, answer: Answer) -> None:
     plan, _ = answer("plan", *JOB, "--top", "1")
     (folder / "plan.json").write_text(json.dumps(plan))

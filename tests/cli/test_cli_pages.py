@@ -37,6 +37,7 @@ def test_plans_and_estimates_are_pages_too(tmp_path: Path) -> None:
     assert read_kinds(page) == ["Misfit"]
 
 
+@pytest.mark.thorough
 def test_a_diagnosis_and_a_score_are_pages_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,8 +66,9 @@ def test_a_plan_takes_forty_lines_of_eighty_columns(
     assert "dispatcher" not in better
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
-    "layout", ["tp2,ep8,pp32,vpp3,mbs1,recompute=select", "tp2,ep8,pp8,mbs1,recompute=select"]
+    "layout", ["tp2,ep8,pp8,mbs1,recompute=select", "tp2,ep8,pp32,vpp3,mbs1,recompute=select"]
 )
 def test_an_estimate_takes_forty_lines_and_v_has_the_rest(
     layout: str, capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moewright.cli.main import main
+from selection import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFY = ("x", "--batch", "b", "--layout", "tp1", "--out", "o")
@@ -306,7 +307,7 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
 @pytest.mark.parametrize(
     ("ending", "code", "message"),
     [
-        ("plan Qwen3-30B-A3B --on 8xH100 --top 1 | true", 141, ""),
+        thorough("plan Qwen3-30B-A3B --on 8xH100 --top 1 | true", 141, ""),
         ("estimate Qwen3-30B-A3B --on 8xH100 --layout ep8,zero3,recompute=full >&-", 0, ""),
         ("plan Qwen3-30B-A3 --on 8xH100 2>&-", 2, ""),
         ("plan Qwen3-30B-A3 --on 8xH100 2>/dev/full", 2, ""),

@@ -53,6 +53,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("odd", range(len(HOSTILE)))
 def test_wrong_and_huge_fields_spoil_nothing_else(odd, tmp_path):
     path = kineto(

@@ -122,6 +122,7 @@ def test_what_the_allocator_holds_and_does_not_give_out_is_fragmentation():
     assert diagnose_log(parse_log(text), None)[0].cause is Cause.FRAGMENTATION
 
 
+@pytest.mark.thorough
 def test_the_command_explains_120_where_others_report_277(tmp_path, capsys):
     path = tmp_path / "run.log"
     path.write_text(log(ms=40000.0, tflops=121.3))
@@ -341,6 +342,7 @@ def test_the_arguments_that_a_log_prints_tell_its_job(tmp_path, capsys):
     assert {"verdict", "speed"} <= set(names)
 
 
+@pytest.mark.thorough
 def test_the_shares_of_a_slow_run_are_of_its_measured_step(tmp_path, capsys):
     path = tmp_path / "run.log"
     path.write_text(log(ms=80000.0, tflops=60.6))
@@ -416,6 +418,7 @@ def test_steps_that_grow_are_told_with_the_timer_that_grows():
     assert any(f.cause is Cause.GROWING for f in diagnose_log(parse_log("\n".join(lines)), None))
 
 
+@pytest.mark.thorough
 def test_flops_of_another_sequence_length_are_noticed(tmp_path, capsys):
     path = tmp_path / "run.log"
     job = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]

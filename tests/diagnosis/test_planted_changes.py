@@ -208,7 +208,7 @@ PLANTED = {
 }
 
 # Of `make test`: a choice of kernels, and a fault that a log alone shows.
-QUICK = ("experts one by one", "a slow loader")
+QUICK = ("a slow loader",)
 
 
 def write_run(folder: Path, planted: Planted) -> Plan:

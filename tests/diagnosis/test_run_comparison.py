@@ -58,6 +58,7 @@ def test_timers_say_where_the_gap_lies_and_the_first_change_closes_it(tmp_path, 
     assert "(measured)" in evidence
 
 
+@pytest.mark.thorough
 def test_classes_sum_to_the_step_on_both_sides(tmp_path):
     sample_run.write_run(tmp_path / "run", sample_run.record())
     (tmp_path / "run.log").write_text(text_with_timers().replace("2048", "128"))

@@ -91,6 +91,7 @@ def list_calls(rows: int) -> Iterator[tuple[str, tuple[object, ...]]]:
         )
 
 
+@pytest.mark.thorough
 def test_a_run_has_the_losses_of_plain_operations(kernels: KernelSet) -> None:
     """Also on the step that is counted, which sees each operation."""
     ids = torch.randint(

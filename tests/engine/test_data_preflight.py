@@ -44,6 +44,7 @@ def test_a_pair_of_another_program_needs_no_description(data: DataSpec) -> None:
     assert check_data(tiny_jobs.MODEL, tiny_jobs.build_workload(replace(data, tokenizer="")))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "name",
     ["train.bin", "train.idx", "heldout.bin", "heldout.idx", "corpus.json", "tokenizer.json"],

@@ -125,6 +125,7 @@ def test_narrow_products_in_a_large_world(
     assert_as_predicted(tiny_jobs.MODEL, work, layout, 5)
 
 
+@pytest.mark.thorough
 def test_muon_makes_matrices_whole_that_ranks_have_parts_of() -> None:
     frozen = FineTuningSpec(
         task=Task.SFT, freeze=(FrozenPart.EMBEDDINGS, FrozenPart.ATTENTION, FrozenPart.ROUTER)
@@ -140,13 +141,15 @@ def test_muon_makes_matrices_whole_that_ranks_have_parts_of() -> None:
     assert_as_predicted(tiny_jobs.MODEL, work, parse_layout("tp2,etp4,mbs4", world_size=4), 3)
 
 
-@pytest.mark.parametrize("precision", [Dtype.FP32, Dtype.BF16])
+@pytest.mark.turns
+@pytest.mark.parametrize("precision", [Dtype.BF16, Dtype.FP32])
 def test_layer_norms_keep_statistics_in_fp32(precision: Dtype) -> None:
     model = replace(tiny_jobs.MODEL, norm=NormKind.LAYER)
     work = Workload(seq_len=32, global_batch=64, precision=precision)
     assert_as_predicted(model, work, parse_layout("tp2,ep4", world_size=64), 5)
 
 
+@pytest.mark.thorough
 def test_muon_in_a_large_world() -> None:
     work = Workload(
         seq_len=32, global_batch=64, optimizer=OptimizerSpec(matrix_update=MatrixUpdate.MUON)
@@ -154,6 +157,7 @@ def test_muon_in_a_large_world() -> None:
     assert_as_predicted(tiny_jobs.MODEL, work, parse_layout("tp2,ep4", world_size=64), 5)
 
 
+@pytest.mark.thorough
 def test_pairs_of_answers_over_ranks_that_cut_sequences() -> None:
     """Ranks gather the nll of tokens, and keep a weight for each of their own."""
     work = Workload(seq_len=64, global_batch=8, loss=LossSpec(objective=Objective.DPO))

@@ -120,6 +120,7 @@ def compile_all(capability: int) -> None:
     print(*sorted(compiled))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("capability", ["90", thorough("100")])
 def test_every_kernel_compiles(capability: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs the package triton")

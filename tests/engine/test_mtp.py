@@ -112,6 +112,7 @@ def test_depths_recompute_and_offload_as_layers_do(choice: str) -> None:
         torch.testing.assert_close(results[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "choice", ["recompute=loss", "recompute=full+loss", "recompute=block5+loss"]
 )

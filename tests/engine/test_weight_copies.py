@@ -64,6 +64,7 @@ def train(job: Job, steps: int = 2) -> tuple[list[float], dict[str, torch.Tensor
     return curve, weights, sum(row.bytes for row in state.runtime.weight_copies.memory_rows())
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_bit_differs_and_the_bytes_are_as_the_rules_say(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +81,7 @@ def test_no_bit_differs_and_the_bytes_are_as_the_rules_say(
         assert torch.equal(weight, plain_weights[weight_name]), weight_name
 
 
+@pytest.mark.thorough
 def test_replayed_steps_convert_the_weights_of_each() -> None:
     job = Job(
         model=SHAPES["qwen"],
@@ -132,6 +134,7 @@ def test_a_weight_is_converted_both_ways_once_a_step_and_a_frozen_one_once() -> 
 LORA = FineTuningSpec(task=Task.LORA, lora_rank=4)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("shape", "fine_tuning"),
     [

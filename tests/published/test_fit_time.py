@@ -55,6 +55,7 @@ def test_each_seed_row_is_predicted_without_it() -> None:
     assert 1 - measured[expected.index(max(expected))] / max(measured) <= 0.013
 
 
+@pytest.mark.thorough
 def test_each_group_is_predicted_without_it() -> None:
     """Every complete row is predicted by constants fitted without its model on its device."""
     group = {row.id: row.group for row in ROWS}

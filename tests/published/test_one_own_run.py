@@ -46,6 +46,7 @@ def others_error(runs: Sequence[MeasuredRun], index: int) -> float:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("part", "publisher"),
     [("H800", "seed000"), pytest.param("B200", "bridge", marks=pytest.mark.thorough)],

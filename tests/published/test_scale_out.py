@@ -95,6 +95,7 @@ def _errors_at_the_largest(
     return errors
 
 
+@pytest.mark.thorough
 def test_the_largest_scale_is_predicted_from_the_smaller_ones(
     families: list[list[tuple[RepriceableStep, float]]],
 ) -> None:

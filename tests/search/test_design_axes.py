@@ -31,6 +31,7 @@ def list_variants(axes: ShapeAxes, like: str = LIKE) -> list[ModelSpec]:
     return [variant for shape in list_plain(like) for variant in axes.vary(shape)]
 
 
+@pytest.mark.thorough
 def test_without_axes_shapes_keep_the_attention_and_the_vocabulary_of_the_model() -> None:
     base = catalogue.model(LIKE)
     assert list_variants(ShapeAxes()) == list(list_plain())
@@ -59,6 +60,7 @@ def test_laws_see_no_attention_and_no_vocabulary() -> None:
             assert describe_like(shape, base, 1e11) == describe_shape(plain, 1e11)
 
 
+@pytest.mark.thorough
 def test_laws_see_shared_experts() -> None:
     base = catalogue.model("DeepSeek-V2-Lite")
     shapes = list_variants(ShapeAxes(shared_experts=(0, 1, 3)), base.name)
@@ -79,6 +81,7 @@ def test_fewer_heads_of_keys_and_latent_ones_have_smaller_caches() -> None:
         assert cache_bytes_per_token(latent) == eight * 576 / 2048
 
 
+@pytest.mark.thorough
 def test_a_design_says_what_laws_do_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     from moewright.cli.main import main
 

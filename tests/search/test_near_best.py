@@ -102,6 +102,7 @@ def test_masks_of_groups_say_what_each_layout_says(plans: Plans) -> None:
     assert seen == {True, False}
 
 
+@pytest.mark.thorough
 def test_one_layout_alone_is_expected_to_take_what_is_estimated() -> None:
     text = "tp1,cp1,etp1,pp1,ep8,mbs1,recompute=full,dispatcher=alltoall,overlap=none,graphs=none"
     best = mw.plan("Qwen3-30B-A3B", on="16xH100", layout=f"{text},offload=none,zero1").best

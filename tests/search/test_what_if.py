@@ -32,6 +32,7 @@ def _add_memory(hardware: Hardware, more_bytes: float) -> Hardware:
     return replace(hardware, device=device)
 
 
+@pytest.mark.thorough
 def test_gains_are_what_a_changed_machine_brings() -> None:
     model, hardware = catalogue.model("Qwen3-30B-A3B"), catalogue.hardware("16xH100")
     ranked = search(model, WORK, hardware, fixed=PINS, top=1)
@@ -127,6 +128,7 @@ def test_what_keeps_a_pinned_job_back_is_told() -> None:
     assert gains["no pinned layout keys"].step_s == pytest.approx(free.step_s)
 
 
+@pytest.mark.thorough
 def test_the_other_side_of_overlapped_expert_communication_is_told() -> None:
     model, hardware = catalogue.model("Qwen3-30B-A3B"), catalogue.hardware("32xH100")
     ranked = search(model, WORK, hardware, fixed=f"{PINS},ep16", top=1)

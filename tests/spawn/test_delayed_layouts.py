@@ -72,6 +72,7 @@ def test_delayed_scales_compute_the_same_over_any_ranks(
     prove_computation(plan, tmp_path, plan.layout.mbs)
 
 
+@pytest.mark.thorough
 @pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "reference_mbs"),

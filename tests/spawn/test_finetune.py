@@ -67,6 +67,7 @@ def test_the_run_learns_and_its_export_answers_in_transformers_as_here(
     assert "30 steps" in card
 
 
+@pytest.mark.thorough
 def test_a_mixture_by_weights_is_trained_in_one_call_and_ends_in_six_lines(
     run: Path, hardware: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

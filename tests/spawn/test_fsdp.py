@@ -151,6 +151,7 @@ def test_ranks_without_an_expert_and_a_tied_table_equal_zero1_in_bf16(
             assert (cut[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
+@pytest.mark.thorough
 @pytest.mark.turns
 def test_a_checkpoint_goes_to_another_layout_and_back(data: DataSpec, tmp_path: Path) -> None:
     workload = tiny_jobs.build_workload(data, steps=3)

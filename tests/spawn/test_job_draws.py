@@ -37,6 +37,7 @@ def build(shape: str, workload: Workload, layout: Layout) -> Plan:
     return replace(base, layout=layout)
 
 
+@pytest.mark.thorough
 def test_adapters_belong_to_the_experts_that_a_placement_moves(tmp_path: Path) -> None:
     rng = random.Random(1)
     model = SHAPES["oss"]
@@ -76,6 +77,7 @@ def test_what_frozen_parts_leave_is_predicted(
     count_layout(build(shape, workload, layout), tmp_path)
 
 
+@pytest.mark.thorough
 def test_sequences_shorter_than_a_block_train(tmp_path: Path) -> None:
     """No query has a block to read, of either kind."""
     base = SHAPES["compressed_ahead"]

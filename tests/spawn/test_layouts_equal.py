@@ -104,6 +104,7 @@ def assert_same_training(run_dir: Path, reference_run: Path) -> None:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout"),

@@ -207,6 +207,7 @@ def test_ledgers_of_cut_norms_shared_experts_and_a_padded_vocabulary_are_equal(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.turns
 @pytest.mark.parametrize(
     ("score", "recompute"),
@@ -561,6 +562,7 @@ def test_ledgers_of_compressed_attention_and_parallel_streams_are_equal(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.turns
 @pytest.mark.parametrize(
     ("precision", "scaling", "layout"),
@@ -583,6 +585,7 @@ def test_ledgers_of_narrow_compressed_attention_are_equal(
     assert_ledgers_equal(plan, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.turns
 @pytest.mark.parametrize("norm", [QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL])
 @pytest.mark.parametrize("recompute", ["", thorough(",recompute=full")])

@@ -68,6 +68,7 @@ def test_routes_are_of_every_token_and_replay_to_the_same_bits(
         assert (tmp_path / "routes" / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [

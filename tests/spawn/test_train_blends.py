@@ -16,6 +16,7 @@ from moewright.spec.workload import DocumentMasking
 pytestmark = pytest.mark.spawn
 
 
+@pytest.mark.thorough
 def test_a_blend_trains_as_in_one_process(tmp_path: Path) -> None:
     first = tiny_jobs.write_corpus(tmp_path / "first")
     second = tiny_jobs.write_corpus(tmp_path / "second", documents=12, words=90)

@@ -90,6 +90,7 @@ def test_packed_chats_train_as_one_process_does(
     assert_same_training(tmp_path / "cut", tmp_path / "one")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [

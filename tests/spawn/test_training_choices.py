@@ -259,6 +259,7 @@ def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(
             assert (narrow[name] - value).norm() <= 16 * 2**-11 * value.norm(), name
 
 
+@pytest.mark.thorough
 @pytest.mark.turns
 def test_growing_batches_are_the_same_in_every_layout_and_resumed(
     data: DataSpec, tmp_path: Path

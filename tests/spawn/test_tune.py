@@ -54,6 +54,7 @@ precision = "fp32"
     return path
 
 
+@pytest.mark.thorough
 def test_a_job_is_tuned_by_runs_and_goes_on_from_its_journal(
     job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
