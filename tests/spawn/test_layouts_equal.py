@@ -256,7 +256,8 @@ def test_every_dispatcher_drops_the_same_rows(
 @pytest.mark.parametrize(
     ("world_size", "layout", "documents"),
     [
-        (4, "tp2,cp2,ep4,mbs2,cp_comm=a2a", DocumentMasking.RESTARTED),
+        (2, "cp2,ep2,mbs2,cp_comm=a2a", DocumentMasking.RESTARTED),
+        thorough(4, "tp2,cp2,ep4,mbs2,cp_comm=a2a", DocumentMasking.RESTARTED),
         thorough(4, "ep2,mbs2,recompute=full", DocumentMasking.BOUNDED),
     ],
 )

@@ -220,7 +220,7 @@ def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(
     """
     scaling = LossScalingSpec(initial_loss_scale=2.0**20, loss_scale_window=2)
     workload = tiny_jobs.build_workload(data, precision=Dtype.FP16, scaling=scaling)
-    plan = train_layout(replace(workload, steps=8), "tp2,ep2,mbs2", 4, tmp_path / "whole")
+    plan = train_layout(replace(workload, steps=8), "tp2,ep2,mbs2", 2, tmp_path / "whole")
     read_exact_ledgers(plan, tmp_path / "whole")
     lines = read_steps(tmp_path / "whole")
     skipped = [line["skipped"] for line in lines]
@@ -240,7 +240,7 @@ def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(
         state = read_state(tmp_path / "whole", number)
         assert state["optim/loss_scale"].tolist() == [scale, steps_since_change]
     for steps in (3, 8):
-        train_layout(replace(workload, steps=steps), "tp2,ep2,mbs2", 4, tmp_path / "parts")
+        train_layout(replace(workload, steps=steps), "tp2,ep2,mbs2", 2, tmp_path / "parts")
     assert same_bits(read_state(tmp_path / "whole", 8), read_state(tmp_path / "parts", 8))
     # Rounding sends a token to another expert now and then, so the choice of experts is forced.
     forced = RouterTraining(force=RouterForce.BALANCED)
