@@ -178,7 +178,7 @@ def find_refusals(job: Job) -> tuple[Reason, ...]:
     """Return why a job is not legal, or not run by the engine."""
     reasons = (*unsupported_model(job.model, job.workload), *check_legality(job))
     # The engine's limits are asked of legal layouts alone.
-    return reasons or unsupported_layout(job.layout, model=job.model, workload=job.workload)
+    return reasons or unsupported_layout(job)
 
 
 def _is_base(reason: Reason) -> bool:

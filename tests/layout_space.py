@@ -302,8 +302,8 @@ class Case:
     def refusals(self) -> tuple[object, ...]:
         """Why the layout is not legal or not run by the engine; () when it is of the space."""
         model = SHAPES[self.shape]
-        violations = check_legality(Job(model=model, workload=self.workload, layout=self.layout))
-        return violations or unsupported_layout(self.layout, model=model, workload=self.workload)
+        job = Job(model=model, workload=self.workload, layout=self.layout)
+        return check_legality(job) or unsupported_layout(job)
 
 
 def _corner(

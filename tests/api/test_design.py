@@ -18,6 +18,7 @@ from moewright.cli.main import main
 from moewright.codec import format_layout, parse_layout
 from moewright.cost.loss_laws import describe_shape, find_law, find_reference
 from moewright.intake.hf import read_config
+from moewright.rules.job import plan_job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.search.search import find_best_plan
 from moewright.spec.options import WorkloadOptions
@@ -98,10 +99,10 @@ def test_the_planner_reads_the_files(answer: Design, folder: Path) -> None:
     # The engine runs the layout that the job states, and that of plan.json may need a library.
     if request.layout_text:
         layout = parse_layout(request.layout_text, world_size=8)
-        assert not any(unsupported_layout(layout, model=request.model, workload=request.workload))
+        assert not any(unsupported_layout(request.job(layout)))
     else:
         plan = answer.plan
-        assert any(unsupported_layout(plan.layout, model=plan.model, workload=plan.workload))
+        assert any(unsupported_layout(plan_job(plan)))
     assert json.loads((folder / "plan.json").read_text())["fingerprint"] == answer.plan.fingerprint
 
 

@@ -31,8 +31,9 @@ from tiny_jobs import MODEL, build_workload
 def refusals(layout: str, *, model: ModelSpec = MODEL, **changes: object) -> list[str]:
     work = replace(build_workload(DataSpec()), **changes)  # type: ignore[arg-type]
     chosen = parse_layout(layout, world_size=8)
-    assert not check_legality(Job(model=model, workload=work, layout=chosen))
-    return [str(reason) for reason in unsupported_layout(chosen, model=model, workload=work)]
+    job = Job(model=model, workload=work, layout=chosen)
+    assert not check_legality(job)
+    return [str(reason) for reason in unsupported_layout(job)]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +165,9 @@ def test_a_captured_step_differs_from_others_in_its_tokens_alone() -> None:
 def test_what_replicas_do_not_go_with(more: str, field: str) -> None:
     work = build_workload(DataSpec(), load_histogram=((1,) * 8,) * 2)
     chosen = parse_layout(f"ep4,expert_placement=balanced,spare1,{more}", world_size=8)
-    assert not check_legality(Job(model=MODEL, workload=work, layout=chosen))
-    (reason,) = unsupported_layout(chosen, model=MODEL, workload=work)
+    job = Job(model=MODEL, workload=work, layout=chosen)
+    assert not check_legality(job)
+    (reason,) = unsupported_layout(job)
     assert str(reason).startswith(f"{field}: ")
     assert "spare=1" in reason.rule
 
@@ -227,7 +229,7 @@ def test_what_compressed_attention_does_not_go_with(
 ) -> None:
     work = replace(build_workload(DataSpec()), **more)
     chosen = parse_layout(layout, world_size=8)
-    reasons = unsupported_layout(chosen, model=SHAPES["compressed"], workload=work)
+    reasons = unsupported_layout(Job(model=SHAPES["compressed"], workload=work, layout=chosen))
     assert len(reasons) == bool(refusal), reasons
     assert all(str(reason).startswith(refusal) for reason in reasons)
 
@@ -245,7 +247,7 @@ def test_what_indexers_do_not_go_with() -> None:
         ("pp2,layout='Ettt|tL'", "layout.pp=2: would part layer 3 from layer 2"),
     ):
         chosen = parse_layout(layout, world_size=8)
-        reasons = unsupported_layout(chosen, model=model, workload=work)
+        reasons = unsupported_layout(Job(model=model, workload=work, layout=chosen))
         assert len(reasons) == bool(refusal)
         assert all(str(reason).startswith(refusal) for reason in reasons)
 

@@ -115,5 +115,5 @@ def test_what_experts_do_not_move_beside_is_refused_by_name(
 ) -> None:
     layout = parse_layout(text, world_size=2)
     moving = replace(workload, rebalance_every=5)  # type: ignore[type-var]
-    reasons = unsupported_layout(layout, model=MODEL, workload=moving)
+    reasons = unsupported_layout(Job(model=MODEL, workload=moving, layout=layout))
     assert field in {reason.field for reason in reasons}

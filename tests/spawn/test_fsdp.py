@@ -17,6 +17,7 @@ from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import compare_ledgers
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
+from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.model import ModelSpec
@@ -196,9 +197,8 @@ def test_two_depths_of_prediction_equal_one_process(
 @pytest.mark.parametrize("zero", [2, 3])
 def test_sharded_gradients_with_a_backward_in_two_rows_are_refused(zero: int) -> None:
     layout = parse_layout(f"zero{zero},pp2,schedule=zb-h1", world_size=4)
-    (reason,) = unsupported_layout(
-        layout, model=tiny_jobs.MODEL, workload=tiny_jobs.build_workload(DataSpec())
-    )
+    workload = tiny_jobs.build_workload(DataSpec())
+    (reason,) = unsupported_layout(Job(model=tiny_jobs.MODEL, workload=workload, layout=layout))
     assert str(reason).startswith(
         "layout.schedule=zb-h1: the engine reduces gradients as a backward"
     )

@@ -151,5 +151,5 @@ def test_ledgers_of_shared_depths_are_equal(data: DataSpec, tmp_path: Path) -> N
 def test_what_passes_once_through_a_layer_is_refused(data: DataSpec) -> None:
     for layout, field in (("zero3", "layout.zero"), ("ep2,spare2", "layout.spare")):
         plan = build_plan(data, layout, 2)
-        reasons = unsupported_layout(plan.layout, model=plan.model, workload=plan.workload)
+        reasons = unsupported_layout(plan_job(plan))
         assert field in [reason.field for reason in reasons]

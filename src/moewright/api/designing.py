@@ -24,6 +24,7 @@ from moewright.cost.loss_laws import (
 from moewright.cost.serving import Serving
 from moewright.intake import catalogue
 from moewright.intake.hf import build_config
+from moewright.rules.job import plan_job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.rules.shapes.parameters import count_parameters
@@ -233,7 +234,7 @@ def _format_job(plan: Plan) -> str:
     """Return the job of a plan; a layout that this engine does not run is left to its planner."""
     workload = plan.workload
     layout: tuple[str, ...] = ()
-    if not any(unsupported_layout(plan.layout, model=plan.model, workload=workload)):
+    if not any(unsupported_layout(plan_job(plan))):
         layout = ("[layout]", f'text = "{format_layout(plan.layout)}"', "")
     lines = (
         "[model]",

@@ -245,4 +245,4 @@ def _reason_left_out(row: MeasuredRow, hardware: Hardware) -> str:
 
 
 def _runs_here(row: MeasuredRow, layout: Layout) -> bool:
-    return not unsupported_layout(layout, model=row.model, workload=row.workload)
+    return not unsupported_layout(replace(row.job, layout=layout))

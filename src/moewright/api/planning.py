@@ -20,7 +20,6 @@ from moewright.api.requests import (
 )
 from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.diagnosis.judgement import Judgement, judge_plan
-from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.limits.trainers import TargetTrainer, job_refusals, trainer_refusals
@@ -267,14 +266,13 @@ def build_objections(request: PlanRequest) -> Objections:
         return partial(_trainer_refusals, request, request.runs_on)
     if request.purpose is Purpose.PLAN:
         return no_objections
-    return partial(unsupported_layout, model=request.model, workload=request.workload)
+    return lambda layout: unsupported_layout(request.job(layout))
 
 
 def _trainer_refusals(
     request: PlanRequest, trainer: TargetTrainer, layout: Layout
 ) -> tuple[Reason, ...]:
-    job = Job(model=request.model, workload=request.workload, layout=layout)
-    return trainer_refusals(trainer, job, request.hardware)
+    return trainer_refusals(trainer, request.job(layout), request.hardware)
 
 
 def _bind_trainer(request: PlanRequest, name: str) -> PlanRequest:
@@ -327,7 +325,7 @@ def _empty_search(
 ) -> BadInput:
     layout = parse_layout(pinned, world_size=request.hardware.count)
     reasons = (
-        *check_legality(Job(model=request.model, workload=request.workload, layout=layout)),
+        *check_legality(request.job(layout)),
         *build_objections(request)(layout),
     )
     if reasons:

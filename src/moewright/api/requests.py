@@ -70,6 +70,10 @@ class PlanRequest:
     defaults: tuple[str, ...]
     runs_on: TargetTrainer | None = None  # the trainer that has to start the layouts
 
+    def job(self, layout: Layout) -> Job:
+        """Return the job of the request in a layout."""
+        return Job(model=self.model, workload=self.workload, layout=layout)
+
 
 def read_plan_request(
     model: str | Path | ModelSpec, on: str | Hardware, options: WorkloadOptions

@@ -23,7 +23,7 @@ from moewright.rules.expert_placement import (
     place_with_replicas,
     rank_load_factor,
 )
-from moewright.rules.job import Job
+from moewright.rules.job import Job, plan_job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import ExpertPlacement, Layout
@@ -292,9 +292,7 @@ def _count_moves(plan: Plan, workload: Workload, layout: Layout) -> tuple[int, i
         local, block = len(slots) // ep, len(counts) // ep
         for slot, expert in enumerate(slots):
             received[slot // local] += expert // block != slot // local
-    states = predict_rank_ledger(
-        Job(model=plan.model, workload=plan.workload, layout=plan.layout), rank=0, selection=None
-    )
+    states = predict_rank_ledger(plan_job(plan), rank=0, selection=None)
     held_bytes = sum(
         row.bytes
         for row in states.memory

@@ -12,7 +12,7 @@ from moewright.diagnosis.traces.rank_replay import RankGraph
 from moewright.diagnosis.traces.schedule_change import gain_of_schedule
 from moewright.diagnosis.traces.trace_changes import NETWORK, TraceChange
 from moewright.diagnosis.traces.what_if_trace import ALL_RANKS, TraceWhatIf
-from moewright.rules.job import Job
+from moewright.rules.job import Job, plan_job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Schedule
@@ -30,7 +30,7 @@ def replay_run(captures: Sequence[Capture], plan: Plan, change: TraceChange) -> 
         BadInput: the plan's other degree or schedule is not legal, or the traces do not carry it.
     """
     graph = RankGraph(captures, plan.layout)
-    job = Job(model=plan.model, workload=plan.workload, layout=plan.layout)
+    job = plan_job(plan)
     shares: Mapping[str, float] = {}
     added_s = 0.0
     count = len(captures[0].steps)

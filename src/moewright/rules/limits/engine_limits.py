@@ -75,21 +75,20 @@ def require_runnable(job: Job) -> None:
     reasons = (
         *unsupported_model(job.model, job.workload),
         *check_legality(job),
-        *unsupported_layout(job.layout, model=job.model, workload=job.workload),
+        *unsupported_layout(job),
     )
     if reasons:
         raise BadInput(*reasons)
 
 
-def unsupported_layout(
-    layout: Layout, *, model: ModelSpec, workload: Workload
-) -> tuple[Reason, ...]:
-    """Return the choices of the layout that the engine cannot run yet, or not for this model."""
+def unsupported_layout(job: Job) -> tuple[Reason, ...]:
+    """Return the choices of a job's layout that the engine cannot run yet, or not for its model."""
+    model, workload, layout = job.model, job.workload, job.layout
     return (
         *_unsupported_choices(layout),
         *_check_library(layout, workload),
         *_check_replicas(layout),
-        *check_rebalancing(Job(model=model, workload=workload, layout=layout)),
+        *check_rebalancing(job),
         *_check_frozen(layout, workload),
         *_check_packed(layout, model, workload),
         *_check_recurrence(layout, model, workload),
@@ -97,8 +96,8 @@ def unsupported_layout(
         *check_compressed(layout, model),
         *_check_shared_depths(layout, model, workload),
         *_check_norms(layout, model, workload),
-        *check_graphs(Job(model=model, workload=workload, layout=layout)),
-        *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
+        *check_graphs(job),
+        *_check_shard_sizes(job),
     )
 
 

@@ -38,7 +38,7 @@ def trainer_refusals(trainer: TargetTrainer, job: Job, hardware: Hardware) -> tu
     return (
         *unsupported_device(hardware),
         *unsupported_model(job.model, job.workload),
-        *unsupported_layout(job.layout, model=job.model, workload=job.workload),
+        *unsupported_layout(job),
     )
 
 
