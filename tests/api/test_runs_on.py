@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 
@@ -12,7 +12,7 @@ from moewright.api.running import describe_trainers, list_trainers
 from moewright.rules.job import plan_job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.trainers import TargetTrainer, trainer_refusals
-from moewright.search.space import activation_policies, build_search_space
+from moewright.search.space import activation_policies, build_search_space, layout_objections
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import CudaGraphScope
 from moewright.spec.plan import Plan
@@ -61,7 +61,7 @@ def test_the_engine_captures_parts_of_layers_where_it_can() -> None:
     parts = (CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER)
     best = next(plan for plan in plans("engine").plans if plan.layout.graphs)
     assert best.layout.graphs == parts
-    allowed = partial(unsupported_layout, model=best.model, workload=best.workload)
+    allowed = layout_objections(best.model, best.workload, unsupported_layout)
     expected = {"": [parts, ()], "zero1": [parts], "zero3": [()], "pp2,schedule=zb-h1": [()]}
     for fixed, graphs in expected.items():
         space = build_search_space(best.model, best.workload, best.hardware, fixed, allowed=allowed)

@@ -27,7 +27,7 @@ from moewright.search import explain, what_if
 from moewright.search.misfit import explain_imbalance
 from moewright.search.ranking import bound_s, is_safe, to_ranked_layout
 from moewright.search.search import DOES_NOT_FIT, SearchResult, build_plan, search
-from moewright.search.space import Objections, no_objections
+from moewright.search.space import Objections, layout_objections, no_objections
 from moewright.search.what_if import find_fewest
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
@@ -266,7 +266,7 @@ def build_objections(request: PlanRequest) -> Objections:
         return partial(_trainer_refusals, request, request.runs_on)
     if request.purpose is Purpose.PLAN:
         return no_objections
-    return lambda layout: unsupported_layout(request.job(layout))
+    return layout_objections(request.model, request.workload, unsupported_layout)
 
 
 def _trainer_refusals(

@@ -31,6 +31,7 @@ from moewright.intake import catalogue
 from moewright.intake.job import JobFile, read_job
 from moewright.rules.limits.engine_limits import unsupported_layout, unsupported_model
 from moewright.search.search import DOES_NOT_FIT, search
+from moewright.search.space import layout_objections
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import MAX_DEVICES, Hardware
 from moewright.spec.model import ModelSpec
@@ -140,7 +141,7 @@ def plan_for_ranks(plan: Plan, count: int) -> Plan | None:
         replace(plan.hardware, count=count),
         fixed=kept,
         top=1,
-        allowed=partial(unsupported_layout, model=plan.model, workload=plan.workload),
+        allowed=layout_objections(plan.model, plan.workload, unsupported_layout),
     )
     return result.plans[0] if result.plans else None
 

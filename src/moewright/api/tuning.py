@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,15 +45,12 @@ from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout, unsupported_model
 from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.search.search import build_plan
-from moewright.search.space import Objections, no_objections
+from moewright.search.space import layout_objections, no_objections
 from moewright.spec.errors import BadInput, Reason, Verbatim
 from moewright.spec.finding import Basis
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import Layout
-from moewright.spec.model import ModelSpec
 from moewright.spec.options import HERE, Launcher, TrialPlace
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Workload
 from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules, TuningResult
 from moewright.tuning.journal import (
     Contract,
@@ -177,9 +174,10 @@ def read_tuning_request(
         hardware = _read_tuning_hardware(job_file, on=on, measures=measures_here, tell=tell)
         workload = fill_attended_share(job_file.workload)
         layout = parse_layout(job_file.layout_text, world_size=hardware.count)
-        allowed: Objections = partial(unsupported_layout, model=job_file.model, workload=workload)
+        refuse: Callable[[Job], tuple[Reason, ...]] = unsupported_layout
         if start.trainer_script:
-            allowed = partial(_megatron_objections, job_file.model, workload, hardware)
+            refuse = partial(megatron_refusals, hardware=hardware)
+        allowed = layout_objections(job_file.model, workload, refuse)
         space = TuningSpace(
             model=job_file.model,
             workload=workload,
@@ -200,13 +198,6 @@ def read_tuning_request(
         trainer=start.trainer_script or "moewright",
     )
     return TuningRequest(space=space, contract=contract)
-
-
-def _megatron_objections(
-    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
-) -> tuple[Reason, ...]:
-    """Return why Megatron-LM does not start a layout; () where it does."""
-    return megatron_refusals(Job(model=model, workload=workload, layout=layout), hardware)
 
 
 def _read_tuning_hardware(job: JobFile, *, on: str, measures: bool, tell: Tell) -> Hardware:

@@ -65,6 +65,13 @@ def no_objections(_: Layout) -> tuple[Reason, ...]:
     return ()
 
 
+def layout_objections(
+    model: ModelSpec, workload: Workload, refuse: Callable[[Job], tuple[Reason, ...]]
+) -> Objections:
+    """Return what a trainer's refusals of jobs say against the layouts of one model and workload."""
+    return lambda layout: refuse(Job(model=model, workload=workload, layout=layout))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineShape:
     """A pipeline shape: stages, virtual stages, and the layout string when there is one."""
