@@ -68,7 +68,7 @@ def no_objections(_: Layout) -> tuple[Reason, ...]:
 def layout_objections(
     model: ModelSpec, workload: Workload, refuse: Callable[[Job], tuple[Reason, ...]]
 ) -> Objections:
-    """Return what a trainer's refusals of jobs say against the layouts of one model and workload."""
+    """Return what a trainer's refusals say against layouts of one model and workload."""
     return lambda layout: refuse(Job(model=model, workload=workload, layout=layout))
 
 
