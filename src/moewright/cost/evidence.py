@@ -32,9 +32,9 @@ layouts make them.
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from itertools import combinations
 from math import acos, cos, erf, exp, log, log10, sqrt
@@ -172,21 +172,30 @@ _PLAIN_PRECISION = f"precision={Dtype.BF16.value}"
 _USUAL_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasuredChoices:
     """The sets of choices that measured runs made, with the number of runs of each."""
 
     runs: tuple[tuple[frozenset[str], int], ...]
 
+    @cached_property
+    def companions(self) -> Mapping[str, frozenset[str]]:
+        """The choices that runs made beside each choice that any run made, itself included."""
+        companions: dict[str, set[str]] = {}
+        for made, _ in self.runs:
+            for name in made:
+                companions.setdefault(name, set()).update(made)
+        return {name: frozenset(beside) for name, beside in companions.items()}
+
     def support(self, choices: Iterable[str]) -> Evidence:
         """Return what these runs say of a job with such choices."""
         names = tuple(dict.fromkeys(choices))
-        measured = {name for made, _ in self.runs for name in made}
+        measured = self.companions
         missing = [name for name in names if name not in measured]
         pairs = [
             f"{first}{JOIN}{second}"
             for first, second in combinations(names, 2)
-            if first in measured and second in measured and not self._has_pair(first, second)
+            if first in measured and second in measured and second not in measured[first]
         ]
         runs = self.count_runs(names)
         grade = EvidenceGrade.COMBINED
@@ -218,12 +227,9 @@ class MeasuredChoices:
         names = frozenset(choices)
         return sum(count for made, count in self.runs if made.issuperset(names))
 
-    def _has_pair(self, first: str, second: str) -> bool:
-        return any(first in made and second in made for made, _ in self.runs)
-
     def list_names(self) -> tuple[str, ...]:
         """List the choices that any run made, sorted."""
-        return tuple(sorted({name for made, _ in self.runs for name in made}))
+        return tuple(sorted(self.companions))
 
     def tabulate_missing_pairs(self) -> Array:
         """Return 1 where no run made two choices together, else 0, in the order of list_names."""

@@ -138,20 +138,15 @@ class CandidatePool:
         return sorted(self._groups, key=lambda bounded: floors[id(bounded.group)])
 
     def _screen_group(self, bounded_groups: Iterable[BoundedGroup]) -> None:
-        """Score a group under each overlap of expert communication that may be fast enough.
-
-        Delayed weight gradients only add memory: where nothing fits without, nothing does with.
-        """
-        has_room = True
+        """Score a group under each overlap of expert communication that may be fast enough."""
         for bounded in bounded_groups:
             self.scored += bounded.legal_count
-            if Overlap.WGRAD in bounded.base.overlap and not has_room:
+            if self._screener.lacks_room(bounded, self.room_bytes):
+                self.without_room += bounded.legal_count
                 continue
             scores = self._screener.score(bounded, room_bytes=self.room_bytes, below_s=self.below_s)
             if scores is not None:
                 self.add_scores(scores)
-                room = self.room_bytes + scores.sd_bytes
-                has_room = bool((scores.legal & (scores.peak_bytes <= room)).any())
 
     def add_scores(self, scores: GroupScores) -> None:
         """Count the candidates of a group, and keep its best ones."""

@@ -7,6 +7,7 @@ comes from a closed form instead of the simulated timetable (tests/search/test_s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,6 +22,7 @@ from moewright.cost.memory.activations import (
 )
 from moewright.cost.memory.peak import ModelMemory
 from moewright.cost.stage_parts import Array, LayerKind, count_parts, list_parts
+from moewright.cost.time.host_time import host_exponents
 from moewright.cost.time.layer_time import stage_transfer_s
 from moewright.cost.time.pipeline_time import build_pipeline, closed_form_s
 from moewright.rules.limits.compatibility import check_compatibility
@@ -45,14 +47,18 @@ from moewright.spec.plan import DEFAULT_RULE, RankingRule
 from moewright.spec.record import copy_with
 
 
+_TimingKey = tuple[int, int, bool]  # TimingClass.like and synced
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BoundedGroup:
     """A group under one overlap of expert communication, with a lower bound of its bounds.
 
     `base` is the group's layout with the dispatcher, CP exchange and overlap that were chosen for
     it. `legal` [pipelines, activation policies, state policies] is the mask of the combinations
-    that exist, `is_searched` [pipelines, state policies] of where any activation policy does. No
-    candidate takes less than `floor_s` a step, nor has a bound (RankingRule) below `floor_bound_s`.
+    that exist, `is_searched` [pipelines, state policies] of where any activation policy does.
+    `factors` are those of the group's variants, some of which has the least. No candidate takes
+    less than `floor_s` a step, nor has a bound (RankingRule) below `floor_bound_s`.
     """
 
     group: DegreeGroup
@@ -61,6 +67,7 @@ class BoundedGroup:
     times: GroupTimes
     legal: Array
     is_searched: Array
+    factors: Sequence[PolicyFactors]
     floor_s: float
     floor_bound_s: float
 
@@ -90,6 +97,28 @@ class GroupScores:
     bound_s: Array
     uncovered_s: Array
     dp_overlap: Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TooLarge:
+    """A group of which nothing may fit in some room, and what makes others at least as large."""
+
+    bounded: BoundedGroup
+    room_bytes: float
+
+    def is_within(self, other: BoundedGroup, room_bytes: float) -> bool:
+        """Return whether each candidate of a group keeps all that one of these does.
+
+        A larger micro-batch, overlapped experts and delayed weight gradients only add to what is
+        kept, where pipelines and policies are among those of this group.
+        """
+        own = self.bounded
+        return (
+            room_bytes <= self.room_bytes
+            and own.base.mbs <= other.base.mbs
+            and set(own.base.overlap) <= set(other.base.overlap)
+            and other.group.pipelines.members <= own.group.pipelines.members
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +171,7 @@ class Screener:
         self._timings: dict[tuple[PipelineShapes, int, int], tuple[TimingClass, ...]] = {}
         self._transfers: dict[tuple[int, int, int, int], float] = {}
         self._group_memory: tuple[DegreeGroup, ModelMemory] | None = None
+        self._too_large: dict[tuple[object, ...], list[_TooLarge]] = {}
 
     def bound(self, group: DegreeGroup) -> Iterator[BoundedGroup]:
         """Yield a group with the lower bound of its candidates, for each overlap of experts."""
@@ -167,6 +197,7 @@ class Screener:
                 times=times,
                 legal=legal,
                 is_searched=is_searched,
+                factors=factors,
                 floor_s=floor_s * min(float(some.own.min()) for some in factors),
                 floor_bound_s=floor_s * min(float(some.of_class.min()) for some in factors),
             )
@@ -180,13 +211,13 @@ class Screener:
         more than a standard deviation, and of a pipeline whose bound is `below_s` or more even
         without recompute.
         """
-        if bounded.floor_bound_s >= below_s:
+        if bounded.floor_bound_s >= below_s or self.lacks_room(bounded, room_bytes):
             return None
         group, base = bounded.group, bounded.base
         batch = self._pipelines.batch(group, is_paired=Overlap.EP in base.overlap)
         least_s = self._least_s(bounded, batch)
         least_factors = np.minimum.reduce(
-            [factors.least_by_pipeline() for factors in self._list_factors(base, group.pipelines)]
+            [factors.least_by_pipeline() for factors in bounded.factors]
         )
         is_fast = least_s * least_factors[:, None] < below_s
         if not is_fast.any():
@@ -195,6 +226,9 @@ class Screener:
         sym = self.times.symbols(base)
         peak, sd = self._memory.device_bytes(memory, sym, batch, bounded.is_searched)
         is_worth_pricing = bounded.legal & (peak <= room_bytes + sd)
+        if not is_worth_pricing.any():
+            known = self._too_large.setdefault(_sharding(base), [])
+            known.append(_TooLarge(bounded=bounded, room_bytes=room_bytes))
         step = np.broadcast_to(np.inf, peak.shape)
         bound = step
         uncovered = np.broadcast_to(0.0, peak.shape)
@@ -222,6 +256,11 @@ class Screener:
             uncovered_s=uncovered,
             dp_overlap=dp_overlap,
         )
+
+    def lacks_room(self, bounded: BoundedGroup, room_bytes: float) -> bool:
+        """Return whether a group that was scored shows that nothing of this one may fit."""
+        known = self._too_large.get(_sharding(bounded.base), ())
+        return any(group.is_within(bounded, room_bytes) for group in known)
 
     def fits(self, bounded: BoundedGroup) -> Array:
         """Return which candidates are safe, whatever time they take."""
@@ -284,6 +323,8 @@ class Screener:
         That is where less recompute or offload of activations, or the first state policy instead of
         this one, is safe (`has_room`), and its bound lies no further above its step.
         """
+        if not has_room.any():
+            return np.zeros(has_room.shape, dtype=bool)
         needless = np.full(has_room.shape, True)
         for variant in self._variants(base):
             factors = self._risk.factors(variant, pipelines)
@@ -431,7 +472,7 @@ class Screener:
         self, cut: Layout, shapes: Sequence[PipelineShape]
     ) -> Iterator[TimingClass]:
         by_degree = {pp: self.times.symbols(copy_with(cut, pp=pp)) for pp in {s.pp for s in shapes}}
-        classes: dict[tuple[int, int, bool], list[int]] = {}
+        classes: dict[_TimingKey, list[int]] = {}
         for place, shape in enumerate(shapes):
             sym = by_degree[shape.pp]
             # The host's time a micro-batch changes once there are enough of them; in an eager
@@ -441,16 +482,36 @@ class Screener:
             stage_count = shape.pp * shape.vpp if cut.recompute_block else 0
             is_synced = shape.pp > 1 and shape.vpp == 1
             classes.setdefault((like, stage_count, is_synced), []).append(place)
+        outrun = self._find_outrun(classes) if by_degree[shapes[0].pp].is_fused else set()
         for (like, stage_count, is_synced), places in sorted(classes.items()):
             is_member = np.zeros(len(shapes), dtype=bool)
             is_member[places] = True
             yield TimingClass(
                 like=(like, stage_count),
                 synced=is_synced,
+                is_outrun=(like, stage_count, is_synced) in outrun,
                 pipelines=is_member,
                 pp=shapes[places[0]].pp,
                 vpp=shapes[places[0]].vpp,
             )
+
+    def _find_outrun(self, classes: Collection[_TimingKey]) -> set[_TimingKey]:
+        """Find the classes in which no layer of a fused stack is faster than in another class.
+
+        Those whose chunks recompute alike differ in how much of the host's time the device's hides.
+        """
+        constants = self.times.rates.constants
+        exponents = {
+            key: host_exponents(constants, is_steady=bool(key[0]), synced=key[2]) for key in classes
+        }
+        outrun: set[_TimingKey] = set()
+        for key, own in exponents.items():
+            for other, higher in exponents.items():
+                is_rival = other not in outrun and other != key and other[1] == key[1]
+                if is_rival and all(map(operator.ge, higher, own)):
+                    outrun.add(key)
+                    break
+        return outrun
 
     def _price(
         self, priced: _PricedGroup, is_worth_pricing: Array
@@ -544,6 +605,11 @@ class Screener:
                 self.times.collectives, self.times.symbols(layout), layout
             )
         return self._transfers[key]
+
+
+def _sharding(base: Layout) -> tuple[object, ...]:
+    """Return what divides and buffers what layers keep: equal for groups that compare by size."""
+    return base.tp, base.cp, base.ep, base.etp, base.dispatcher, base.cp_comm
 
 
 def _does_less(light: ActivationPolicy, heavy: ActivationPolicy) -> bool:

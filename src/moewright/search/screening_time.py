@@ -124,12 +124,14 @@ class TimingClass:
     Two numbers in `like` decide that: what the number of micro-batches changes (whether the host
     can run ahead; for an eager stack their number itself), and the number of stages where the first
     layers of each are recomputed (0 elsewhere). `synced` says whether the host waits for every
-    transfer between stages, as it does without virtual stages. `pipelines` [pipelines] is the mask
-    of these pipelines; `pp` and `vpp` are those of one of them.
+    transfer between stages, as it does without virtual stages. `is_outrun` tells that layers take
+    no longer in another class. `pipelines` [pipelines] is the mask of these pipelines; `pp` and
+    `vpp` are those of one of them.
     """
 
     like: tuple[int, int]
     synced: bool
+    is_outrun: bool
     pipelines: Array
     pp: int
     vpp: int
@@ -342,7 +344,8 @@ class GroupTimes:
             * layout.cp
             / (layout.mbs * space.hardware.count)
         )
-        return _BELOW * passes * min(self._least_s(layout, timing) for timing in timings)
+        quickest = (timing for timing in timings if not timing.is_outrun)
+        return _BELOW * passes * min(self._least_s(layout, timing) for timing in quickest)
 
     def fastest(self, layouts: Sequence[Layout], timing: TimingClass) -> Layout:
         """Return the first of the layouts whose layers take least without recompute."""

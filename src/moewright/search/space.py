@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
@@ -81,7 +81,7 @@ class PipelineShape:
     stages: StageString
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineShapes:
     """The pipelines of a group.
 
@@ -89,6 +89,11 @@ class PipelineShapes:
     """
 
     shapes: tuple[PipelineShape, ...]
+
+    @cached_property
+    def members(self) -> frozenset[PipelineShape]:
+        """The pipelines as a set."""
+        return frozenset(self.shapes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -460,8 +460,11 @@ class ModelSpec(Record):
     @property
     def dense_layer_count(self) -> int:
         """The layers that have a dense MLP."""
+        if not self.mlp_layers:
+            return self.layers - self.moe_layer_count
         return sum(
-            self.has_mlp(layer) and not is_moe for layer, is_moe in enumerate(self.moe_layers)
+            has_mlp and not is_moe
+            for has_mlp, is_moe in zip(self.mlp_layers, self.moe_layers, strict=True)
         )
 
     @property

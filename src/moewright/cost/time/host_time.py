@@ -107,9 +107,15 @@ def host_exponent(constants: Constants, sym: Symbols, *, synced: bool, is_moe: b
     their number is fixed. It is 1, so that times add, where a step has too few micro-batches for
     the host to run ahead.
     """
-    if not sym.is_steady:
-        return 1.0
-    if synced:
-        return constants["host_exponent_synced"]
+    waiting, unblocked = host_exponents(constants, is_steady=sym.is_steady, synced=synced)
     waits_for_sizes = is_moe and not sym.layout.has_fixed_rows
-    return constants["host_exponent" if waits_for_sizes else "host_exponent_unblocked"]
+    return waiting if waits_for_sizes else unblocked
+
+
+def host_exponents(constants: Constants, *, is_steady: bool, synced: bool) -> tuple[float, float]:
+    """Return the exponents of layers that wait for split sizes, and of those that do not."""
+    if not is_steady:
+        return 1.0, 1.0
+    if synced:
+        return constants["host_exponent_synced"], constants["host_exponent_synced"]
+    return constants["host_exponent"], constants["host_exponent_unblocked"]

@@ -43,7 +43,7 @@ from moewright.rules.saved.trained_saved import adapter_saved, drop_unread
 from moewright.rules.shapes.mixers import is_choice_shared
 from moewright.rules.shapes.shards import shard_size
 from moewright.spec.choices import Payload
-from moewright.spec.layout import Layout, Recompute
+from moewright.spec.layout import Layout, Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import (
     AttentionKind,
@@ -146,10 +146,15 @@ def saved_tensors(
     if is_mtp:
         rows = [_book_to_mtp(row) for row in rows]
     return tuple(
-        copy_with(convert_kept(job, row, symbols.c, stack), sent_by=find_offload(row))
+        _send(convert_kept(job, row, symbols.c, stack), find_offload(row))
         for row in rows
         if row.bytes
     )
+
+
+def _send(row: SavedTensor, choice: Offload | None) -> SavedTensor:
+    """Return a tensor that an offload choice, if any, moves to the host."""
+    return row if choice is None else copy_with(row, sent_by=choice)
 
 
 def _change_for_adapters(

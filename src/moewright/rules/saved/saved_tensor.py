@@ -133,6 +133,9 @@ _OFFLOADED: Mapping[Offload, tuple[Module, tuple[str, ...]]] = MappingProxyType(
         Offload.MOE_ACT: (Module.EXPERTS, ("fc1",)),
     }
 )
+_CHOICE_BY_TENSOR = MappingProxyType(
+    {(owner, name): choice for choice, (owner, names) in _OFFLOADED.items() for name in names}
+)
 _DIGITS = 9  # 0.1 of 30 layers is 3, whatever the product's last bits say
 
 
@@ -143,10 +146,7 @@ def activation_offloads(offload: Collection[Offload]) -> tuple[Offload, ...]:
 
 def find_offload(tensor: SavedTensor) -> Offload | None:
     """Return the choice that moves a tensor to the host; None where none does."""
-    for choice, (module, names) in _OFFLOADED.items():
-        if tensor.owner is module and tensor.name in names:
-            return choice
-    return None
+    return _CHOICE_BY_TENSOR.get((tensor.owner, tensor.name))
 
 
 def has_staying_layers(layout: Layout) -> bool:
