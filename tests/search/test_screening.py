@@ -419,6 +419,34 @@ def _fastest_by_pipeline(case: Case, *, below_s: float) -> dict[Layout, float]:
     return fastest
 
 
+def test_nothing_fits_where_less_already_had_no_room() -> None:
+    case = Case("Qwen3-235B-A22B", "64xH100", LARGE, "tp1,cp1,etp1")
+    room = case.space.hardware.device.memory_bytes.value
+    ruled_out = 0
+    for group in case.groups:
+        for bounded in case.screener.bound(group):
+            if case.screener.lacks_room(bounded, room):
+                ruled_out += 1
+                assert not case.screener.fits(bounded).any(), bounded.base
+            case.screener.score(bounded, room_bytes=room, below_s=ALL)
+    assert ruled_out > len(case.groups) / 4
+
+
+def test_a_class_of_timing_that_is_outrun_has_no_lower_floor() -> None:
+    case = Case("Qwen3-235B-A22B", "64xH100", LARGE, "tp1,cp1,etp1,ep8")
+    outrun = 0
+    for group in case.groups[:4]:
+        for bounded in case.screener.bound(group):
+            seconds = {
+                timing.is_outrun: bounded.times.lightest_seconds(timing, bounded.base)
+                for timing in bounded.timings
+            }
+            if len(seconds) == 2:
+                outrun += 1
+                assert (seconds[True] >= seconds[False]).all()
+    assert outrun
+
+
 def test_zero_0_and_recompute_without_need_are_never_faster() -> None:
     """The search leaves out zero=0, and heavier recompute where less fits."""
     model, hardware = catalogue.model("Qwen3-30B-A3B"), catalogue.hardware("16xH100")
