@@ -46,7 +46,6 @@ from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 from moewright.spec.plan import DEFAULT_RULE, RankingRule
 from moewright.spec.record import copy_with
 
-
 _TimingKey = tuple[int, int, bool]  # TimingClass.like and synced
 
 
