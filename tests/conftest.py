@@ -15,7 +15,7 @@ from importlib import import_module
 import pytest
 from hypothesis import HealthCheck, settings
 
-from selection import leave_out
+from selection import find_missing, leave_out
 
 # The same tree gives the same examples, so a failure comes from the change. There is no deadline:
 # the time of an example depends on what else the machine does.
@@ -40,13 +40,19 @@ _MODULES_OF_RANKS = ("numpy.ma", "torch._inductor.compile_fx", "torch.utils.tens
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most cases of many alike to `make test-all`, and start with the tests of ranks.
 
     A fork copies the page table of the worker, which grows with all that tests import and cache.
+
+    Raises:
+        UsageError: a test that catches a mutant has another name now, or is left out.
     """
     for item in leave_out(items):
         item.add_marker(pytest.mark.thorough)
+    if not any("::" in name for name in config.args):
+        for test in find_missing(items):
+            raise pytest.UsageError(f"tests/mutants: {test} is no test of `make test`")
     items.sort(key=lambda item: item.get_closest_marker("spawn") is None)
 
 

@@ -36,6 +36,20 @@ def leave_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
             seen[function] += 1
 
 
+def find_missing(items: Sequence[pytest.Item]) -> Iterator[str]:
+    """Yield the tests of mutants, in files that were collected whole, that `make test` lacks."""
+    names = {
+        name
+        for item in items
+        if not item.get_closest_marker("thorough")
+        for name in (item.nodeid, *_prefixes(item.nodeid))
+    }
+    files = {_prefixes(item.nodeid)[0] for item in items}
+    for test in sorted(_tests_of_mutants() - names):
+        if _prefixes(test)[0] in files:
+            yield test
+
+
 @cache
 def _tests_of_mutants() -> frozenset[str]:
     mutants = tomllib.loads((_TESTS / "mutants" / "mutants.toml").read_text(encoding="utf-8"))
