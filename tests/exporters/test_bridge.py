@@ -186,20 +186,22 @@ def test_a_recipe_switches_off_what_a_provider_may_bring():
 
 
 def test_narrows_data_and_checkpoints():
-    cfg = built(
-        planned(
-            "ep8,pp8",
-            steps=50,
-            precision=Dtype.FP8,
-            data=DataSpec(train="d/train", heldout="d/held"),
-            checkpoint=CheckpointSpec(every_steps=10),
-            router=RouterTraining(force=RouterForce.BALANCED),
-        )
+    saving = planned(
+        "ep8,pp8",
+        steps=50,
+        precision=Dtype.FP8,
+        data=DataSpec(train="d/train", heldout="d/held"),
+        checkpoint=CheckpointSpec(every_steps=10),
+        router=RouterTraining(force=RouterForce.BALANCED),
     )
+    cfg = built(saving)
     assert (cfg.mixed_precision.fp8, cfg.mixed_precision.fp8_recipe) == ("hybrid", "tensorwise")
     assert cfg.train.train_iters == cfg.scheduler.lr_decay_iters == 50
     assert cfg.dataset.blend_per_split[0] == (["d/train"], None)
     assert cfg.checkpoint.save_interval == 10
+    text = str(render_bridge_recipe(saving))
+    assert "--max-restarts 3 THIS_FILE.py" in text
+    assert "--max-restarts" not in str(render_bridge_recipe(planned("ep8,pp8")))
     assert cfg.model.moe_router_force_load_balancing is True
 
 

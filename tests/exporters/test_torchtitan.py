@@ -186,6 +186,12 @@ def test_a_pipeline_names_the_modules_of_every_stage(written):
     assert written("zero3,pp2,ep8", 16, QWEN)["parallelism"]["pipeline_parallel_degree"] == 2
 
 
+def test_ranks_start_again_from_what_was_saved():
+    saving = planned("zero3", checkpoint=CheckpointSpec(every_steps=10))
+    assert "--max-restarts 3 -m torchtitan.train" in str(render_torchtitan_config(saving))
+    assert "--max-restarts" not in str(render_torchtitan_config(planned("zero3")))
+
+
 def test_further_tokens_are_predicted_where_torchtitan_has_them(monkeypatch):
     plan = planned("zero3,ep8", 256, "deepseek-ai/DeepSeek-V3")
     plan = replace(plan, workload=replace(plan.workload, global_batch=256))

@@ -64,6 +64,43 @@ def test_the_pods_of_a_manifest_are_nodes(kind, tmp_path):
         read_flags(path, on="H100")
 
 
+def mpi_job(command):
+    """Return a job of a launcher without devices and two workers, whose slots do not count."""
+    launcher = POD.format(command=f"{command} {TRAINS}").replace("nvidia.com/gpu: 4", "cpu: 2")
+    worker = POD.replace('command: ["bash", "-c"]', "tty: true").replace('args: ["{command}"]', "")
+    specs = "  slotsPerWorker: 4\n  mpiReplicaSpecs:\n"
+    for role, count, pod in (("Launcher", 1, launcher), ("Worker", 2, worker.format())):
+        specs += f"    {role}:\n      replicas: {count}\n{indent(pod, 6)}"
+    return HEAD.format("MPIJob") + specs
+
+
+def test_the_launcher_of_an_mpi_job_says_its_ranks(tmp_path):
+    path = tmp_path / "job.yaml"
+    for count in (4, 8):  # the launcher is no node, and workers are what mpirun makes of them
+        path.write_text(mpi_job(f"mpirun -np {count} python"))
+        assert read_flags(path, on="H100").plan.layout.world_size == count
+    path.write_text(mpi_job("mpirun python"))
+    with pytest.raises(BadInput) as caught:
+        read_flags(path, on="H100")
+    assert caught.value.reasons[0].field == "--on"
+    assert read_flags(path, on="8xH100").plan.layout.world_size == 8
+
+
+def test_the_entry_of_a_ray_job_is_its_command(tmp_path):
+    path = tmp_path / "job.yaml"
+    entry = "torchrun --nnodes=2 --nproc_per_node={} {}"
+    pod = indent(POD.format(command="ray start").replace("GPUS", "OTHER"), 6)
+    cluster = f"  rayClusterSpec:\n    headGroupSpec:\n{pod}"
+    for ranks in (4, 2):
+        line = f"  entrypoint: {entry.format(ranks, TRAINS)}\n"
+        path.write_text(HEAD.format("RayJob") + line + cluster)
+        assert read_flags(path, on="H100").plan.layout.world_size == 2 * ranks
+    path.write_text(HEAD.format("RayJob") + f"  entrypoint: python {TRAINS}\n" + cluster)
+    with pytest.raises(BadInput) as caught:
+        read_flags(path, on="H100")
+    assert caught.value.reasons[0].field == "--on"
+
+
 def test_a_plan_comes_back_from_its_train_job(tmp_path):
     layout = parse_layout("tp2,pp2,ep4,overlap=grad", world_size=32)
     workload = Workload(seq_len=4096, global_batch=256, steps=500)

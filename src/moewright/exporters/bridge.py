@@ -16,7 +16,7 @@ from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import PLAIN_FIELDS
 from moewright.exporters.megatron.model import model_flags
 from moewright.exporters.megatron.script import all_flags, comment_lines, environment_variables
-from moewright.exporters.torchrun import NO_FILES, RunFiles, torchrun_command, transport_settings
+from moewright.exporters.torchrun import NO_FILES, RunFiles, trainer_command, transport_settings
 from moewright.families.table import find_family
 from moewright.intake import catalogue
 from moewright.intake.megatron.options import MegatronOption, option_table
@@ -345,7 +345,7 @@ def _constant(value: object) -> Python:
 
 def _head_lines(plan: Plan, files: RunFiles) -> Iterator[Python]:
     yield from comment_lines(plan, Python, files)
-    yield Python.comment("Start on every node: {} THIS_FILE.py", torchrun_command(plan))
+    yield Python.comment("Start on every node: {} THIS_FILE.py", trainer_command(plan))
     yield Python.write("import os")
     yield Python.write("")
     for name, value in environment_variables(plan.layout):

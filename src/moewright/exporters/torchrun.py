@@ -133,6 +133,18 @@ def torchrun_command(plan: Plan) -> Shell:
     )
 
 
+def trainer_command(plan: Plan) -> Shell:
+    """Return torchrun for a trainer whose ranks start again from what they saved.
+
+    Raises:
+        BadInput: the ranks do not fill whole nodes.
+    """
+    command = torchrun_command(plan)
+    if not plan.workload.checkpoint.every_steps:
+        return command
+    return Shell.write("{} --max-restarts {}", command, RANK_RESTARTS)
+
+
 def split_into_nodes(plan: Plan) -> tuple[int, int]:
     """Return the number of nodes, and of ranks on each.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import training_steps
-from moewright.exporters.torchrun import NO_FILES, RunFiles, torchrun_command
+from moewright.exporters.torchrun import NO_FILES, RunFiles, trainer_command
 from moewright.rules.batch_rampup import wsd_decay_steps
 from moewright.rules.job import micro_batches, plan_job
 from moewright.rules.limits.torchtitan_limits import FLAVOURS, torchtitan_refusals
@@ -75,7 +75,7 @@ def _head_lines(plan: Plan, files: RunFiles) -> Iterator[Python]:
     yield from (Python.comment("{}", remark) for remark in files.remarks)
     yield Python.comment("Save as moewright_plan.py and start on every node, in its folder:")
     start = "-m torchtitan.train --module moewright_plan --config config"
-    yield Python.comment("{} {}", torchrun_command(plan), start)
+    yield Python.comment("{} {}", trainer_command(plan), start)
     yield from map(Python.write, _HEAD.splitlines())
     yield Python.write("from torchtitan.models.{} import model_registry", family)
     if plan.model.mtp_layers:

@@ -14,10 +14,9 @@ from moewright.exporters.megatron.model import Flag, balance_losses, model_flags
 from moewright.exporters.recipes import find_recipe
 from moewright.exporters.torchrun import (
     NO_FILES,
-    RANK_RESTARTS,
     RunFiles,
     TransportSetting,
-    torchrun_command,
+    trainer_command,
     transport_settings,
 )
 from moewright.rules.delayed_scaling import is_delayed
@@ -41,10 +40,7 @@ def render_megatron_script(plan: Plan, files: RunFiles = NO_FILES) -> Shell:
         BadInput: one Reason for each thing that Megatron-LM cannot say.
     """
     lines = flag_lines(megatron_flags(plan, files))
-    restarts = Shell.write("")
-    if plan.workload.checkpoint.every_steps:  # ranks start again from what was saved
-        restarts = Shell.write(" --max-restarts {}", RANK_RESTARTS)
-    start = Shell.write("{}{} {}", torchrun_command(plan), restarts, TRAINER)
+    start = Shell.write("{} {}", trainer_command(plan), TRAINER)
     script = (
         Shell.write("#!/bin/sh"),
         *comment_lines(plan, Shell, files),
