@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from faults.catalogue import FAULTS
@@ -42,6 +42,15 @@ a control group of its own, where the machine lets one be made (here: cgroup v1,
 {moments}
 
 {layouts}
+"""
+_RAN = """
+## What others did here
+
+{method}
+
+| who | fault | processes that stay | first step, s | steps done again | loss |
+|---|---|---|--:|---|---|
+{rows}
 """
 _FOOT = """
 ## What others promise
@@ -156,10 +165,19 @@ def _format_crossing(
 
 
 def _format_promises() -> str:
-    """Return the table of what other libraries state, with the sources."""
+    """Return the tables of what other libraries did here, and of what they state, with sources."""
     data = tomllib.loads(Path(__file__).with_name("promises.toml").read_text("utf-8"))
-    columns = ("fault", "torchft", "nvrx", "megatron", "here")
-    rows = ["| " + " | ".join(row[column] for column in columns) + " |" for row in data["row"]]
-    sources = [f"{number}. {source}" for number, source in enumerate(data["sources"], 1)]
+    ran = _RAN.format(
+        method=data["ran"]["method"].strip(),
+        rows=_format_rows(
+            data["ran"]["row"], ("who", "fault", "stay", "first_step", "repeated", "loss")
+        ),
+    )
     foot = _FOOT.format(method=data["method"].strip())
-    return foot + "\n".join(rows) + "\n\n" + "\n".join(sources) + "\n"
+    rows = _format_rows(data["row"], ("fault", "torchft", "nvrx", "megatron", "here"))
+    sources = [f"{number}. {source}" for number, source in enumerate(data["sources"], 1)]
+    return ran + foot + rows + "\n\n" + "\n".join(sources) + "\n"
+
+
+def _format_rows(rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> str:
+    return "\n".join("| " + " | ".join(row[column] for column in columns) + " |" for row in rows)

@@ -18,6 +18,7 @@ from moewright.codec import read_incidents
 from moewright.engine.checkpoint import CheckpointSaver, LocalShard
 from moewright.engine.model.layers import list_parameters
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
+from moewright.engine.pipeline.executor import ChunkResult
 from moewright.engine.run.bit_hash import hash_bits
 from moewright.engine.run.corruption import (
     StateGuard,
@@ -25,7 +26,7 @@ from moewright.engine.run.corruption import (
     find_odd_replicas,
     find_wrong_ranks,
 )
-from moewright.engine.run.neighbour_pass import find_other_name
+from moewright.engine.run.neighbour_pass import find_other_name, is_handed_on
 from moewright.engine.run.supervise import Elasticity, _Supervisor
 from moewright.engine.run.train import train
 from moewright.engine.run.train_state import TrainState
@@ -101,6 +102,17 @@ def test_what_is_noted_is_compared_by_its_name() -> None:
     assert find_other_name(noted, [("b", 5), ("a", 1), ("c", 6), ("a", 3)]) == "b"
     assert find_other_name(noted, noted[:3]) == "c"
     assert find_other_name(noted[:3], noted) == "c"
+
+
+def test_a_chunk_without_layers_makes_no_gradient_of_its_own() -> None:
+    """fully_shard makes a view of what it hands on, which has a gradient on one rank of two."""
+    hidden = torch.ones(2, requires_grad=True)
+    loss = torch.ones(())
+    assert is_handed_on(hidden, ChunkResult(hidden=hidden, loss=None))
+    assert is_handed_on(hidden, ChunkResult(hidden=hidden.view_as(hidden), loss=None))
+    assert not is_handed_on(hidden, ChunkResult(hidden=hidden, loss=loss))
+    assert not is_handed_on(hidden, ChunkResult(hidden=hidden * 1, loss=None))
+    assert not is_handed_on(hidden, ChunkResult(hidden=None, loss=loss))
 
 
 @pytest.mark.parametrize("world_size", [3, 4, 5, 6])
@@ -235,6 +247,8 @@ _ATTACKS = [
     (_add_wrongly, "", "pp4,mbs1,layout='E|t*2|t|L'", "gradient of .* on other ranks"),
     (_multiply_wrongly, "", "tp2,dp2,mbs1,zero2", "comes out otherwise on other ranks"),
     (_multiply_wrongly, "", "dp4,ep2,mbs1,zero3", "comes out otherwise on other ranks"),
+    (_multiply_wrongly, "", "pp2,dp2,vpp2,mbs1,layout='Et|t||tL',zero3", "on other ranks"),
+    (_multiply_wrongly, "", "pp2,dp2,vpp2,mbs1,layout='Et|t|t|L',zero2", "on other ranks"),
 ]
 # Those that `make test` tries.
 _CHEAP = (3, 6, 8, 9)
@@ -373,6 +387,7 @@ def test_checks_find_nothing_in_a_sound_run_and_change_nothing(
         (4, "tp2,pp2,vpp2,mbs2,layout='Et|t||tL'"),
         (2, "mbs1,zero3"),
         (4, "pp2,vpp2,mbs1,layout='Et|t||tL',zero3"),
+        (4, "pp2,vpp2,ep2,mbs1,layout='Et|t|t|L',zero2"),
         (4, "tp2,ep2,mbs1,zero2"),
     ],
 )

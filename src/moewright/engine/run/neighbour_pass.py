@@ -63,10 +63,6 @@ def find_obstacle(state: TrainState) -> str:
     obstacles = (
         (layout.dispatcher.facts.is_library, f"dispatcher={layout.dispatcher}"),
         (find_recipe(runtime.workload) is not None, f"precision={runtime.workload.precision}"),
-        (
-            state.optimizer.fsdp is not None and layout.vpp > 1,
-            f"zero={layout.zero} and vpp={layout.vpp}",
-        ),
         (bool(layout.graphs), "graphs"),
         (Overlap.EP in layout.overlap, "overlap=ep"),
         (runtime.row_budget is not None, "rank_capacity"),
@@ -119,7 +115,7 @@ class PassRecorder:
         self._begin(RowKind.F, key, hidden)
         with self._tape.run():
             result = steps.forward(key, hidden)
-        if hidden is not None:
+        if hidden is not None and not is_handed_on(hidden, result):
             self._entries[key[1]] = hidden
         for name, tensor in (("hidden state", result.hidden), ("loss", result.loss)):
             if tensor is not None:
@@ -345,6 +341,16 @@ class NeighbourPass:
                 )
             else:
                 steps.weight_grad(key)
+
+
+def is_handed_on(hidden: torch.Tensor, result: ChunkResult) -> bool:
+    """Tell whether a chunk has no layers: it hands on what it got, and the gradient that it gets.
+
+    fully_shard makes a view of it, for which autograd gives a gradient where there is none without.
+    """
+    if result.hidden is None or result.loss is not None:
+        return False
+    return storage_id(result.hidden) == storage_id(hidden)
 
 
 def find_other_name(expected: Sequence[Noted], actual: Sequence[Noted]) -> str:
