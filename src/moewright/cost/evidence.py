@@ -185,7 +185,7 @@ class MeasuredChoices:
         for made, _ in self.runs:
             for name in made:
                 companions.setdefault(name, set()).update(made)
-        return {name: frozenset(beside) for name, beside in companions.items()}
+        return {name: frozenset(names) for name, names in companions.items()}
 
     def support(self, choices: Iterable[str]) -> Evidence:
         """Return what these runs say of a job with such choices."""

@@ -226,8 +226,8 @@ class Screener:
         peak, sd = self._memory.device_bytes(memory, sym, batch, bounded.is_searched)
         is_worth_pricing = bounded.legal & (peak <= room_bytes + sd)
         if not is_worth_pricing.any():
-            known = self._too_large.setdefault(_sharding(base), [])
-            known.append(_TooLarge(bounded=bounded, room_bytes=room_bytes))
+            too_large = self._too_large.setdefault(_sharding(base), [])
+            too_large.append(_TooLarge(bounded=bounded, room_bytes=room_bytes))
         step = np.broadcast_to(np.inf, peak.shape)
         bound = step
         uncovered = np.broadcast_to(0.0, peak.shape)
@@ -258,8 +258,8 @@ class Screener:
 
     def lacks_room(self, bounded: BoundedGroup, room_bytes: float) -> bool:
         """Return whether a group that was scored shows that nothing of this one may fit."""
-        known = self._too_large.get(_sharding(bounded.base), ())
-        return any(group.is_within(bounded, room_bytes) for group in known)
+        too_large = self._too_large.get(_sharding(bounded.base), ())
+        return any(group.is_within(bounded, room_bytes) for group in too_large)
 
     def fits(self, bounded: BoundedGroup) -> Array:
         """Return which candidates are safe, whatever time they take."""
