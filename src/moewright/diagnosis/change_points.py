@@ -1,11 +1,9 @@
 """Changes of a series of step times: shifts of its level that last, drifts, and what recurs.
 
-A cumulative sum of clipped residuals (Page 1954, with the influence function of Huber 1964) sees a
-shift of the level that lasts, and no spike, however high. The clipped residuals are centred on
-Huber's location of a reference, so that spikes of one side pull nothing, and scaled by their
-long-run deviation in blocks of steps, so that neighbours that are alike count as fewer. The
-threshold is Siegmund's (1985) for a mean time between false alarms, with a margin for the error of
-the reference. A second rule takes a run of steps that are nearly all above the reference's.
+A level is the median of up to 200 steps, that end 50 steps before those which are held beside it.
+Windows of 12 to 46 steps behind it are tested for a shift that lasts, by the noise of the series
+itself (`step_noise`). The noise is kept over changes of the level, so that a new level of 40 steps
+is enough to look for the next change.
 """
 
 from __future__ import annotations
@@ -15,30 +13,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from math import inf, log, sqrt
+from math import exp, inf, log1p
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from moewright.diagnosis.step_noise import (
+    LEAST_NOISE,
+    SHIFT,
+    TUNED,
+    WINDOWS,
+    Floats,
+    StepNoise,
+    measure_noise,
+    measure_spread,
+)
 
-SHIFT = 0.03  # of the level: what is looked for; half of it is the least that is told
 WARM_UP_STEPS = 10
 FIRST_REFERENCE = 100  # steps, of which a change can be told first
 REFERENCE = 200  # steps, once there are so many
-TUNED = (SHIFT, 2 * SHIFT, 4 * SHIFT)  # of the level: a sum of its own looks for each
-_CLIPS = (2.0, 5.0)  # deviations, beyond which a residual counts no more: those of a shift between
-_LASTS = 10  # steps that a change has lasted when it is told
-_MARGIN = 1.25  # times the average, within which most shifts are found
-_LEAST_NOISE = 0.002  # of the level: below it clocks and rounding rule
+_YOUNG = 40  # steps of a new level, of which the next change can be told
+_GAP = 50  # steps between a level and those that are told of it at once
+_STRIDE = 25  # steps that are told of one level
+_LASTS = 16  # steps that a change has lasted when it is told
+_HISTORY = 800  # steps, of which the noise is measured
+_MOST_STRIDES = 160  # at once
+_RENEWED = 0.1  # of all steps, after which the noise is measured anew, and 200 steps at least
 _BLOCK = 10  # steps
-_SIGMA = 1.4826  # times the median absolute deviation: that of a normal variable
 _SURE = 6.0  # standard errors of a level, beyond which two are not the same
-_EPOCH = 800  # steps, after which the level is measured again
-_BETWEEN_FALSE_ALARMS = 1e7  # steps
-_RUN = 30  # steps, of which so many
-_RUN_OUTSIDE = 26  # beyond so much of the reference are a change
-_RUN_SHARE = 0.02
+_EPOCH = 800  # steps, of which spikes have a level of their own
 _DRIFT_SHARE = 0.5  # of a change that comes within the steps that show it
 _SPIKE_DEVIATIONS = 6.0
 _SPIKE_SHARE = 0.1  # of the level
@@ -88,34 +91,65 @@ class Recurrence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Sum:
-    """A cumulative sum that looks for a shift: how residuals are clipped, and when it is over.
+class _Hit:
+    """A window that shows another level: its first step and the step behind its last."""
 
-    `long_run` is the deviation of clipped residuals, as if they were independent.
-    """
-
-    center: float
-    clip: float
-    long_run: float
-    drift: float  # what a step adds on average after the shift
-    allowance: float  # what it loses
-    bound: float
+    row: int  # of the stretch
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Reference:
-    """What is known of a level: itself, its noise, and sums for shifts of several sizes."""
+class _Stretch:
+    """Steps beside their levels: a row for each level of `level_steps` steps.
 
-    level: float
-    scale: float
-    low: float
-    high: float
-    sums: tuple[_Sum, ...]
+    `levels` [rows] are logarithms, `residuals` [rows, steps] and those of the step `before` each
+    are over them. Row r begins at step `first` + r * _STRIDE of the series; its steps from column
+    `begin` on have not been looked at.
+    """
+
+    first: int
+    begin: int
+    level_steps: int
+    levels: Floats
+    residuals: Floats
+    before: Floats
 
     @property
-    def error(self) -> float:
-        """Return the standard error of a level of so many steps."""
-        return self.scale * self.sums[0].long_run / sqrt(REFERENCE)
+    def stop(self) -> int:
+        """The step of the series behind the last."""
+        rows, steps = self.residuals.shape
+        return int(self.first + (rows - 1) * _STRIDE + steps)
+
+    def find_hit(self, noise: StepNoise) -> _Hit | None:
+        """Return the first window of the first row that shows a shift."""
+        scores = noise.score(noise.whiten(self.residuals, self.before))
+        sums = np.zeros((*scores.shape[:2], scores.shape[2] + 1))
+        np.cumsum(scores, axis=2, out=sums[:, :, 1:])
+        ends = np.arange(self.begin + 1, sums.shape[2])
+        bounds = noise.bound(self.level_steps)[:, :, None, None]
+        is_hit = np.zeros((*sums.shape[:2], len(ends)), dtype=bool)
+        for number, steps in enumerate(WINDOWS):
+            total = sums[:, :, ends] - sums[:, :, np.maximum(ends - steps, 0)]
+            # What has gone again meanwhile is no change.
+            latest = sums[:, :, ends] - sums[:, :, np.maximum(ends - steps // 3, 0)]
+            is_hit |= (total > bounds[:, number]) & (latest > 0)
+        if not is_hit.any():
+            return None
+        lowest = sums <= np.minimum.accumulate(sums, axis=2)
+        begins = np.maximum.accumulate(np.where(lowest, np.arange(sums.shape[2]), 0), axis=2)
+        begins = begins[:, :, ends - 1]
+        is_hit &= ends - begins >= _LASTS
+        hit_rows = np.flatnonzero(is_hit.any(axis=(0, 2)))
+        if not len(hit_rows):
+            return None
+        row = int(hit_rows[0])
+        end = int(np.argmax(is_hit[:, row].any(axis=0)))
+        begun = begins[:, row, end]
+        said = sums[:, row, ends[end]] - sums[np.arange(len(sums)), row, begun]
+        test = int(np.argmax(said))
+        first = self.first + row * _STRIDE
+        return _Hit(row=row, start=first + int(begun[test]), stop=first + int(ends[end]))
 
 
 def find_changes(steps_s: Sequence[float] | Floats) -> tuple[LevelChange, ...]:
@@ -125,157 +159,139 @@ def find_changes(steps_s: Sequence[float] | Floats) -> tuple[LevelChange, ...]:
     into the level; what they come to over time is a drift.
     """
     series = np.asarray(steps_s, dtype=float)
-    return tuple(_walk(series))
+    if len(series) < WARM_UP_STEPS + FIRST_REFERENCE:
+        return ()
+    return tuple(_Walk(np.log(np.maximum(series, 1e-9))).list_changes())
 
 
-def _walk(series: Floats) -> Iterator[LevelChange]:
-    start = WARM_UP_STEPS
-    told = 0.0  # the level that was told last
-    while len(series) - start >= FIRST_REFERENCE:
-        window = series[start : start + _EPOCH]
-        reference = _measure(window[:FIRST_REFERENCE])
-        told = told or reference.level
-        alarm = _detect(window[:REFERENCE], FIRST_REFERENCE, reference)
-        if alarm is None and len(window) > REFERENCE:
-            reference = _measure(window[:REFERENCE])
-            alarm = _detect(window, REFERENCE, reference)
-        if alarm is None:
-            if len(window) < _EPOCH:
-                return
-            start += _EPOCH - REFERENCE
-            later = _measure(series[start : start + REFERENCE])
-            level = later.level
-            if abs(level - told) >= max(SHIFT * told, _SURE * later.error):
-                kind = ChangeKind.DRIFT if level > told else ChangeKind.FASTER
+class _Walk:
+    """The walk through the logarithms of a series, level by level."""
+
+    def __init__(self, logs: Floats) -> None:
+        self._logs = logs
+        self._start = WARM_UP_STEPS  # of the level
+        self._base = FIRST_REFERENCE  # steps of it that nothing is told of
+        self._next = WARM_UP_STEPS + FIRST_REFERENCE  # the first step that was not looked at
+        first = logs[self._start : self._next]
+        self._told = float(np.median(first))  # the level that was told last
+        self._told_steps = len(first)
+        self._compared = self._start  # the first step of the level that was held beside it last
+        self._history = first - self._told
+        self._looked_at = 0  # steps
+        self._noise = measure_noise(self._history)
+        self._renewal = self._next + REFERENCE // 2
+
+    def list_changes(self) -> Iterator[LevelChange]:
+        """Yield the changes, the first first."""
+        while self._next < len(self._logs):
+            stretch = self._cut()
+            hit = stretch.find_hit(self._noise)
+            rows = len(stretch.levels) if hit is None else hit.row
+            yield from self._find_drifts(stretch, rows)
+            if hit is None:
+                self._next = stretch.stop
+                self._renew(stretch)
+                continue
+            level = float(stretch.levels[hit.row])
+            shown = self._logs[hit.start : hit.stop]
+            after = float(np.median(shown))
+            if abs(after - level) >= log1p(SHIFT / 2):
+                kind = ChangeKind.SLOWER if after > level else ChangeKind.FASTER
+                if kind is ChangeKind.SLOWER and _is_drift(shown):
+                    kind = ChangeKind.DRIFT
                 yield LevelChange(
                     kind=kind,
-                    start=start,
-                    sighting=start + REFERENCE - 1,
-                    before_s=told,
-                    after_s=level,
+                    start=hit.start,
+                    sighting=hit.stop - 1,
+                    before_s=exp(level),
+                    after_s=exp(after),
                 )
-                told = level
-            continue
-        first, sighting = start + alarm[0], start + alarm[1]
-        after = float(np.median(series[first : sighting + 1]))
-        if abs(after / reference.level - 1) >= SHIFT / 2:
-            kind = ChangeKind.SLOWER if after > reference.level else ChangeKind.FASTER
-            if kind is ChangeKind.SLOWER and _is_drift(series[first : sighting + 1], after):
-                kind = ChangeKind.DRIFT
-            yield LevelChange(
-                kind=kind, start=first, sighting=sighting, before_s=reference.level, after_s=after
-            )
-            told = after
-        start = first
+                self._told, self._told_steps = after, len(shown)
+            self._start = self._compared = hit.start
+            self._base = _YOUNG
+            self._next = max(hit.stop, hit.start + _YOUNG)
+
+    def _cut(self) -> _Stretch:
+        """Return the next steps, with a level for each few of them."""
+        rest = len(self._logs) - self._next
+        first = max(self._start + self._base, self._next - _GAP)
+        begin = self._next - first
+        level_steps = min(REFERENCE, first - self._start)
+        rows = 1
+        width = begin + min(rest, _STRIDE)
+        if begin == _GAP and level_steps == REFERENCE:
+            due = -(-(self._renewal - self._next) // _STRIDE)
+            rows = max(1, min(rest // _STRIDE, due, _MOST_STRIDES))
+        levels = np.median(self._rows(first - level_steps, rows, level_steps), axis=1)
+        return _Stretch(
+            first=first,
+            begin=begin,
+            level_steps=level_steps,
+            levels=levels,
+            residuals=self._rows(first, rows, width) - levels[:, None],
+            before=self._rows(first - 1, rows, width) - levels[:, None],
+        )
+
+    def _rows(self, first: int, rows: int, steps: int) -> Floats:
+        """Return so many steps from each _STRIDE-th on, [rows, steps]."""
+        windows = np.lib.stride_tricks.sliding_window_view(self._logs[first:], steps)
+        answer: Floats = windows[: (rows - 1) * _STRIDE + 1 : _STRIDE]
+        return answer
+
+    def _renew(self, stretch: _Stretch) -> None:
+        """Take the residuals of a stretch into the noise, and measure it anew where that is due."""
+        latest = stretch.residuals[:, stretch.begin :].ravel()
+        self._looked_at += len(latest)
+        # The first reference is wider than noise, as levels move most in the beginning.
+        kept = min(_HISTORY, max(REFERENCE, self._looked_at - _GAP)) + _GAP
+        self._history = np.concatenate((self._history, latest))[-kept:]
+        if self._next >= self._renewal:
+            # The latest steps may be the first of a change that has not been told yet.
+            self._noise = measure_noise(self._history[:-_GAP])
+            self._renewal = self._next + max(REFERENCE, int(_RENEWED * self._next))
+
+    def _find_drifts(self, stretch: _Stretch, rows: int) -> Iterator[LevelChange]:
+        """Yield where the level of the first rows is another than was told."""
+        if stretch.level_steps < REFERENCE:
+            return
+        for row in range(rows):
+            start = stretch.first - REFERENCE + row * _STRIDE
+            if start - self._compared < REFERENCE:
+                continue
+            self._compared = start
+            level = float(stretch.levels[row])
+            error = self._noise.level_error(REFERENCE, self._told_steps)
+            if abs(level - self._told) >= max(log1p(SHIFT), _SURE * error):
+                yield LevelChange(
+                    kind=ChangeKind.DRIFT if level > self._told else ChangeKind.FASTER,
+                    start=start,
+                    sighting=stretch.first + row * _STRIDE + stretch.begin - 1,
+                    before_s=exp(self._told),
+                    after_s=exp(level),
+                )
+                self._told, self._told_steps = level, REFERENCE
 
 
-def _is_drift(steps_s: Floats, level: float) -> bool:
+def _is_drift(logs: Floats) -> bool:
     """Return whether the steps that show a change still climb through most of it."""
-    third = len(steps_s) // 3
+    third = len(logs) // 3
     if third < _BLOCK:
         return False
-    early, late = np.median(steps_s[:third]), np.median(steps_s[-third:])
-    return bool(late - early > _DRIFT_SHARE * SHIFT * level)
+    return bool(np.median(logs[-third:]) - np.median(logs[:third]) > _DRIFT_SHARE * SHIFT)
 
 
-def _measure(steps_s: Floats) -> _Reference:
-    level = float(np.median(steps_s))
-    scale = max(_SIGMA * float(np.median(np.abs(steps_s - level))), _LEAST_NOISE * level)
-    low, high = np.quantile(steps_s, (_RUN_SHARE, 1 - _RUN_SHARE))
-    residuals = (steps_s - level) / scale
-    return _Reference(
-        level=level,
-        scale=scale,
-        low=float(low),
-        high=float(high),
-        sums=tuple(_tune(residuals, shift * level / scale) for shift in TUNED),
-    )
-
-
-def _tune(residuals: Floats, shift: float) -> _Sum:
-    """Return the sum that looks for a shift of so many deviations, by the residuals of a level."""
-    clip = min(max(shift, _CLIPS[0]), _CLIPS[1])
-    center = 0.0
-    for _ in range(8):  # Newton's steps to the place where clipped residuals have no mean
-        inside = max(0.3, float((np.abs(residuals - center) < clip).mean()))
-        center += float(np.clip(residuals - center, -clip, clip).mean()) / inside
-    clipped = np.clip(residuals - center, -clip, clip)
-    count = len(clipped) // _BLOCK
-    blocks = clipped[: count * _BLOCK].reshape(count, _BLOCK).mean(axis=1)
-    long_run = max(sqrt(_BLOCK * float(blocks.var(ddof=1))), float(clipped.std()), 0.5)
-    drift = float(np.clip(residuals - center + shift, -clip, clip).mean()) / long_run
-    allowance = min(max(drift / 2, 0.3), 1.2)
-    return _Sum(
-        center=center,
-        clip=clip,
-        long_run=long_run,
-        drift=drift,
-        allowance=allowance,
-        bound=_bound(allowance - 1.5 / sqrt(len(residuals))),
-    )
-
-
-def find_least_shift(steps_s: Sequence[float] | Floats, within: int = 50) -> float:
-    """Return the least shift that is found within some steps, a share of the level.
+def find_least_shift(steps_s: Sequence[float] | Floats) -> float:
+    """Return the least shift that is found within 50 steps, a share of the level.
 
     `steps_s` are of one level, without warm-up, and the latest of them tell. The answer is one of
     TUNED, and infinite where the steps are too noisy for each, or too few.
     """
-    series = np.asarray(steps_s, dtype=float)[-REFERENCE:]
+    series = np.asarray(steps_s, dtype=float)[-_HISTORY:]
     if len(series) < FIRST_REFERENCE:
         return inf
-    sums = _measure(series).sums
-    return next(
-        (
-            shift
-            for shift, total in zip(TUNED, sums, strict=True)
-            if (total.drift - total.allowance) * within >= total.bound * _MARGIN
-        ),
-        inf,
-    )
-
-
-def _detect(steps_s: Floats, after: int, reference: _Reference) -> tuple[int, int] | None:
-    """Return where a change begins and where it shows, behind the `after` steps of a reference."""
-    residuals = (steps_s[after:] - reference.level) / reference.scale
-    hits: list[tuple[int, int]] = list(_find_runs(steps_s, after, reference))
-    for total in reference.sums:
-        clipped = np.clip(residuals - total.center, -total.clip, total.clip) / total.long_run
-        for sign in (1.0, -1.0):
-            sums = np.cumsum(sign * clipped - total.allowance)
-            lowest = np.minimum.accumulate(np.concatenate(([0.0], sums)))[:-1]
-            places = np.arange(len(sums))
-            before = np.concatenate(([0.0], sums[:-1]))
-            begins = np.maximum.accumulate(np.where(before <= lowest, places, 0))
-            over = np.flatnonzero((sums - lowest > total.bound) & (places - begins >= _LASTS - 1))
-            if len(over):
-                hits.append((after + int(over[0]), after + int(begins[over[0]])))
-    if not hits:
-        return None
-    end, begin = min(hits)
-    return begin, end
-
-
-def _find_runs(steps_s: Floats, after: int, reference: _Reference) -> Iterator[tuple[int, int]]:
-    """Yield the first run of steps that are nearly all outside of the reference, for each side."""
-    least = SHIFT / 2 * reference.level
-    for outside in (
-        steps_s[after:] > max(reference.high, reference.level + least),
-        steps_s[after:] < min(reference.low, reference.level - least),
-    ):
-        if len(outside) < _RUN:
-            continue
-        counts = np.convolve(outside, np.ones(_RUN), mode="valid")
-        full = np.flatnonzero(counts >= _RUN_OUTSIDE)
-        if len(full):
-            begin = int(full[0]) + int(np.argmax(outside[full[0] :]))
-            yield after + int(full[0]) + _RUN - 1, after + begin
-
-
-def _bound(allowance: float) -> float:
-    """Return the sum that is exceeded once in _BETWEEN_FALSE_ALARMS steps of noise."""
-    allowance = max(allowance, 0.12)
-    return log(2 * allowance**2 * _BETWEEN_FALSE_ALARMS) / (2 * allowance) - 1.166
+    logs = np.log(np.maximum(series, 1e-9))
+    seen = measure_noise(logs - np.median(logs)).list_seen(min(REFERENCE, len(series)))
+    return next((shift for shift, is_seen in zip(TUNED, seen, strict=True) if is_seen), inf)
 
 
 def find_recurrences(
@@ -301,7 +317,7 @@ def find_recurrences(
     for begin, end in pairwise(edges):
         part = series[begin:end]
         level = float(np.median(part))
-        noise = max(_SIGMA * float(np.median(np.abs(part - level))), _LEAST_NOISE * level)
+        noise = max(measure_spread(part), LEAST_NOISE * level)
         added[begin:end] = part - level
         least = max(_SPIKE_DEVIATIONS * noise, _SPIKE_SHARE * level)
         spikes[begin:end] = added[begin:end] > least

@@ -12,7 +12,6 @@ import numpy as np
 from moewright.diagnosis.change_points import (
     WARM_UP_STEPS,
     ChangeKind,
-    Floats,
     LevelChange,
     Recurrence,
     find_changes,
@@ -20,6 +19,7 @@ from moewright.diagnosis.change_points import (
     find_recurrences,
 )
 from moewright.diagnosis.rank_records import RankRecord, find_stragglers, is_hot
+from moewright.diagnosis.step_noise import Floats
 from moewright.diagnosis.thresholds import MEMORY_SHARE
 from moewright.diagnosis.traces.megatron_log import MemoryReport
 from moewright.diagnosis.traces.megatron_timers import TimerBlock, median_timers

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moewright.diagnosis.change_points import Floats
+from moewright.diagnosis.step_noise import Floats
 from moewright.diagnosis.traces.megatron_log import parse_log
 from moewright.spec.errors import BadInput, Reason
 
