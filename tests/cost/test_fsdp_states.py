@@ -15,7 +15,7 @@ from moewright.intake import catalogue
 from moewright.rules import grid
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
-from moewright.rules.shapes import shards
+from moewright.rules.shapes import fsdp, shards
 from moewright.spec.ledger import MemoryRow
 from moewright.spec.workload import Dtype, MatrixUpdate, OptimizerSpec, Workload
 
@@ -78,3 +78,22 @@ def _state_bytes(job: Job) -> int:
 def test_no_layout_holds_less_than_the_least_bytes_of_states(text: str) -> None:
     for job in _draw_jobs(2, text):
         assert _state_bytes(job) >= least_state_bytes(job.model, job.workload) > 0, job.layout
+
+
+def test_momentum_is_dealt_over_the_ranks_that_share_the_states() -> None:
+    """Of experts too that a block of hybrid sharding holds once, which lie in flat buffers."""
+    is_flat: Counter[bool] = Counter()
+    for job in _draw_jobs(60, "zero1", "zero1,shard2", "zero2", "zero2,shard2", "zero3,shard4"):
+        layout = job.layout
+        flat_job = replace(job, layout=fsdp.flat_buffer_layout(layout))
+        for bucket_set in bucket_sets(flat_job, 0):
+            group = bucket_set.group
+            shares = bucket_set.shards
+            if fsdp.is_fsdp_sharded(layout, group):
+                shares = grid.group_size(layout, fsdp.fsdp_groups(layout, group).shard_group)
+            else:
+                is_flat[layout.zero >= 2 and layout.shard > 0 and shares > 1] += 1
+            momentum_group = fsdp.momentum_group(layout, group)
+            assert momentum_group is not None
+            assert grid.group_size(layout, momentum_group) == shares, job.layout
+    assert is_flat[True]

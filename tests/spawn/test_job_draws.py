@@ -13,7 +13,7 @@ from layout_proof import WORKLOAD, count_layout, prove_job, prove_layout
 from layout_space import SHAPES
 from moewright.spec.layout import ExpertPlacement, Layout, Offload, Overlap, Recompute
 from moewright.spec.plan import Plan
-from moewright.spec.workload import FineTuningSpec, FrozenPart, Task, Workload
+from moewright.spec.workload import FineTuningSpec, FrozenPart, MatrixUpdate, Task, Workload
 from selection import thorough
 from tiny_jobs import build_plan
 
@@ -75,6 +75,16 @@ def test_what_frozen_parts_leave_is_predicted(
     )
     workload = replace(WORKLOAD, fine_tuning=fine_tuning)
     count_layout(build(shape, workload, layout), tmp_path)
+
+
+@pytest.mark.thorough
+def test_muon_updates_experts_that_a_block_of_hybrid_sharding_holds_once(tmp_path: Path) -> None:
+    """They lie in flat buffers, whose states all ranks of the experts share."""
+    workload = replace(
+        WORKLOAD, optimizer=replace(WORKLOAD.optimizer, matrix_update=MatrixUpdate.MUON)
+    )
+    layout = Layout(world_size=4, etp=2, mbs=2, zero=2, shard=2)
+    prove_job(build("qwen", workload, layout), tmp_path)
 
 
 @pytest.mark.thorough

@@ -134,7 +134,7 @@ def momentum_group(layout: Layout, group: str) -> str | None:
     is_sharded = is_fsdp_sharded(layout, group)
     if is_sharded:
         return fsdp_groups(layout, group).shard_group
-    return state_group(layout, group)
+    return state_group(flat_buffer_layout(layout), group)
 
 
 def flat_buffer_layout(layout: Layout) -> Layout:
