@@ -183,7 +183,7 @@ def _product_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
             _error(run(), rows, b),
             *_times(sizes, run, grouped_s),
         )
-        product = find_gradient_product(recipe.gradients, recipe.inputs, x, x)
+        product = find_gradient_product(recipe.gradients, recipe.inputs, width, x)
         if product is not None:
             padding = pad_to_tiles(ends, len(x), recipe.inputs)
             columns = Groups(ends=padding.ends, of_columns=True)

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from moewright.engine.kernels.columns import ColumnForm
 from moewright.engine.kernels.fused.router_losses import RouterLossTerms
-from moewright.engine.kernels.low_precision import Groups
+from moewright.engine.kernels.low_precision import Groups, pad_groups
 from moewright.rules.low_precision import find_recipe
 from moewright.spec.model import RouterSpec, ScoreFunction
 from moewright.spec.workload import Dtype, TensorScaling, Workload
@@ -88,6 +89,16 @@ def call_all() -> None:
             for tensor in (x, x.mT):
                 kernels.convert(tensor, operand, Groups(), generator)
         kernels.convert_weight(x, recipe.weights)
+        padding = pad_groups(torch.tensor([5, TOKENS], dtype=torch.int32), TOKENS, 128)
+        rotated = recipe.hadamard_rows
+        kept = None if rotated else recipe.inputs
+        paddings = (None, padding) if precision is Dtype.MXFP8 else (padding,)
+        for spread in paddings if recipe.gradients.block else ():
+            form = ColumnForm(operand=recipe.gradients, padding=spread, hadamard_rows=rotated)
+            kernels.convert_gradient(x, form)
+            kernels.convert_columns(x, replace(form, kept=kept), generator)
+        for operand in (recipe.inputs, recipe.gradients):
+            kernels.convert(x, operand, Groups(), None).widen(torch.bfloat16)
 
 
 def compile_all(capability: int) -> None:
@@ -142,9 +153,11 @@ def test_every_kernel_compiles(capability: str, tmp_path: Path) -> None:
         "_cast_rows",
         "_cast_weight",
         "_convert_blocks",
+        "_convert_columns",
         "_convert_weight",
         "_cross_entropy",
         "_cross_entropy_backward",
+        "_largest_of_places",
         "_largest_of_rows",
         "_permute",
         "_rms_norm",
@@ -158,6 +171,7 @@ def test_every_kernel_compiles(capability: str, tmp_path: Path) -> None:
         "_swiglu",
         "_swiglu_backward",
         "_unpermute",
+        "_widen",
     ]
 
 

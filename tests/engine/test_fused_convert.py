@@ -19,7 +19,6 @@ from moewright.engine.kernels.low_precision import (
     convert,
     convert_weight,
 )
-from moewright.engine.kernels.products import NarrowProducts
 from moewright.engine.run.env import is_triton_interpreted
 from moewright.rules.low_precision import OperandKind, Recipe, find_recipe
 from moewright.spec.workload import Dtype, TensorScaling, Workload
@@ -126,23 +125,3 @@ def test_a_number_that_is_none_stays_so(name: str) -> None:
     x[7, 11] = torch.nan
     converted = triton_kernels().convert(x, recipe_of(name).inputs, ONE_GROUP, None)
     assert bool(converted.codes[7, 11].isnan())
-
-
-def test_the_products_of_a_job_convert_by_its_kernels() -> None:
-    seen = []
-
-    def note(*args: torch.Tensor) -> NarrowTensor:
-        seen.append(args[0].shape)
-        return convert(*args)
-
-    products = NarrowProducts(recipe_of("mxfp8"), torch.device("cpu"), 1, note)
-    x, w, g = torch.ones(32, 64), torch.ones(96, 64), torch.ones(32, 96)
-    products.forward(x, w)
-    products.input_grad(g, w)
-    products.weight_grad(g, x)
-    # Both operands of each product; the input of a weight gradient first as forward had it.
-    assert [tuple(shape) for shape in seen] == [
-        *((32, 64), (96, 64)),
-        *((32, 96), (64, 96)),
-        *((32, 64), (64, 32), (96, 32)),
-    ]

@@ -11,7 +11,7 @@ from layout_proof import WORKLOAD, build_batches, draw_test_weight
 from layout_space import SHAPES
 from moewright.engine.kernels import weight_copies
 from moewright.engine.kernels.low_precision import NarrowWeight, convert_weight
-from moewright.engine.kernels.products import NarrowProducts
+from moewright.engine.kernels.products import Conversions, NarrowProducts
 from moewright.engine.kernels.weight_copies import CopiedWeight, WeightCopies
 from moewright.engine.model.layers import list_parameters
 from moewright.engine.run.build_state import build_train_state
@@ -107,7 +107,7 @@ def test_a_weight_is_converted_both_ways_once_a_step_and_a_frozen_one_once() -> 
     )
     recipe = find_recipe(workload_in("mxfp8"))
     assert recipe is not None
-    products = NarrowProducts(recipe, CPU, 1, convert_weight=note, copies=copies)
+    products = NarrowProducts(recipe, CPU, 1, Conversions(convert_weight=note), copies)
 
     def run_passes() -> int:
         seen.clear()

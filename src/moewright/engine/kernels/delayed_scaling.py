@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from moewright.engine.kernels.columns import NarrowGradient
 from moewright.engine.kernels.low_precision import Groups, NarrowTensor, NarrowWeight, cast_groups
 from moewright.engine.kernels.matmul import grouped_matmul
-from moewright.engine.kernels.products import multiply_by_weights
+from moewright.engine.kernels.products import Gradient, multiply_by_weights
 from moewright.engine.kernels.scaled_products import multiply
 from moewright.engine.kernels.weight_copies import WeightCopies
 from moewright.rules.delayed_scaling import SCALES_OF_LINEAR, ScaledLinear
@@ -85,21 +86,26 @@ class DelayedProducts:
         weights = self._cast_weights(w, is_new=is_new) if kept is None else kept.forward
         return multiply_by_weights(x, weights, w.shape, ends, x_RK.dtype)
 
-    def input_grad(
-        self, g_RN: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def begin_backward(
+        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> Gradient:
         g = self._cast(OperandKind.GRADIENT, g_RN, Groups(ends=ends), is_new=True)
+        return NarrowGradient(dtype=g_RN.dtype, rows=g, columns=None, padding=None)
+
+    def input_grad(
+        self, g_RN: Gradient, w: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        g = self._take_rows(g_RN, ends, is_new=True)
         kept = self._find_copies(w)
         weights = self._cast_weights(w.mT, is_new=False) if kept is None else kept.transposed
         return multiply_by_weights(g, weights, w.mT.shape, ends, g_RN.dtype)
 
     def weight_grad(
-        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        groups = Groups(ends=ends)
         dtype = x_RK.dtype
-        g = self._cast(OperandKind.GRADIENT, g_RN, groups, is_new=False)
-        x = self._cast(OperandKind.INPUT, x_RK, groups, is_new=False)
+        g = self._take_rows(g_RN, ends, is_new=False)
+        x = self._cast(OperandKind.INPUT, x_RK, Groups(ends=ends), is_new=False)
         if ends is None:
             return multiply(g.transpose(), x.transpose(), dtype)
         return grouped_matmul(g.widen(dtype).T, x.widen(dtype), ends)
@@ -109,6 +115,14 @@ class DelayedProducts:
 
     def begin_step(self, step: int) -> None:
         pass
+
+    def _take_rows(
+        self, g_RN: Gradient, ends: torch.Tensor | None, *, is_new: bool
+    ) -> NarrowTensor:
+        """Return a gradient as it was converted for both products, or convert it."""
+        if isinstance(g_RN, NarrowGradient):
+            return g_RN.rows
+        return self._cast(OperandKind.GRADIENT, g_RN, Groups(ends=ends), is_new=is_new)
 
     def _cast(
         self, kind: OperandKind, x: torch.Tensor, groups: Groups, *, is_new: bool

@@ -9,7 +9,7 @@ Shapes: R rows, K columns, G groups of rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,7 +22,7 @@ FP32_LARGEST = torch.finfo(torch.float32).max
 _E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 # Signs of the rows of the Hadamard matrix that rotates operands: any fixed choice does.
-_HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +74,7 @@ class NarrowTensor:
 
     `codes` are of an 8-bit type, or pairs of 4-bit numbers in uint8. `scales` [R, blocks] decode
     blocks of columns, and are absent where a scale is for all; `group_scales` [G] decode `groups`.
+    `decode` is the implementation's that converted it.
     """
 
     codes: torch.Tensor
@@ -82,6 +83,7 @@ class NarrowTensor:
     groups: Groups
     operand: OperandFormat
     columns: int
+    decode: Decode = field(default_factory=lambda: decode_numbers)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -117,17 +119,25 @@ class NarrowTensor:
 
     def widen(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the numbers times their scales, in `dtype`."""
-        if self.operand.number is NarrowFormat.E2M1:
-            numbers = decode_e2m1(self.codes)[:, : self.columns]
-        else:
-            numbers = self.codes.float()
-        if self.scales is not None:
-            block = self.operand.block
-            scales = decode_scales(self.scales, self.operand.scale)
-            numbers = numbers * scales.repeat_interleave(block, 1)[:, : self.columns]
-        if self.group_scales is not None:
-            numbers = numbers * self.groups.spread(self.group_scales, numbers)
-        return numbers.to(dtype)
+        return self.decode(self, dtype)
+
+
+Decode = Callable[[NarrowTensor, torch.dtype], torch.Tensor]
+
+
+def decode_numbers(narrow: NarrowTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Compute NarrowTensor.widen, an operation at a time."""
+    if narrow.operand.number is NarrowFormat.E2M1:
+        numbers = decode_e2m1(narrow.codes)[:, : narrow.columns]
+    else:
+        numbers = narrow.codes.float()
+    if narrow.scales is not None:
+        block = narrow.operand.block
+        scales = decode_scales(narrow.scales, narrow.operand.scale)
+        numbers = numbers * scales.repeat_interleave(block, 1)[:, : narrow.columns]
+    if narrow.group_scales is not None:
+        numbers = numbers * narrow.groups.spread(narrow.group_scales, numbers)
+    return numbers.to(dtype)
 
 
 def convert(
@@ -356,7 +366,7 @@ def rotate_rows(x_RK: torch.Tensor, rows: int, *, is_inverse: bool = False) -> t
 
     R is a multiple of `rows`. The product a^T b over the rows of two tensors stays the same.
     """
-    signs = torch.tensor(_HADAMARD_SIGNS[:rows], device=x_RK.device, dtype=torch.float32)
+    signs = torch.tensor(HADAMARD_SIGNS[:rows], device=x_RK.device, dtype=torch.float32)
     out = x_RK.float().unflatten(0, (-1, rows))
     if not is_inverse:
         out = out * signs[:, None]
@@ -385,6 +395,12 @@ class GroupPadding:
     def pad(self, x_RK: torch.Tensor) -> torch.Tensor:
         """Return the rows with zeros between the groups, and after the last."""
         return x_RK.new_zeros(self.rows, x_RK.shape[1]).index_copy(0, self.places, x_RK)
+
+    @property
+    def sources(self) -> torch.Tensor:
+        """The row [P] that lies at each place; -1 for zeros."""
+        numbers = torch.arange(len(self.places), dtype=torch.int32, device=self.places.device)
+        return numbers.new_full((self.rows,), -1).index_copy(0, self.places, numbers)
 
 
 def pad_groups(ends: torch.Tensor, rows: int, multiple: int, least: int = 0) -> GroupPadding:

@@ -10,14 +10,24 @@ Shapes: R rows, K in, N out, E experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from moewright.engine.kernels.columns import (
+    ColumnForm,
+    ConvertColumns,
+    ConvertGradient,
+    NarrowGradient,
+    convert_columns,
+    convert_gradient,
+)
 from moewright.engine.kernels.low_precision import (
     ONE_GROUP,
     Convert,
     ConvertWeight,
+    GroupPadding,
     Groups,
     NarrowTensor,
     NarrowWeight,
@@ -43,6 +53,9 @@ from moewright.engine.kernels.scaled_products import (
 from moewright.engine.kernels.weight_copies import WeightCopies
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, Recipe
 
+# The gradient of an output: as it came, or converted for both products that read it.
+Gradient = torch.Tensor | NarrowGradient
+
 
 class Products(Protocol):
     """The products of linear layers; with `ends` [E] those of experts, whose rows end there."""
@@ -53,14 +66,23 @@ class Products(Protocol):
         """Return x w^T [R,N], for w [N,K] or [E,N,K]."""
         ...
 
+    def begin_backward(
+        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> Gradient:
+        """Return a gradient for `input_grad` and `weight_grad`, which both read it now.
+
+        It is converted here once for both where that is less work. `x_RK` is the input.
+        """
+        ...
+
     def input_grad(
-        self, g_RN: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return g w [R,K], for w [N,K] or [E,N,K]."""
         ...
 
     def weight_grad(
-        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return g^T x [N,K] or [E,N,K]."""
         ...
@@ -86,16 +108,23 @@ class WideProducts:
             return matmul(x_RK, w.T)
         return grouped_matmul(x_RK, w.mT, ends)
 
+    def begin_backward(
+        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> Gradient:
+        return g_RN
+
     def input_grad(
-        self, g_RN: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
+        assert isinstance(g_RN, torch.Tensor)
         if ends is None:
             return matmul(g_RN, w)
         return grouped_matmul(g_RN, w, ends)
 
     def weight_grad(
-        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
+        assert isinstance(g_RN, torch.Tensor)
         if ends is None:
             return matmul(g_RN.T, x_RK)
         return grouped_matmul(g_RN.T, x_RK, ends)
@@ -112,6 +141,16 @@ class WideProducts:
 WIDE_PRODUCTS = WideProducts()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversions:
+    """What converts operands: an operation at a time, or an implementation's kernels."""
+
+    convert: Convert = convert
+    convert_weight: ConvertWeight = convert_weight
+    convert_columns: ConvertColumns = convert_columns
+    convert_gradient: ConvertGradient = convert_gradient
+
+
 class NarrowProducts:
     """Products of operands that a recipe converts; `seed` is for numbers rounded at random."""
 
@@ -120,13 +159,11 @@ class NarrowProducts:
         recipe: Recipe,
         device: torch.device,
         seed: int,
-        convert: Convert = convert,
-        convert_weight: ConvertWeight = convert_weight,
+        conversions: Conversions | None = None,
         copies: WeightCopies | None = None,
     ) -> None:
         self._recipe = recipe
-        self._convert_by = convert
-        self._convert_weight_by = convert_weight
+        self._conversions = conversions or Conversions()
         self._copies = copies or WeightCopies()
         self._seed = seed
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -142,62 +179,110 @@ class NarrowProducts:
         weights = self._convert_weights(w) if kept is None else kept.forward
         return multiply_by_weights(x, weights, w.shape, ends, x_RK.dtype)
 
+    def begin_backward(
+        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> Gradient:
+        if not self._recipe.gradients.block:
+            return NarrowGradient(
+                dtype=g_RN.dtype,
+                rows=self._convert_gradient(g_RN, Groups(ends=ends)),
+                columns=None,
+                padding=None,
+            )
+        product = self._find_gradient_product(g_RN.shape[1], x_RK, ends)
+        form = self._gradient_form(self._plan_padding(product, len(x_RK), ends))
+        return self._conversions.convert_gradient(g_RN, form) or g_RN
+
     def input_grad(
-        self, g_RN: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        g = self._convert_gradient(g_RN, Groups(ends=ends))
+        if isinstance(g_RN, NarrowGradient):
+            g = g_RN.rows
+        else:
+            g = self._convert_gradient(g_RN, Groups(ends=ends))
         kept = self._find_copies(w)
         weights = self._convert_weights(w.mT) if kept is None else kept.transposed
         return multiply_by_weights(g, weights, w.mT.shape, ends, g_RN.dtype)
 
     def weight_grad(
-        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if not self._recipe.inputs.block:
+            return self._contract_rows(g_RN, x_RK, ends)
         inputs = self._recipe.inputs
-        dtype = x_RK.dtype
-        kept: NarrowTensor | None = None
-        if inputs.number is not NarrowFormat.E2M1:
-            # A kept input is converted already, which changes nothing; one that was made again is
-            # not, and would give other gradients.
-            kept = self._convert(x_RK, inputs, Groups(ends=ends))
-        if kept is not None and not inputs.block:
-            gradient = self._convert_gradient(g_RN, Groups(ends=ends))
-            if ends is None:
-                return multiply(gradient.transpose(), kept.transpose(), dtype)
-            return grouped_matmul(gradient.widen(dtype).T, kept.widen(dtype), ends)
-        x = x_RK if kept is None else kept.widen(dtype)
-        multiple = max(inputs.block, self._recipe.hadamard_rows)
-        groups = ONE_GROUP
-        places: torch.Tensor | slice = slice(len(x))
-        grouped: ScaledProduct | None = None
-        padded = [torch.nn.functional.pad(t, (0, 0, 0, -len(t) % multiple)) for t in (x, g_RN)]
-        if ends is not None:
-            padding = pad_groups(ends, len(x), multiple)
-            grouped = find_gradient_product(self._recipe.gradients, inputs, g_RN, x)
-            if grouped is not None:
-                padding = pad_to_tiles(ends, len(x), inputs)
-            groups, places = Groups(ends=padding.ends, of_columns=True), padding.places
-            padded = [padding.pad(t) for t in (x, g_RN)]
+        rows, dtype = len(x_RK), x_RK.dtype
+        is_shared = isinstance(g_RN, NarrowGradient)
+        width = g_RN.rows.columns if is_shared else g_RN.shape[1]
+        grouped = self._find_gradient_product(width, x_RK, ends)
+        padding = g_RN.padding if is_shared else self._plan_padding(grouped, rows, ends)
+        # A kept input is converted already, which changes nothing; one that was made again is not,
+        # and would give other gradients.
+        kept = None if inputs.number is NarrowFormat.E2M1 else inputs
         rotated_rows = self._recipe.hadamard_rows
-        if rotated_rows:
-            padded = [rotate_rows(t, rotated_rows) for t in padded]
-        narrow_x = self._convert(padded[0].mT, inputs, groups)
-        narrow_g = self._convert_gradient(padded[1].mT, groups)
+        form = ColumnForm(operand=inputs, kept=kept, padding=padding, hadamard_rows=rotated_rows)
+        narrow_x = self._conversions.convert_columns(x_RK, form, None)
+        if is_shared:
+            assert g_RN.columns is not None
+            narrow_g = g_RN.columns
+        else:
+            form = self._gradient_form(padding)
+            narrow_g = self._conversions.convert_columns(g_RN, form, self._generator)
         if grouped is not None:
-            return contract_groups(grouped, narrow_g, narrow_x, len(x))
-        has_padding = ends is not None or len(padded[0]) > len(x)
+            return contract_groups(grouped, narrow_g, narrow_x, rows)
+        has_padding = ends is not None or narrow_x.columns > rows
         product = None if has_padding else find_product(narrow_g, narrow_x, dtype)
         if product is not None:
             return multiply_scaled(product, narrow_g, narrow_x, dtype)
-        wide_dtype = padded[0].dtype
+        wide_dtype = torch.float32 if rotated_rows else dtype
         converted = [narrow.widen(wide_dtype).T for narrow in (narrow_x, narrow_g)]
         if rotated_rows:
             # Back again, so that the rows that pad groups need not be multiplied.
             converted = [rotate_rows(t, rotated_rows, is_inverse=True) for t in converted]
+        places = slice(rows) if padding is None else padding.places
         x, g = (t[places].to(dtype) for t in converted)
         if ends is None:
             return matmul(g.T, x)
         return grouped_matmul(g.T, x, ends)
+
+    def _contract_rows(
+        self, g_RN: Gradient, x_RK: torch.Tensor, ends: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return g^T x of operands that have a scale a group, whichever dim is contracted."""
+        dtype = x_RK.dtype
+        x = self._convert(x_RK, self._recipe.inputs, Groups(ends=ends))
+        if isinstance(g_RN, NarrowGradient):
+            g = g_RN.rows
+        else:
+            g = self._convert_gradient(g_RN, Groups(ends=ends))
+        if ends is None:
+            return multiply(g.transpose(), x.transpose(), dtype)
+        return grouped_matmul(g.widen(dtype).T, x.widen(dtype), ends)
+
+    def _find_gradient_product(
+        self, width: int, x_RK: torch.Tensor, ends: torch.Tensor | None
+    ) -> ScaledProduct | None:
+        """Return torch's product for the weight gradients of experts of `width` columns."""
+        if ends is None:
+            return None
+        return find_gradient_product(self._recipe.gradients, self._recipe.inputs, width, x_RK)
+
+    def _plan_padding(
+        self, product: ScaledProduct | None, rows: int, ends: torch.Tensor | None
+    ) -> GroupPadding | None:
+        """Plan how the rows of experts are spread, for torch's product if there is one."""
+        if ends is None:
+            return None
+        inputs = self._recipe.inputs
+        if product is not None:
+            return pad_to_tiles(ends, rows, inputs)
+        return pad_groups(ends, rows, max(inputs.block, self._recipe.hadamard_rows))
+
+    def _gradient_form(self, padding: GroupPadding | None) -> ColumnForm:
+        return ColumnForm(
+            operand=self._recipe.gradients,
+            padding=padding,
+            hadamard_rows=self._recipe.hadamard_rows,
+        )
 
     def convert_input(
         self, x_RK: torch.Tensor, ends: torch.Tensor | None = None
@@ -207,17 +292,18 @@ class NarrowProducts:
     def _convert(
         self, x: torch.Tensor, operand: OperandFormat, groups: Groups = ONE_GROUP
     ) -> NarrowTensor:
-        return self._convert_by(x, operand, groups, None)
+        return self._conversions.convert(x, operand, groups, None)
 
     def _convert_gradient(self, g: torch.Tensor, groups: Groups) -> NarrowTensor:
-        return self._convert_by(g, self._recipe.gradients, groups, self._generator)
+        return self._conversions.convert(g, self._recipe.gradients, groups, self._generator)
 
     def _find_copies(self, w: torch.Tensor) -> NarrowWeight | None:
         """Return the copies of a weight [N,K] or [E,N,K] that a step keeps; None for none."""
-        return self._copies.find(w, lambda: self._convert_weight_by(w, self._recipe.weights))
+        weights = self._recipe.weights
+        return self._copies.find(w, lambda: self._conversions.convert_weight(w, weights))
 
     def _convert_weights(self, w: torch.Tensor) -> NarrowTensor:
-        return convert_matrices(w, self._recipe.weights, self._convert_by)
+        return convert_matrices(w, self._recipe.weights, self._conversions.convert)
 
 
 def multiply_by_weights(

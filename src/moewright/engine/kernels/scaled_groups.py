@@ -156,11 +156,14 @@ def _with_group_scales(narrow: NarrowTensor, tiles: torch.Tensor) -> list[torch.
 
 
 def find_gradient_product(
-    g: OperandFormat, x: OperandFormat, g_RN: torch.Tensor, x_RK: torch.Tensor
+    g: OperandFormat, x: OperandFormat, width: int, x_RK: torch.Tensor
 ) -> ScaledProduct | None:
-    """Return torch's product for the weight gradients of experts, of formats along their rows."""
+    """Return torch's product for the weight gradients of experts, of formats along their rows.
+
+    Gradients have `width` columns.
+    """
     product = _find_kind(g, x, x_RK.device, x_RK.dtype)
-    is_ragged = g_RN.shape[1] % LINES or x_RK.shape[1] % LINES
+    is_ragged = width % LINES or x_RK.shape[1] % LINES
     if product is ScaledProduct.EXPERT_ROWS or is_ragged:
         return None
     return product

@@ -20,7 +20,7 @@ import torch
 
 from moewright.engine.comm.collectives import Group, RingShift, TensorParallel
 from moewright.engine.kernels.matmul import matmul
-from moewright.engine.kernels.products import Products
+from moewright.engine.kernels.products import Gradient, Products
 from moewright.engine.memory.weight_gradients import Operands, WeightGradStore
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.observe.counters import Counters
@@ -77,6 +77,19 @@ def multiply_and_reduce(
     return sum_tN
 
 
+def _begin_backward(
+    ctx: Any, g: torch.Tensor, x: torch.Tensor | None, ends: torch.Tensor | None = None
+) -> Gradient:
+    """Return the gradient of an output for the products of its backward.
+
+    What waits for its W row is kept as it came, and a weight that does not train reads none.
+    """
+    if x is None or ctx.weight_grads.is_deferring:
+        return g
+    products: Products = ctx.products
+    return products.begin_backward(g, x, ends)
+
+
 InputNoise = Callable[[], torch.Tensor]
 
 
@@ -115,7 +128,8 @@ class ColumnParallelLinear(CountedFunction):
         gathered = tp.start_gather(x_tK) if is_bulk and x_tK is not None else None
         products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
-            pairs = zip(grads, weights, strict=True)
+            shared = [_begin_backward(ctx, g_TN, x_tK) for g_TN in grads]
+            pairs = zip(shared, weights, strict=True)
             parts = [products.input_grad(g_TN, w_NK) for g_TN, w_NK in pairs]
             grad_TK = parts.pop()
             while parts:
@@ -127,9 +141,8 @@ class ColumnParallelLinear(CountedFunction):
                 reduced.wait()
 
         def compute_weight_grads(operands: Operands) -> list[torch.Tensor]:
-            x_tK, *grads = operands
-            x_TK = tp.gather(x_tK) if gathered is None else gathered.wait()
-            return [products.weight_grad(g_TN, x_TK) for g_TN in grads]
+            x_TK = tp.gather(operands[0]) if gathered is None else gathered.wait()
+            return [products.weight_grad(g_TN, x_TK) for g_TN in shared]
 
         weight_inputs = slice(1, None)
         grad_weights = CountedFunction.compute_or_defer_grads(
@@ -168,11 +181,17 @@ class RowParallelLinear(CountedFunction):
         tp: TensorParallel = ctx.tp
         products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
-            g_TN, (grad_TK,) = gather_and_multiply(g_tN, [w_NK], tp, products.input_grad)
+            if tp.is_pipelined:
+                g_TN, (grad_TK,) = gather_and_multiply(g_tN, [w_NK], tp, products.input_grad)
+                shared: Gradient = g_TN
+            else:
+                g_TN = tp.gather(g_tN)
+                shared = _begin_backward(ctx, g_TN, x_TK)
+                grad_TK = products.input_grad(shared, w_NK)
         if not ctx.is_trained:
             return grad_TK, None, None, None, None
         (grad_NK,) = CountedFunction.compute_or_defer_grads(
-            ctx, slice(1, 2), (x_TK, g_TN), lambda kept: [products.weight_grad(kept[1], kept[0])]
+            ctx, slice(1, 2), (x_TK, g_TN), lambda kept: [products.weight_grad(shared, kept[0])]
         )
         return grad_TK, grad_NK, None, None, None
 
@@ -243,10 +262,11 @@ class ReplicatedLinear(CountedFunction):
     def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TK, w_NK = ctx.saved_tensors
         with ctx.counters.scopes.enter(ctx.scope):
-            grad_x = ctx.products.input_grad(g_TN, w_NK)
             if not ctx.is_trained:
-                return grad_x, None, None, None, None
-            grad_w = ctx.products.weight_grad(g_TN, x_TK)
+                return ctx.products.input_grad(g_TN, w_NK), None, None, None, None
+            shared = ctx.products.begin_backward(g_TN, x_TK)
+            grad_x = ctx.products.input_grad(shared, w_NK)
+            grad_w = ctx.products.weight_grad(shared, x_TK)
         if ctx.replica_group is not None:
             grad_w.div_(ctx.replica_group.size)
         return grad_x, grad_w, None, None, None
@@ -281,13 +301,14 @@ class GroupedLinear(CountedFunction):
         g_RN = g_RN.contiguous()
         products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
-            grad_RK = products.input_grad(g_RN, w_ENK, ends_E)
+            shared = _begin_backward(ctx, g_RN, x_RK, ends_E)
+            grad_RK = products.input_grad(shared, w_ENK, ends_E)
         if not ctx.is_trained:
             return grad_RK, None, None, None, None, None
         (grad_ENK,) = CountedFunction.compute_or_defer_grads(
             ctx,
             slice(1, 2),
             (x_RK, g_RN, ends_E),
-            lambda kept: [products.weight_grad(kept[1], kept[0], kept[2])],
+            lambda kept: [products.weight_grad(shared, kept[0], kept[2])],
         )
         return grad_RK, grad_ENK, None, None, None, None

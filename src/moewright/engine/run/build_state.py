@@ -21,7 +21,7 @@ from moewright.engine.kernels.attention_backends import activate_attention
 from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.table import build_kernels
-from moewright.engine.kernels.products import WIDE_PRODUCTS, NarrowProducts, Products
+from moewright.engine.kernels.products import WIDE_PRODUCTS, Conversions, NarrowProducts, Products
 from moewright.engine.kernels.weight_copies import CopiedWeight, WeightCopies
 from moewright.engine.memory.allocator import keep_freed_memory
 from moewright.engine.memory.part_graphs import PartGraphs
@@ -226,9 +226,13 @@ def build_runtime(
         products = delayed_scaling.products_of("a weight without a name")
     elif recipe is not None:
         seed = workload.seed * layout.world_size + rank
-        products = NarrowProducts(
-            recipe, device, seed, kernels.convert, kernels.convert_weight, copies
+        conversions = Conversions(
+            convert=kernels.convert,
+            convert_weight=kernels.convert_weight,
+            convert_columns=kernels.convert_columns,
+            convert_gradient=kernels.convert_gradient,
         )
+        products = NarrowProducts(recipe, device, seed, conversions, copies)
     chunks = job.rank_chunks(mesh.coordinate("pp"))
     weight_grads = WeightGradStore()
     return Runtime(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moewright.engine.kernels.columns import ConvertColumns, ConvertGradient
 from moewright.engine.kernels.fused.router_losses import RouterLossTerms
 from moewright.engine.kernels.fused.scans import ScanKernels
 from moewright.engine.kernels.low_precision import Convert, ConvertWeight
@@ -97,3 +98,11 @@ class KernelSet:
     # (w, operand): convert a weight [N,K] or [E,N,K] along its columns and along its rows, to the
     # bits of `convert` of both.
     convert_weight: ConvertWeight
+
+    # (x_RK, form, generator): convert a tensor along its rows, whose blocks `form` lays out: [K,P],
+    # to the same bits with each implementation (kernels.columns).
+    convert_columns: ConvertColumns
+
+    # (g_RN, form): convert a gradient along its columns and as `convert_columns` does, at once;
+    # None where an implementation has no way that reads it once.
+    convert_gradient: ConvertGradient

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from moewright.engine.kernels import low_precision
+from moewright.engine.kernels import columns, low_precision
 from moewright.engine.kernels.fused import compiled, reference, router_losses
 from moewright.engine.kernels.fused.compiled import Chain, compile_backend, compile_kernel
 from moewright.engine.kernels.fused.interface import KernelSet
@@ -114,6 +114,8 @@ KERNELS = (
     ),
     Kernel(name="convert", reference=low_precision.convert, triton="triton_convert"),
     Kernel(name="convert_weight", reference=low_precision.convert_weight, triton="triton_convert"),
+    Kernel(name="convert_columns", reference=columns.convert_columns, triton="triton_columns"),
+    Kernel(name="convert_gradient", reference=columns.convert_gradient, triton="triton_columns"),
 )
 
 

@@ -17,6 +17,15 @@ import triton
 import triton.language as tl
 
 from moewright.engine.kernels import low_precision
+from moewright.engine.kernels.fused.triton_widen import (
+    CODES,
+    E8M0,
+    POWER_OF_TWO,
+    SCALES,
+    SHAPES,
+    broadcast_strides,
+    widen,
+)
 from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, NarrowTensor, NarrowWeight
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
 
@@ -25,18 +34,6 @@ _TILE_COLUMNS = 128  # a multiple of every block
 _SIDE = 64  # of the square tile that is written both ways; blocks of 128 take one of theirs
 _FP32_LARGEST = tl.constexpr(low_precision.FP32_LARGEST)
 _E4M3_LARGEST = tl.constexpr(NarrowFormat.E4M3.largest)
-# The scales of blocks, as constants of the kernel.
-_POWER_OF_TWO = tl.constexpr(0)
-_E8M0 = tl.constexpr(1)
-_E4M3 = tl.constexpr(2)
-_SCALES = {
-    ScaleFormat.POWER_OF_TWO: (0, torch.float32, torch.float32),
-    ScaleFormat.E8M0: (1, torch.uint8, torch.float8_e8m0fnu),
-    ScaleFormat.E4M3: (2, torch.uint8, torch.float8_e4m3fn),
-}
-# Bits of the mantissa, and the bias of the exponent.
-_SHAPES = {NarrowFormat.E4M3: (3, 7), NarrowFormat.E5M2: (2, 15), NarrowFormat.E2M1: (1, 1)}
-_CODES = {NarrowFormat.E4M3: torch.float8_e4m3fn, NarrowFormat.E5M2: torch.float8_e5m2}
 
 
 @triton.jit
@@ -69,7 +66,7 @@ def _round_magnitude(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _round_to_byte(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+def round_to_byte(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """Return the code of a number that is no larger than the format's largest; NaN is 0x7f."""
     code = _round_magnitude(value, MANTISSA, BIAS)
     sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
@@ -94,16 +91,16 @@ def _draw_e2m1(value, draw):
 
 
 @triton.jit
-def _encode_scales(largest, spread, TOP: tl.constexpr, SCALE: tl.constexpr):
+def encode_scales(largest, spread, TOP: tl.constexpr, SCALE: tl.constexpr):
     """Return the scales of blocks as they are kept, and what they decode to, in fp32."""
     share = _divide(largest, spread)
-    if SCALE == _POWER_OF_TWO:
+    if SCALE == POWER_OF_TWO:
         factor = tl.where(share > 0, _divide(tl.full(share.shape, TOP, tl.float32), share), 1.0)
         factor = tl.where(factor > _FP32_LARGEST, _FP32_LARGEST, factor)
         power = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         kept = _divide(tl.full(share.shape, 1.0, tl.float32), power)
         decoded = kept
-    elif SCALE == _E8M0:
+    elif SCALE == E8M0:
         bits = (share * (1.0 / TOP)).to(tl.int32, bitcast=True)
         exponent = (bits >> 23) & 0xFF
         mantissa = bits & 0x7FFFFF
@@ -113,7 +110,7 @@ def _encode_scales(largest, spread, TOP: tl.constexpr, SCALE: tl.constexpr):
         decoded = tl.where(exponent > 0, exponent << 23, 0x400000).to(tl.float32, bitcast=True)
     else:
         top = tl.full(share.shape, TOP, tl.float32)
-        kept = _round_to_byte(_clamp(_divide(share, top), _E4M3_LARGEST), 3, 7)
+        kept = round_to_byte(_clamp(_divide(share, top), _E4M3_LARGEST), 3, 7)
         code = kept.to(tl.int32)
         normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
         decoded = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
@@ -132,10 +129,26 @@ def _encode_tile(
 
     `spread` has the scale of each row's group, or of each block's.
     """
-    blocks: tl.constexpr = COLUMNS // BLOCK
     row = first_row + tl.arange(0, ROWS)
+    encode_rows(
+        value, codes, scales, spread, draws,
+        row, row < rows, first_column, columns, row_spread, block_spread,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, RANDOM, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def encode_rows(
+    value, codes, scales, spread, draws,
+    row, has_row, first_column, columns, row_spread, block_spread,
+    TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, RANDOM: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Convert numbers [ROWS, COLUMNS] in fp32, and write those that have a row to it."""
+    blocks: tl.constexpr = COLUMNS // BLOCK
     column = first_column + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    inside = has_row[:, None] & (column < columns)[None, :]
     value = value.reshape(ROWS, blocks, BLOCK)
     largest = tl.max(tl.abs(value), 2)
     if TILED:  # of as many rows, too
@@ -144,14 +157,12 @@ def _encode_tile(
         largest = largest.reshape(ROWS, blocks)
     block = first_column // BLOCK + tl.arange(0, blocks)
     row_blocks = tl.cdiv(columns, BLOCK)
-    is_block = (row < rows)[:, None] & (block < row_blocks)[None, :]
+    is_block = has_row[:, None] & (block < row_blocks)[None, :]
     spread_place = row[:, None] * row_spread + block[None, :] * block_spread
     block_scale = tl.load(spread + spread_place, is_block, 1.0)
-    kept, decoded = _encode_scales(largest, block_scale, TOP, SCALE)
+    kept, decoded = encode_scales(largest, block_scale, TOP, SCALE)
     tl.store(scales + row[:, None] * row_blocks + block[None, :], kept, is_block)
-    unit = tl.full(decoded.shape, 1.0, tl.float32)
-    encode = tl.where(decoded > 0, _divide(unit, decoded), 0.0)
-    scaled = _clamp((value * encode[:, :, None]).reshape(ROWS, COLUMNS), TOP)
+    scaled = scale_blocks(value, decoded, TOP, ROWS, COLUMNS)
     if PACKED:
         if RANDOM:
             draw = tl.load(draws + row[:, None] * columns + column[None, :], inside, 0.0)
@@ -163,12 +174,20 @@ def _encode_tile(
         low, high = tl.split(code.reshape(ROWS, COLUMNS // 2, 2))
         pair = first_column // 2 + tl.arange(0, COLUMNS // 2)
         width = tl.cdiv(columns, 2)
-        has_pair = (row < rows)[:, None] & (pair < width)[None, :]
+        has_pair = has_row[:, None] & (pair < width)[None, :]
         packed = (low | (high << 4)).to(tl.uint8)
         tl.store(codes + row[:, None] * width + pair[None, :], packed, has_pair)
     else:
-        code = _round_to_byte(scaled, MANTISSA, BIAS)
+        code = round_to_byte(scaled, MANTISSA, BIAS)
         tl.store(codes + row[:, None] * columns + column[None, :], code, inside)
+
+
+@triton.jit
+def scale_blocks(value, decoded, TOP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return numbers [ROWS, blocks, n] over the scale of their block, as [ROWS, COLUMNS]."""
+    unit = tl.full(decoded.shape, 1.0, tl.float32)
+    encode = tl.where(decoded > 0, _divide(unit, decoded), 0.0)
+    return _clamp((value * encode[:, :, None]).reshape(ROWS, COLUMNS), TOP)
 
 
 @triton.jit
@@ -257,7 +276,7 @@ def _cast_weight(
         first_row, first_column, rows, columns, row_stride, column_stride, SIDE, SIDE,
     )  # fmt: skip
     scaled = _clamp(value * tl.load(factors + expert), TOP)
-    code = _round_to_byte(scaled, MANTISSA, BIAS)
+    code = round_to_byte(scaled, MANTISSA, BIAS)
     row = first_row + tl.arange(0, SIDE)
     column = first_column + tl.arange(0, SIDE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -296,7 +315,7 @@ def _cast_rows(
     value = tl.load(x + place, inside, 0.0).to(tl.float32)
     factor_place = row[:, None] * row_factor + column[None, :] * column_factor
     scaled = _clamp(value * tl.load(factors + factor_place, inside, 0.0), TOP)
-    code = _round_to_byte(scaled, MANTISSA, BIAS)
+    code = round_to_byte(scaled, MANTISSA, BIAS)
     tl.store(codes + row[:, None] * columns + column[None, :], code, inside)
 
 
@@ -322,7 +341,7 @@ def cast_groups(
     rows, columns = x_RK.shape
     codes = x_RK.new_empty(rows, columns, dtype=torch.uint8)
     factors = groups.spread(scales, x_RK)
-    mantissa, bias = _SHAPES[operand.number]
+    mantissa, bias = SHAPES[operand.number]
     tile_rows = _TILE_NUMEL // _TILE_COLUMNS
     _cast_rows[triton.cdiv(rows, tile_rows), triton.cdiv(columns, _TILE_COLUMNS)](
         x_RK,
@@ -331,7 +350,7 @@ def cast_groups(
         rows,
         columns,
         *x_RK.stride(),
-        *_broadcast_strides(factors),
+        *broadcast_strides(factors),
         TOP=operand.number.largest,
         MANTISSA=mantissa,
         BIAS=bias,
@@ -339,12 +358,13 @@ def cast_groups(
         COLUMNS=_TILE_COLUMNS,
     )
     return NarrowTensor(
-        codes=codes.view(_CODES[operand.number]),
+        codes=codes.view(CODES[operand.number]),
         scales=None,
         group_scales=1.0 / scales,
         groups=groups,
         operand=operand,
         columns=columns,
+        decode=widen,
     )
 
 
@@ -362,7 +382,7 @@ def _cast_both_ways(w: torch.Tensor, w_ENK: torch.Tensor, operand: OperandFormat
     """Convert with one scale for each expert."""
     scales = low_precision.find_group_scales(_largest_of_experts(w_ENK), operand)
     forward, turned = (_allocate_copy(part, operand, 1.0 / scales) for part in (w, w.mT))
-    mantissa, bias = _SHAPES[operand.number]
+    mantissa, bias = SHAPES[operand.number]
     _cast_weight[_count_squares(w_ENK, _SIDE)](
         w_ENK,
         forward.codes.view(torch.uint8),
@@ -393,8 +413,8 @@ def _convert_both_ways(
     )
     assert forward.scales is not None
     assert turned.scales is not None
-    number, scale_dtype, _ = _SCALES[operand.scale]
-    mantissa, bias = _SHAPES[operand.number]
+    number, scale_dtype, _ = SCALES[operand.scale]
+    mantissa, bias = SHAPES[operand.number]
     side = max(_SIDE, operand.block)
     _convert_weight[_count_squares(w_ENK, side)](
         w_ENK,
@@ -433,10 +453,10 @@ def _allocate_copy(
     columns = w.shape[-1]
     is_packed = operand.number is NarrowFormat.E2M1
     width = triton.cdiv(columns, 2) if is_packed else columns
-    dtype = torch.uint8 if is_packed else _CODES[operand.number]
+    dtype = torch.uint8 if is_packed else CODES[operand.number]
     scales = None
     if operand.block:
-        _, _, scale_type = _SCALES[operand.scale]
+        _, _, scale_type = SCALES[operand.scale]
         scales = w.new_empty(rows, triton.cdiv(columns, operand.block), dtype=scale_type)
     return NarrowTensor(
         codes=w.new_empty(rows, width, dtype=dtype),
@@ -445,6 +465,7 @@ def _allocate_copy(
         groups=groups,
         operand=operand,
         columns=columns,
+        decode=widen,
     )
 
 
@@ -495,12 +516,12 @@ def _convert_by_blocks(
     draws = None
     if operand.rounds_at_random and generator is not None:
         draws = torch.rand(x_RK.shape, generator=generator, device=x_RK.device)
-    number, scale_dtype, scale_type = _SCALES[operand.scale]
+    number, scale_dtype, scale_type = SCALES[operand.scale]
     scales = x_RK.new_empty(rows, triton.cdiv(columns, block), dtype=scale_dtype)
     codes = x_RK.new_empty(
         rows, triton.cdiv(columns, 2) if is_packed else columns, dtype=torch.uint8
     )
-    mantissa, bias = _SHAPES[operand.number]
+    mantissa, bias = SHAPES[operand.number]
     tile_rows = block if operand.is_tiled else _TILE_NUMEL // _TILE_COLUMNS
     _convert_blocks[triton.cdiv(rows, tile_rows), triton.cdiv(columns, _TILE_COLUMNS)](
         x_RK,
@@ -511,7 +532,7 @@ def _convert_by_blocks(
         rows,
         columns,
         *x_RK.stride(),
-        *_broadcast_strides(spread),
+        *broadcast_strides(spread),
         TOP=operand.number.largest,
         MANTISSA=mantissa,
         BIAS=bias,
@@ -524,16 +545,11 @@ def _convert_by_blocks(
         COLUMNS=_TILE_COLUMNS,
     )
     return NarrowTensor(
-        codes=codes if is_packed else codes.view(_CODES[operand.number]),
+        codes=codes if is_packed else codes.view(CODES[operand.number]),
         scales=scales.view(scale_type),
         group_scales=group_scales,
         groups=groups,
         operand=operand,
         columns=columns,
+        decode=widen,
     )
-
-
-def _broadcast_strides(values: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a matrix that is read as if its dims of one were as long as needed."""
-    pairs = zip(values.shape, values.stride(), strict=True)
-    return tuple(0 if size == 1 else stride for size, stride in pairs)
