@@ -211,20 +211,22 @@ class NarrowProducts:
             return self._contract_rows(g_RN, x_RK, ends)
         inputs = self._recipe.inputs
         rows, dtype = len(x_RK), x_RK.dtype
-        is_shared = isinstance(g_RN, NarrowGradient)
-        width = g_RN.rows.columns if is_shared else g_RN.shape[1]
-        grouped = self._find_gradient_product(width, x_RK, ends)
-        padding = g_RN.padding if is_shared else self._plan_padding(grouped, rows, ends)
+        narrow_g: NarrowTensor | None = None
+        if isinstance(g_RN, NarrowGradient):
+            narrow_g = g_RN.columns
+            grouped = self._find_gradient_product(g_RN.rows.columns, x_RK, ends)
+            padding = g_RN.padding
+        else:
+            grouped = self._find_gradient_product(g_RN.shape[1], x_RK, ends)
+            padding = self._plan_padding(grouped, rows, ends)
         # A kept input is converted already, which changes nothing; one that was made again is not,
         # and would give other gradients.
         kept = None if inputs.number is NarrowFormat.E2M1 else inputs
         rotated_rows = self._recipe.hadamard_rows
         form = ColumnForm(operand=inputs, kept=kept, padding=padding, hadamard_rows=rotated_rows)
         narrow_x = self._conversions.convert_columns(x_RK, form, None)
-        if is_shared:
-            assert g_RN.columns is not None
-            narrow_g = g_RN.columns
-        else:
+        if narrow_g is None:
+            assert isinstance(g_RN, torch.Tensor)
             form = self._gradient_form(padding)
             narrow_g = self._conversions.convert_columns(g_RN, form, self._generator)
         if grouped is not None:
