@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: astra-sim what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-material reading-table
+.PHONY: torchtitan bridge astra-sim what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-material reading-table
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -109,6 +109,15 @@ what-if-pairs: $(VENV)/.dev
 # Megatron-LM's own code, from a checkout of it in MEGATRON_LM, starts every export (minutes); `make test` uses what it said.
 megatron: $(VENV)/.dev
 	$(BIN)/python tests/megatron/run.py $(or $(MEGATRON_LM),$(error MEGATRON_LM=DIR, a checkout of Megatron-LM))
+
+# The code of torchtitan, or of Megatron Bridge with Megatron-LM's, from checkouts, starts the best plans of searches (minutes).
+torchtitan: $(VENV)/.dev
+	$(BIN)/python tests/peers/run.py torchtitan $(or $(COUNT),280) $(or $(TORCHTITAN),$(error TORCHTITAN=DIR, a checkout of torchtitan))
+
+bridge: $(VENV)/.dev
+	$(BIN)/python tests/peers/run.py bridge $(or $(COUNT),280) $(or $(BRIDGE),$(error BRIDGE=DIR, a checkout of Megatron-Bridge)) \
+		$(or $(MEGATRON_LM),$(error MEGATRON_LM=DIR, a checkout of Megatron-LM))
+
 # Every published run predicted without its publisher, as docs/accuracy.md (minutes).
 accuracy: | $(VENV)/.ready
 	$(BIN)/python -m docs.tools.accuracy

@@ -238,6 +238,15 @@ def test_timers_of_one_line_and_of_every_rank():
             0.0,
             768,
         ),
+        (
+            " iteration  11/50000 | consumed samples: 5632 | consumed tokens:  11534336 | "
+            "elapsed time per iteration (ms):  52728.1 | learning rate:    1.499E-05 | "
+            "gloabl batch size:  512 | lm loss:  1.376514E+01 | actual seqlen:  2048 | "
+            "samples per second: 9.710 | TFLOPs: 167.52 |",
+            52.7281,
+            167.52,
+            512,
+        ),
     ],
 )
 def test_relatives_of_megatron_are_read(line, step_s, tflops, batch):

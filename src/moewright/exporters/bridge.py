@@ -258,7 +258,7 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
     it builds the models that it converts by code of its own.
     """
     model = plan.model
-    is_converted = find_family(model.family).architecture in _list_converted()
+    is_converted = find_family(model.family).architecture in list_converted()
     find_refusals = provider_refusals if is_converted else core_refusals
     yield from find_refusals(plan_job(plan), plan.hardware)
     if "/" not in model.name or model.name not in catalogue.model_names():
@@ -284,7 +284,7 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
         yield Reason(field="workload.trainer", rule=rule, nearest="--to megatron")
 
 
-def _list_converted() -> frozenset[str]:
+def list_converted() -> frozenset[str]:
     """Return the architectures that Megatron Bridge registers a converter for (067f987d)."""
     file = resources.files("moewright.exporters").joinpath("data/bridge_models.csv")
     rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())

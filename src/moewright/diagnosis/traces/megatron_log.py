@@ -58,6 +58,7 @@ _REQUESTED = re.compile(rf"Tried to allocate ({_UNSIGNED}) (GiB|MiB|KiB)")
 _CAPACITY = re.compile(rf"total capacity of ({_UNSIGNED}) GiB|({_UNSIGNED}) GiB total capacity")
 _BALANCE = re.compile(r"load_balancing_loss|z_loss:|moe_aux")
 _SCALES = {"GiB": GIB, "MiB": MIB, "KiB": 1024}
+_BATCH_KEYS = ("global batch size", "gloabl batch size")  # the second is AscendSpeed's
 _LOSS_KEYS = ("lm loss", "loss", "reduced train loss")
 _ELAPSED = (
     "elapsed time per iteration (ms)",
@@ -296,7 +297,7 @@ def _parse_iteration(number: int, text: str) -> Iteration:
         number=number,
         step_s=_positive(_first_value(values, _ELAPSED, default=seconds * 1e3)) / 1e3,
         tflops_per_device=_positive(_first_value(values, _RATES, default=rate)),
-        global_batch=_count(values, "global batch size"),
+        global_batch=next(filter(None, (_count(values, key) for key in _BATCH_KEYS)), 0),
         loss=_first_value(values, _LOSS_KEYS, default=float("nan")),
         grad_norm=values.get("grad norm", float("nan")),
         skipped=_count(values, "number of skipped iterations"),
