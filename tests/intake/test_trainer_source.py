@@ -193,6 +193,22 @@ def test_a_vocabulary_with_merges_is_gpt2s_whatever_the_files_are_called(tmp_pat
         assert any("50,257" in note for note in job(tmp_path, files).notes)
 
 
+def test_a_placeholder_in_angle_brackets_is_a_value_and_no_redirection(tmp_path):
+    text = (
+        "CHECKPOINT_PATH=<Specify path>\n"
+        "export VOCAB=<Specify path to file>/gpt2-vocab.json # own\n"
+        "MERGES=<path>/gpt2-merges.txt\ncat <in >out\nNAME=<in grep x\n"
+        f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} --vocab-file $VOCAB "
+        "--merge-file $MERGES --save $CHECKPOINT_PATH"
+    )
+    (tmp_path / "job.sh").write_text(text)
+    command = read_launch(tmp_path / "job.sh", {})
+    read = interpret_launch(command, world_size=8, folder=tmp_path)
+    assert any("50,257" in note for note in read.notes)
+    assert command.options["--save"] == ("<Specify",)
+    assert any("read as of a placeholder" in note for note in command.notes)
+
+
 def test_lines_with_windows_ends_are_those_of_linux(tmp_path):
     lines = ('ARGS="\\', f"  {SIZES} \\", f'  {VOCABULARY}"', "torchrun pretrain_gpt.py $ARGS", "")
     commands = []

@@ -36,6 +36,8 @@ _PACKAGES = (
 
 def start(bridge, recipe: dict) -> str:
     """Build and check a configuration; return what Bridge says against it, "" for nothing."""
+    for name in megatron_start._OWN_VARIABLES:  # of the recipe before
+        os.environ.pop(name, None)
     megatron_start._set_device(recipe["capability"])
     torch.cuda.is_available = lambda: False
     os.environ.update(WORLD_SIZE=str(recipe["world_size"]), RANK="0")

@@ -10,6 +10,7 @@ differently is unknown. What cannot be followed is refused with its line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +40,17 @@ from moewright.spec.errors import BadInput, Reason
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 
 
+# NAME=<Specify path to file>/vocab.json: what a user still has to write, to bash a redirection.
+_PLACEHOLDER = re.compile(
+    r"^([ \t]*(?:export[ \t]+)?\w+=)(<[^<>\n|;&'\"()]+>[^\s'\"|;&<>]*)(?=[ \t]*(?:#.*)?\r?$)",
+    re.MULTILINE,
+)
+
+
+def _quote_placeholders(text: str) -> str:
+    return _PLACEHOLDER.sub(r"\1'\2'", text)
+
+
 def read_commands(
     text: str,
     environment: Mapping[str, str],
@@ -61,7 +73,7 @@ def read_commands(
     interpreter.variables.set_constants(constants)
     exit_line = 0
     try:
-        for command in interpreter.run(text, first_line=1):
+        for command in interpreter.run(_quote_placeholders(text), first_line=1):
             commands.append(command)
     except ScriptExit as leaving:
         exit_line = leaving.line
