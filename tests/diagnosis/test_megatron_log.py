@@ -241,7 +241,8 @@ def test_timers_of_one_line_and_of_every_rank():
         (
             " iteration  11/50000 | consumed samples: 5632 | consumed tokens:  11534336 | "
             "elapsed time per iteration (ms):  52728.1 | learning rate:    1.499E-05 | "
-            "gloabl batch size:  512 | lm loss:  1.376514E+01 | actual seqlen:  2048 | "
+            "gloabl batch size:  512 | lm loss:  1.376514E+01 | "  # codespell:ignore
+            "actual seqlen:  2048 | "
             "samples per second: 9.710 | TFLOPs: 167.52 |",
             52.7281,
             167.52,

@@ -58,7 +58,7 @@ _REQUESTED = re.compile(rf"Tried to allocate ({_UNSIGNED}) (GiB|MiB|KiB)")
 _CAPACITY = re.compile(rf"total capacity of ({_UNSIGNED}) GiB|({_UNSIGNED}) GiB total capacity")
 _BALANCE = re.compile(r"load_balancing_loss|z_loss:|moe_aux")
 _SCALES = {"GiB": GIB, "MiB": MIB, "KiB": 1024}
-_BATCH_KEYS = ("global batch size", "gloabl batch size")  # the second is AscendSpeed's
+_BATCH_KEYS = ("global batch size", "gloabl batch size")  # AscendSpeed's; codespell:ignore
 _LOSS_KEYS = ("lm loss", "loss", "reduced train loss")
 _ELAPSED = (
     "elapsed time per iteration (ms)",
