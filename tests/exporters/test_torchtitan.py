@@ -305,6 +305,8 @@ def placed(plan):
 REFUSED = [
     (planned("ep8", name="mistralai/Mixtral-8x7B-v0.1"), "model.name", "Qwen/Qwen3-30B-A3B"),
     (planned("tp2"), "layout.zero", "3"),
+    (planned("zero3,pp2", name="Qwen/Qwen3-0.6B"), "layout.pp", "1"),
+    (planned("zero3,tp8,ep8", 64, "Qwen/Qwen3-235B-A22B"), "layout.tp", "4"),
     (planned("zero0,cp2,cp_comm=allgather"), "layout.zero", "3"),
     (planned("zero3,tp2,sp0"), "layout.sp", "true"),
     (planned("zero3,cp2,cp_comm=a2a"), "layout.cp_comm", "allgather"),

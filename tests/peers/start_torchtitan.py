@@ -60,7 +60,11 @@ class _StandIn(type):
 
 def _make_stand_in(name: str) -> _StandIn:
     call = _StandIn.__call__
-    return _StandIn(name, (), {"__call__": lambda self, *a, **k: call(type(self), *a, **k)})
+    members = {
+        "__call__": lambda self, *a, **k: call(type(self), *a, **k),
+        "__getattr__": lambda self, member: getattr(type(self), member),
+    }
+    return _StandIn(name, (), members)
 
 
 class _Package(types.ModuleType):

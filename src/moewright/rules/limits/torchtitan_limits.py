@@ -8,6 +8,7 @@ names the nearest that starts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from moewright.families.table import find_family
 from moewright.rules.job import Job
@@ -23,7 +24,7 @@ from moewright.spec.layout import (
     Recompute,
     Schedule,
 )
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import (
     DocumentMasking,
     Dtype,
@@ -93,6 +94,12 @@ def torchtitan_refusals(job: Job, hardware: Hardware) -> Iterator[Reason]:
         yield _refusal(
             "model.moe_latent_size", model.moe.latent_size, "has no experts in a latent space", 0
         )
+    if model.tie_embeddings and layout.pp > 1:
+        yield _refusal("layout.pp", layout.pp, "ties no embeddings over a pipeline", 1)
+    heads = model.attention.kv_heads
+    if model.attention.kind is not AttentionKind.MLA and heads % layout.tp:
+        rule = f"cuts {heads} key-value heads over no {layout.tp} ranks"
+        yield _refusal("layout.tp", layout.tp, rule, gcd(heads, layout.tp))
     if model.mtp_layers and (family != _MTP_FAMILY or layout.pp > 1):
         rule = "has MTP only in deepseek_v3, and without a pipeline"
         yield _refusal("model.mtp_layers", model.mtp_layers, rule, 0)
