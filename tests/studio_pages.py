@@ -30,12 +30,16 @@ _FAULTS = """() => {
   }
   for (const node of document.querySelectorAll("body *")) {
     const box = node.getBoundingClientRect();
+    if (node.closest("details:not([open]) > :not(summary)")) continue;  // it is drawn when opened
     if (box.width && box.right > innerWidth + 1 && !node.closest(hidden))
       faults.push(`sticks out: ${node.outerHTML.slice(0, 90)}`);
     const scrolls = /auto|scroll/.test(getComputedStyle(node).overflowX);
     if (scrolls && node.scrollWidth > node.clientWidth + 1 && !node.closest("pre"))
       faults.push(`scrolls sideways: ${node.outerHTML.slice(0, 90)}`);
   }
+  const controls = document.getElementById("controls");  // all choices of a job are in sight
+  if (innerWidth > 1020 && controls && controls.scrollHeight > controls.clientHeight)
+    faults.push(`choices out of sight: ${controls.scrollHeight - controls.clientHeight}`);
   const name = document.documentElement;
   if (name.scrollWidth > innerWidth) faults.push(`wide: ${name.scrollWidth}`);
   return faults;

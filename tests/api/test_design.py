@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 import moewright as mw
 import sample_run
-from moewright.api.design_document import build_design_view
+from moewright.api.design_document import build_design_document, build_design_view
 from moewright.api.design_question import fit_own_level
 from moewright.api.designing import Design
 from moewright.api.requests import read_plan_request
@@ -18,6 +19,8 @@ from moewright.cli.main import main
 from moewright.codec import format_layout, parse_layout
 from moewright.cost.loss_laws import describe_shape, find_law, find_reference
 from moewright.intake.hf import read_config
+from moewright.report import console
+from moewright.report.document_text import print_document
 from moewright.rules.job import plan_job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.search.search import find_best_plan
@@ -70,6 +73,17 @@ def test_every_shape_has_the_layout_and_the_speed_of_its_full_plan(answer: Desig
     assert len(answer.front) <= answer.planned <= answer.timed
     # The best of the front has the least loss of all that were planned, not of templates.
     assert answer.chosen.prediction.loss == min(s.prediction.loss for s in answer.front)
+
+
+def test_a_terminal_of_80_columns_shows_the_front_as_a_table(
+    answer: Design, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "PIPED_WIDTH", 80)
+    stream = io.StringIO()
+    print_document(console.make_console(stream), build_design_document(answer))
+    heads = ["shape", "total", "active", "tokens", "loss", "interval", "serving"]
+    (head,) = [line for line in stream.getvalue().splitlines() if line.split() == heads]
+    assert len(head) <= 80
 
 
 def test_what_is_served_fits_where_it_has_to(answer: Design) -> None:

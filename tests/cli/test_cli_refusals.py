@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import resource
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from moewright.cli.main import main
+from moewright.cli.verbs import build_app
 from selection import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -357,8 +359,9 @@ def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
 
 
 def test_help_names_every_verb_once_and_each_explains_itself(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     main(["--help"])
     verbs = [
         line[2:14].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│ ")
@@ -371,6 +374,10 @@ def test_help_names_every_verb_once_and_each_explains_itself(
         page = capsys.readouterr().out
         assert f"Usage: moewright {verb}" in page
         assert "\x1b" not in page
+        assert max(map(len, page.splitlines())) <= 80
+        doc = str(build_app()[verb].default_command.__doc__)
+        for name in re.findall(r"[\w/]*<\w+", doc):
+            assert name in page  # Markdown would take it for a tag of HTML
 
 
 def test_more_processes_than_the_machine_survives_are_refused(

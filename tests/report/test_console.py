@@ -85,7 +85,7 @@ def test_long_layouts_have_lines_of_their_own_and_one_gamble_is_shown(out):
 
 def test_an_order_that_is_not_that_of_the_steps_is_explained(out):
     print_plans(make_console(out), [plan(1.3), plan(1.25)])
-    assert "Ranked by the time that a step exceeds with a probability of 10%" in out.getvalue()
+    assert "Ranked by the time exceeded in 10% of cases" in out.getvalue()
     out.truncate(0)
     print_plans(make_console(out), [plan(1.25), plan(1.3)])
     assert "Ranked by" not in out.getvalue()
@@ -178,7 +178,7 @@ def test_the_widest_memory_table_fits_and_the_peak_stage_is_the_one_shown(out):
 def test_no_table_is_cut_however_narrow_the_console(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """Cells are there in one piece, and lines are longer than the console for words alone."""
+    """Words are there in one piece, and lines are longer than the console for words alone."""
     monkeypatch.setattr(console, "PIPED_WIDTH", width)
     draws = random.Random(width)
     layout = "tp2,pp8,vpp2,ep8,mbs1,recompute=layernorm+moe_act,layout='Et*4|(t*5|)*2tL'"
@@ -190,8 +190,9 @@ def test_no_table_is_cut_however_narrow_the_console(
         table.add_row(*cells)
         console.make_console(stream).print(table)
         printed = stream.getvalue()
+        words = " ".join(printed.split())
         assert "…" not in printed
-        assert all(cell in printed for cell in cells)
+        assert all(cell in words for cell in cells)
         assert all(name in printed for name, cell in zip(names, cells, strict=True) if cell)
         assert all(
             len(line) <= width or any(len(word) + 10 > width for word in line.split("  "))

@@ -48,11 +48,10 @@ def build_design_document(design: Design) -> Document:
 
 
 def _build_front(design: Design) -> DocumentSection:
-    has_life = bool(design.options.served_tokens)
-    rows = [_list_cells(shape, has_life=has_life) for shape in design.front]
+    rows = [_list_cells(shape, design=design) for shape in design.front]
     reference: tuple[Line, ...] = ()
     if design.like is not None:
-        reference = _list_cells(design.like, has_life=has_life)
+        reference = _list_cells(design.like, design=design)
     notes = [
         f"{design.tried:,} shapes, of which {design.timed} were timed in template layouts and the "
         f"front of these, {design.planned}, searched in full: layouts and days are of full plans.",
@@ -84,24 +83,36 @@ def _list_unknown_to_laws(options: DesignOptions) -> Iterator[str]:
 
 
 def _list_columns(design: Design) -> tuple[Column, ...]:
-    names = ("total", "active", "tokens", "days", "loss", "interval", "serving")
-    life = ("life, h",) * bool(design.options.served_tokens)
-    return (*words("shape"), *numbers(*names, *life))
+    names = ("total", "active", "tokens", "days", "loss", "interval", "serving", "life, h")
+    absent = _list_absent(design)
+    return (*words("shape"), *numbers(*(name for name in names if name not in absent)))
 
 
-def _list_cells(shape: DesignedShape, *, has_life: bool) -> tuple[Line, ...]:
+def _list_absent(design: Design) -> set[str]:
+    """Return the columns that say nothing: the days where the question gave them all."""
+    absent = set()
+    if design.options.days:
+        absent.add("days")
+    if not design.options.served_tokens:
+        absent.add("life, h")
+    return absent
+
+
+def _list_cells(shape: DesignedShape, *, design: Design) -> tuple[Line, ...]:
     prediction = shape.prediction
-    return (
-        shape.model.name,
-        format_count(shape.total),
-        format_count(shape.active),
-        format_count(shape.tokens),
-        format_figures(shape.days),
-        f"{prediction.loss:.3f}",
-        f"{prediction.low:.3f}-{prediction.high:.3f}",
-        format_bytes(shape.serving_bytes),
-        *(f"{shape.life_hours:,.0f}",) * has_life,
-    )
+    cells = {
+        "shape": shape.model.name,
+        "total": format_count(shape.total),
+        "active": format_count(shape.active),
+        "tokens": format_count(shape.tokens),
+        "days": format_figures(shape.days),
+        "loss": f"{prediction.loss:.3f}",
+        "interval": f"{prediction.low:.3f}-{prediction.high:.3f}",
+        "serving": format_bytes(shape.serving_bytes),
+        "life, h": f"{shape.life_hours:,.0f}",
+    }
+    absent = _list_absent(design)
+    return tuple(cell for name, cell in cells.items() if name not in absent)
 
 
 def _build_choice(design: Design) -> DocumentSection:
@@ -150,9 +161,8 @@ def _describe_attention(attention: AttentionSpec) -> str:
 
 def _build_published(design: Design) -> DocumentSection:
     """Build what published models of about the chosen size would come to, trained as it is."""
-    has_life = bool(design.options.served_tokens)
-    rows = [_list_cells(shape, has_life=has_life) for shape in design.published]
-    chosen = _list_cells(design.chosen, has_life=has_life)
+    rows = [_list_cells(shape, design=design) for shape in design.published]
+    chosen = _list_cells(design.chosen, design=design)
     note = "Their shapes on these devices, not the losses that their publishers trained them to."
     return DocumentSection(
         title="Published models of about its size, trained like it",

@@ -55,7 +55,7 @@ def write_answer(
     json_file = None if json == STANDARD_OUTPUT or record is None else json
     for path in (*written, json_file, html):
         if path is not None:
-            console.print(f"wrote {path}", soft_wrap=True)
+            console.print(f"wrote {path}")
 
 
 def _write_json(json: Path, record: object) -> None:

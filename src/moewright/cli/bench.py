@@ -129,14 +129,17 @@ def bench_sweep(
     predict
         Estimate only: nothing is run.
     out
-        The folder of the sweep; runs/<name of the sweep file> when not given.
+        The folder of the sweep; `runs/<name of the sweep file>` when not given.
     json
         Write every row, predicted and measured, to this file; "-": to standard output, and the
         tables to standard error.
     """
+    from rich.text import Text
+
     from moewright.api.launched_trials import TrialStoppedError
     from moewright.api.sweeps import read_sweep_tables
     from moewright.codec import write_text
+    from moewright.report.console import keep_whole
 
     folder = out or Path("runs") / sweep.stem
     try:
@@ -151,8 +154,8 @@ def bench_sweep(
     with write_answer(
         tables, json, html=trials.html, views=lambda: [tables.to_document()]
     ) as console:
-        console.print(files["table.md"], soft_wrap=True)
-        console.print(f"wrote {folder}/{', '.join(files)}", soft_wrap=True)
+        console.print(keep_whole(Text(files["table.md"])))
+        console.print(f"wrote {folder}/{', '.join(files)}")
     return 0
 
 
@@ -246,21 +249,19 @@ def fit(
     write_toml(out, result.hardware)
     with write_answer(result, json, written=(out,)) as console:
         for row_id, reason in result.left_out:
-            console.print(f"{row_id}: left out, {reason}", soft_wrap=True, highlight=False)
+            console.print(f"{row_id}: left out, {reason}")
         _print_errors(console, "before", result.errors_before)
         _print_errors(console, "after", result.errors_after)
         _print_errors(console, "each run left out of its fit", result.errors_left_out)
         for constant in result.constants:
             values = f"{constant.prior:.4g} -> {constant.value:.4g}"
             spread = f"+-{constant.sd:.0%}, was +-{constant.prior_sd:.0%}"
-            console.print(f"{constant.name}: {values} ({spread})", highlight=False)
+            console.print(f"{constant.name}: {values} ({spread})")
         console.print(
-            f"{result.kept_count} constants keep their value: these runs say too little of them",
-            highlight=False,
+            f"{result.kept_count} constants keep their value: these runs say too little of them"
         )
         if result.next_run is not None:
-            line = _describe_next_run(result.next_run)
-            console.print(line, soft_wrap=True, highlight=False)
+            console.print(_describe_next_run(result.next_run))
     return 0
 
 
@@ -270,7 +271,7 @@ def _print_errors(console: Console, name: str, errors: Sequence[float]) -> None:
     mean = fmean(abs(error) for error in errors)
     worst = max(errors, key=abs)
     line = f"error {name}: mean {mean:.1%}, worst {worst:+.1%} ({len(errors)} runs)"
-    console.print(line, highlight=False)
+    console.print(line)
 
 
 def _describe_next_run(run: NextRun) -> str:

@@ -37,7 +37,7 @@ def models(*words: str, json: JsonOption = None) -> int:
     table = list_models(" ".join(words))
     with write_answer(table, json) as console:
         for line in _format_lines(table.to_rows(), console):
-            console.print(line, soft_wrap=True)
+            console.print(line)
     return 0
 
 
@@ -61,7 +61,7 @@ def hardware(on: str = "", /, *, json: JsonOption = None) -> int:
         rows = HardwareTable(devices=(answer,)).to_rows()
     with write_answer(answer, json) as console:
         for line in _format_lines(rows, console):
-            console.print(line, soft_wrap=True)
+            console.print(line)
     return 0
 
 

@@ -119,7 +119,7 @@ def diagnose(
     if later:
         changes = compare_steps(run, later[0])
         with write_answer(changes, outputs.json) as console:
-            console.print(changes.title(), soft_wrap=True)
+            console.print(changes.title())
             print_changes(console, changes.changes)
         return 0
     if outputs.what_if:
@@ -145,7 +145,7 @@ def diagnose(
         else:
             print_short_diagnosis(console, diagnosis)
         if outputs.perfetto is not None:
-            console.print(f"wrote {outputs.perfetto}: open it in ui.perfetto.dev", soft_wrap=True)
+            console.print(f"wrote {outputs.perfetto}: open it in ui.perfetto.dev")
     return 0
 
 
@@ -170,23 +170,23 @@ def print_short_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
 
     assert diagnosis.job is not None
     assert diagnosis.advice is not None
-    console.print(job_title(diagnosis.job), soft_wrap=True)
+    console.print(job_title(diagnosis.job))
     label = "then" if diagnosis.headline else "WALL"
     if diagnosis.headline:
-        console.print(diagnosis.headline, style="bold", soft_wrap=True)
+        console.print(diagnosis.headline, style="bold")
     if diagnosis.findings:
         first = diagnosis.findings[0]
         text = f"{label}: {first.wall} ({first.cause}): {first.title}"
-        console.print(text, style="bold", soft_wrap=True)
+        console.print(text, style="bold")
     step = describe_step(diagnosis.job, diagnosis.measured_step_s, diagnosis.waterfall)
-    console.print(step, soft_wrap=True)
+    console.print(step)
     print_judgement(console, diagnosis)
     print_sections(console, [build_advice_section(diagnosis.advice)])
     for note in diagnosis.notes[:_NOTES_SHOWN]:
-        console.print(note, soft_wrap=True)
+        console.print(note)
     hidden = len(diagnosis.notes[_NOTES_SHOWN:]) + bool(diagnosis.hint)
     rest = f", and {plural(hidden, 'further note')}" if hidden else ""
-    console.print(f"evidence, fixes by cause and the waterfall{rest}: -v", soft_wrap=True)
+    console.print(f"evidence, fixes by cause and the waterfall{rest}: -v")
 
 
 def print_judgement(console: Console, diagnosis: Diagnosis) -> None:
@@ -220,7 +220,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, *, verbose: bool) ->
     from moewright.report.finding_sections import build_advice_section, list_finding_sections
 
     for note in diagnosis.notes:
-        console.print(note, soft_wrap=True)
+        console.print(note)
     print_judgement(console, diagnosis)
     if diagnosis.source is DiagnosisSource.TRACE:
         print_breakdown(console, diagnosis.breakdowns, verbose=verbose)
@@ -230,9 +230,9 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, *, verbose: bool) ->
         print_log(console, diagnosis.log, diagnosis.job)
         if diagnosis.mfu:
             text = f"MFU {diagnosis.mfu:.1%} of the bf16 peak, by the trainer's own count of FLOPs"
-            console.print(text, soft_wrap=True)
+            console.print(text)
     if diagnosis.headline:
-        console.print(diagnosis.headline, style="bold", soft_wrap=True)
+        console.print(diagnosis.headline, style="bold")
     sections = list_finding_sections(diagnosis.findings, has_headline=bool(diagnosis.headline))
     print_sections(console, sections, verbose=verbose)
     if diagnosis.waterfall is not None:
@@ -240,7 +240,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, *, verbose: bool) ->
     if diagnosis.advice is not None:
         print_sections(console, [build_advice_section(diagnosis.advice)], verbose=verbose)
     if diagnosis.hint:
-        console.print(diagnosis.hint, soft_wrap=True)
+        console.print(diagnosis.hint)
 
 
 _NO_COMPARISON_OUTPUTS = ComparisonOutputs()

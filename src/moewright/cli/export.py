@@ -131,7 +131,7 @@ def _read_script(
             print_script_plan(console, better, reading.notes, is_verbose=script.verbose)
         else:
             for line in reading.notes:
-                console.print(line, soft_wrap=True, markup=False)
+                console.print(line)
     return reading.plan
 
 

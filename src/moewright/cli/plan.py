@@ -136,11 +136,11 @@ def _print_answer(
     )
     print_choices(console, plans.choices)
     for line in describe_trainers(plans.plans):
-        console.print(line, soft_wrap=True)
+        console.print(line)
     if plans.best:
         _print_measured_load(console, plans.best, plans.even_routing)
     for line in objections:
-        console.print(line, soft_wrap=True)
+        console.print(line)
 
 
 def _print_measured_load(console: Console, plan: Plan, even: Estimate | None) -> None:
@@ -148,7 +148,7 @@ def _print_measured_load(console: Console, plan: Plan, even: Estimate | None) ->
     from moewright.report.estimate_document import describe_measured_load
 
     if even is not None:
-        console.print(describe_measured_load(plan, even), soft_wrap=True)
+        console.print(describe_measured_load(plan, even))
 
 
 _NO_SCRIPT = LaunchScriptOptions()
@@ -238,10 +238,10 @@ def estimate(
             print_sections(console, sections, verbose=script.verbose)
         _print_measured_load(console, plan, estimate_even_routing(plan))
         if places is not None:
-            console.print(places.title(), soft_wrap=True, markup=False)
+            console.print(places.title())
         if script.verbose:
             for line in (*explain_switches(plan), *explain_imbalance(plan)):
-                console.print(line, soft_wrap=True, markup=False)
+                console.print(line)
     return exit_code(holds=plan.estimate.verdict is not Verdict.OOM, otherwise=DOES_NOT_FIT)
 
 
@@ -258,9 +258,9 @@ def print_script_plan(
     if better.plans:
         print_ranking(console, better.plans, picked=(better.own,))
     for line in (better.advice, *better.changes):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line)
     for line in notes:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line)
     if is_verbose:
         print_sections(console, build_estimate_parts(better.own), verbose=True)
     else:

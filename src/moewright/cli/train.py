@@ -47,7 +47,7 @@ def train(
     nproc
         Processes to start; the job's own number when not given.
     out
-        The run folder; runs/<name of the job file> when not given. A plan needs it.
+        The run folder; `runs/<name of the job file>` when not given. A plan needs it.
     set_
         Another value for a key of the job, section.key=value; may be given again.
     extend

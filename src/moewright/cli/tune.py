@@ -49,7 +49,7 @@ def tune(
     predict
         Run nothing: the same procedure over predictions.
     out
-        The folder of the tuning; runs/<name of the job file>_tune when not given.
+        The folder of the tuning; `runs/<name of the job file>_tune` when not given.
     set_
         Another value for a key of the job, section.key=value; may be given again.
     """

@@ -20,6 +20,9 @@ from moewright.cli.verify import dryrun, verify
 from moewright.cli.watch import check, watch
 from moewright.version import __version__
 
+# A page of help wraps its paragraphs anew, as Markdown; the list of verbs is there sooner without.
+_REFLOWED = "markdown"
+
 
 def build_app() -> App:
     """Build the command line of `moewright`."""
@@ -30,40 +33,52 @@ def build_app() -> App:
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
-    app.command(plan)
-    app.command(estimate)
-    app.command(budget)
-    app.command(design)
-    app.command(validate)
-    app.command(fit)
-    app.command(train)
-    app.command(finetune)
-    app.command(chat)
-    app.command(verify)
-    app.command(dryrun)
-    app.command(upcycle)
-    app.command(report)
-    app.command(diagnose)
-    app.command(watch)
-    app.command(forecast)
-    app.command(compare)
-    app.command(check)
-    app.command(studio)
-    app.command(mcp)
-    app.command(tune)
-    app.command(export)
-    app.command(capture)
-    app.command(models)
-    app.command(hardware)
-    app.command(build_completion_verb(app))
-    data = App(name="data", help="Make training data.")
+    verbs = (
+        plan,
+        estimate,
+        budget,
+        design,
+        validate,
+        fit,
+        train,
+        finetune,
+        chat,
+        verify,
+        dryrun,
+        upcycle,
+        report,
+        diagnose,
+        watch,
+        forecast,
+        compare,
+        check,
+        studio,
+        mcp,
+        tune,
+        export,
+        capture,
+        models,
+        hardware,
+        build_completion_verb(app),
+    )
+    for verb in verbs:
+        app.command(verb, help_format=_REFLOWED)
+    data = App(help_format=_REFLOWED, name="data", help="Make training data.")
     data.command(data_build, name="build")
     app.command(data)
-    convert = App(name="convert", help="Convert Hugging Face folders to checkpoints, and back.")
+    convert = App(
+        help_format=_REFLOWED,
+        name="convert",
+        help="Convert Hugging Face folders to checkpoints, and back.",
+    )
     convert.command(convert_import, name="import")
     convert.command(convert_export, name="export")
     app.command(convert)
-    bench = App(name="bench", help="Measure this machine, the planner, and layouts of a sweep.")
+    bench = App(
+        help_format=_REFLOWED,
+        name="bench",
+        help="Measure this machine, the planner, and layouts of a sweep.",
+    )
     bench.command(bench_machine, name="machine")
     bench.command(bench_search, name="search")
     bench.command(bench_sweep, name="sweep")

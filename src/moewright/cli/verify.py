@@ -37,7 +37,7 @@ def verify(
     Of a job or a plan the first steps are trained in its layout and in one process, with its
     auxiliary losses, clipping and update, in fp32 and in its own format; gradients, norms and
     weights are compared, and exit code 1 says that one is too far off. Of a checkpoint
-    tensors.safetensors gets logits, nll and grad/<name> of the first batch, curve.json loss and
+    tensors.safetensors gets logits, nll and `grad/<name>` of the first batch, curve.json loss and
     grad_norm by step, in fp32; tensors have the names of the checkpoint.
 
     Parameters

@@ -108,7 +108,7 @@ def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread
                     continue
                 told.add(key)
                 if not watching.once and panel is None:
-                    console.print(f"{alarm.kind}: {alarm.text}", soft_wrap=True, markup=False)
+                    console.print(f"{alarm.kind}: {alarm.text}")
                 if watching.webhook and (
                     failure := post_alarm(watching.webhook, alarm, shown.source)
                 ):
@@ -116,7 +116,7 @@ def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread
             if panel is not None:
                 panel.draw(shown)
             elif not watching.once and sys.stdout.isatty() and watching.json != STANDARD_OUTPUT:
-                console.print(shown.title(), soft_wrap=True, markup=False)
+                console.print(shown.title())
     except KeyboardInterrupt:  # it is how a watch ends
         if shown is None:
             raise

@@ -65,10 +65,14 @@ _STAGES = "uneven stages"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutWords:
-    """A layout in words: a sentence, and labels that together say all that its text says."""
+    """A layout in words: a sentence, and labels that together say all that its text says.
+
+    `choices` are those of what is no degree, such as "DeepEP".
+    """
 
     sentence: str
     labels: tuple[str, ...]
+    choices: tuple[str, ...]
 
 
 def describe_layout(layout: Layout) -> LayoutWords:
@@ -79,11 +83,12 @@ def describe_layout(layout: Layout) -> LayoutWords:
     """
     parts = split_layout(layout)
     choices = [_label(key, value) for key, value in parts.items() if key not in DEGREES]
-    named = ["uneven stages" if label.startswith(_STAGES) else label for label in choices]
+    named = [_STAGES if label.startswith(_STAGES) else label for label in choices]
     degrees = ", ".join((*_describe_degrees(layout), _describe_micro_batch(layout)))
     return LayoutWords(
         sentence="; ".join((degrees[0].upper() + degrees[1:], *named)),
         labels=(*_label_degrees(layout), *choices),
+        choices=tuple(named),
     )
 
 

@@ -21,6 +21,7 @@ _NODES = re.compile(
 # H100x8, H100 x 8, H100*8, H100:8
 _COUNT_LAST = re.compile(r"(.*\S)\s*[xX×*:]\s*([\d_]+)")
 
+_PLURAL = re.compile(r"s$", re.IGNORECASE)  # 16 H100s
 
 _SHORTEST = 2  # letters that may begin many a name, as RT does
 
@@ -43,12 +44,20 @@ class HardwareText:
 def parse_hardware_text(text: str) -> HardwareText:
     """Split "8xH100", "H100x8", "2xpath/machine.toml" or "NVIDIA H20" into a count and a name.
 
-    "2 nodes of 8xH100" is 16; without a count "2 nodes H100" takes the device's nodes.
+    "2 nodes of 8xH100" and "2x8xH100" are 16; without a count "2 nodes H100" takes the device's
+    nodes. "16 H100s" and "16 H100 GPUs" are 16 H100.
 
     Raises:
         BadInput: the count is not a whole number in 1..MAX_DEVICES.
     """
-    plain = text.strip()
+    split = _split_count(text.strip(), text)
+    single = _PLURAL.sub("", split.name)
+    if find_device(split.name) is None and find_device(single) is not None:
+        return HardwareText(name=single, count=split.count)
+    return split
+
+
+def _split_count(plain: str, text: str) -> HardwareText:
     if find_device(plain) is not None:
         return HardwareText(name=plain, count=None)
     nodes = _NODES.fullmatch(plain)
@@ -59,6 +68,9 @@ def parse_hardware_text(text: str) -> HardwareText:
         return HardwareText(name=joined[2], count=_parse_device_count(joined[1], joined[2], text))
     first = _COUNT_FIRST.fullmatch(plain)
     if first is not None:
+        node = _COUNT_FIRST.fullmatch(first[2])
+        if node is not None and first[1].isdecimal() and _resembles_hardware(node[2]):
+            return _read_nodes(first[1], first[2], text)
         return HardwareText(name=first[2], count=_parse_device_count(first[1], first[2], text))
     last = _COUNT_LAST.fullmatch(plain)
     # A number behind an x may belong to the name: RTX4090 is not 4,090 devices of a kind RT.

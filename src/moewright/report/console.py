@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 PIPED_WIDTH = 120
 _WIDEST = 10_000  # no table has as many columns of letters
+_APART = (0, 1)  # spaces above and beside a cell
+_CLOSE = (0, 1, 0, 0)
 NAME_WIDTH = 10  # of the name before a fact
+_INDENT = re.compile(r" *(?:- |\d+\. )?")
+_WORD = re.compile(r"\S+")
 _ASCII_BARS = str.maketrans("█░", "#.")
 
 
 class _Console(Console):
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print without a cut at the right edge; a terminal wraps what is longer."""
-        super().print(*objects, **{"crop": False, **options})
+        """Print without a cut: a terminal's lines end between words, and piped ones are whole."""
+        lines = [self._break(item) if isinstance(item, str | Text) else item for item in objects]
+        is_prose = all(isinstance(line, Text) for line in lines)
+        super().print(*lines, **{"crop": False, "soft_wrap": is_prose, **options})
+
+    def _break(self, prose: str | Text) -> Text:
+        """Return prose in lines that fit a terminal; as it is where it is kept whole."""
+        text = Text(prose) if isinstance(prose, str) else prose
+        if text.no_wrap or not self.is_terminal:
+            return text
+        lines = text.split(allow_blank=True)
+        return Text("\n").join(part for line in lines for part in wrap_words(line, self.width))
 
     def on_broken_pipe(self) -> None:
         """Raise, and so leave a closed pipe to the caller; rich would exit with code 1."""
@@ -27,30 +43,77 @@ class _Console(Console):
 
 
 class _FittingTable(Table):
-    """A table that is a list of its rows where a console is narrower than its words.
+    """A table whose columns move together, or else become words, where a console is narrow.
 
     So nothing in it is cut, and a layout can be copied whole.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table, or its rows one below the other."""
-        least = self.__rich_measure__(console, options.update(max_width=_WIDEST)).minimum
-        if least <= options.max_width:
-            yield from super().__rich_console__(console, options)
-            return
+        """Yield the table, or for each row its first cell and what the columns say of it."""
+        for padding in (_APART, _CLOSE):
+            self.padding = padding
+            least = self.__rich_measure__(console, options.update(max_width=_WIDEST)).minimum
+            if least <= options.max_width:
+                yield from super().__rich_console__(console, options)
+                return
         if self.title:
-            yield _keep_whole(Text(str(self.title), style="bold"))
+            yield keep_whole(Text(str(self.title), style="bold"))
         names = [str(column.header).replace("\n", " ") for column in self.columns]
-        indent = max(map(len, names))
-        for cells in zip(*(column.cells for column in self.columns), strict=True):
-            yield Text("")
-            for name, cell in zip(names, cells, strict=True):
-                if str(cell):
-                    yield _keep_whole(Text.assemble(f"{name:{indent}}  ", cell))
+        rows = list(zip(*(column.cells for column in self.columns), strict=True))
+        if names[0]:
+            yield keep_whole(Text(names[0], style="bold"))
+        indent = min(max(len(str(row[0])) for row in rows), options.max_width // 3) + 2
+        for first, *cells in rows:
+            facts = [
+                Text.assemble(f"{name} ", cell)
+                for name, cell in zip(names[1:], cells, strict=True)
+                if str(cell)
+            ]
+            head = Text.assemble(first)
+            lines = _fill(facts, options.max_width - indent)
+            if len(head) < indent and lines:
+                head.append(" " * (indent - len(head))).append_text(lines.pop(0))
+            yield keep_whole(head)
+            for line in lines:
+                yield keep_whole(Text(" " * indent).append_text(line))
         yield Text("")
 
 
-def _keep_whole(line: Text) -> Text:
+def _fill(facts: Iterable[Text], width: int) -> list[Text]:
+    """Join facts by commas to lines of at most a width; one that is longer has its own lines."""
+    lines: list[Text] = []
+    for fact in facts:
+        if lines and lines[-1].cell_len + fact.cell_len + 3 <= width:
+            lines[-1].append(", ").append_text(fact)
+            continue
+        if lines:
+            lines[-1].append(",")
+        lines.extend(wrap_words(fact, width - 1))
+    return lines
+
+
+def wrap_words(line: Text, width: int) -> list[Text]:
+    """Return a line in parts of at most a width, broken between words alone.
+
+    So a word that is longer than that is still copied whole. What follows stands below the first
+    word, behind the spaces, dash or number that the line begins with.
+    """
+    indent = _INDENT.match(line.plain).end()
+    starts: list[int] = []
+    room = width
+    for word in _WORD.finditer(line.plain, indent):
+        begin = starts[-1] if starts else 0
+        if word.start() > max(begin, indent) and cell_len(line.plain[begin : word.end()]) > room:
+            starts.append(word.start())
+            room = max(1, width - indent)
+    first, *rest = line.divide(starts)
+    parts = [first, *(Text(" " * indent).append_text(part) for part in rest)]
+    for part in parts:
+        part.rstrip()
+    return parts
+
+
+def keep_whole(line: Text) -> Text:
     """Return a line that no console wraps or cuts; a terminal wraps it by itself."""
     line.no_wrap = True
     line.overflow = "ignore"
@@ -66,14 +129,14 @@ def make_console(stream: TextIO) -> Console:
 def print_defaults(console: Console, defaults: Sequence[str]) -> None:
     """Print the values that nobody gave, and what was noted while reading, on one line."""
     if defaults:
-        console.print(Text("; ".join(defaults)), soft_wrap=True)
+        console.print(Text("; ".join(defaults)))
 
 
 def print_fact(console: Console, name: str, text: Text) -> None:
     """Print a text behind its name, wrapped beside it; nothing where there is no text."""
-    for place, line in enumerate(text.wrap(console, console.width - NAME_WIDTH)):
+    for place, line in enumerate(wrap_words(text, console.width - NAME_WIDTH)):
         head = Text(f"{'' if place else name:{NAME_WIDTH - 1}} ")
-        console.print(head.append_text(line), soft_wrap=True)
+        console.print(head.append_text(line))
 
 
 def make_table(*columns: str, text_columns: Iterable[str] = (), title: str = "") -> Table:

@@ -104,7 +104,7 @@ def print_waterfall(
             f"the job as described would take {format_seconds(ideal_s)} a step at the peak rate, "
             f"longer than the measured {format_seconds(measured_s)}: it is not the job that ran"
         )
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(text))
         return
     console.print(_waterfall_table(waterfall))
     if model_flops_per_device:
@@ -143,7 +143,7 @@ def _waterfall_table(waterfall: Waterfall) -> Table:
 def print_log(console: Console, log: MegatronLog, job: Plan | None) -> None:
     """Print what a console log measured, and what was predicted where the job is known."""
     for line in describe_log(log):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(line))
     if log.timers:
         console.print(_timer_table(log))
     if job is not None:
@@ -195,7 +195,7 @@ def _print_prediction(console: Console, log: MegatronLog, job: Plan) -> None:
         f"{estimate.tflops_per_device:.1f} TFLOP/s, MFU {estimate.mfu:.1%}, "
         f"HFU {estimate.hfu:.1%}, peak {format_bytes(estimate.peak_bytes)}"
     )
-    console.print(Text(text), soft_wrap=True)
+    console.print(Text(text))
     if log.step_s:
         tokens_per_s = job.workload.tokens_per_step / devices / log.step_s
         tflops = estimate.model_flops_per_step / devices / log.step_s / TERA
@@ -203,7 +203,7 @@ def _print_prediction(console: Console, log: MegatronLog, job: Plan) -> None:
             f"measured: {tokens_per_s:,.0f} tokens/s a device, {tflops:.1f} TFLOP/s by our count "
             "of model FLOPs"
         )
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(text))
 
 
 _SHOWN_LAYERS = 4  # slowest
@@ -224,20 +224,20 @@ def print_details(console: Console, details: Sequence[StepDetails]) -> None:
     if phases:
         parts = ", ".join(f"{phase} {format_seconds(s)}" for phase, s in phases.items())
         text = f"phases of the layers: {parts} a step (measured, own unions)"
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(text))
     if len(first.layers) > 1:
         slowest = sorted(first.layers, key=lambda row: -row.seconds)[:_SHOWN_LAYERS]
         middle = format_seconds(median(row.seconds for row in first.layers))
         parts = ", ".join(f"{row.layer}: {format_seconds(row.seconds)}" for row in slowest)
         text = f"slowest of {len(first.layers)} layers: {parts}; the median {middle} (measured)"
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(text))
     lengths_s = first.step_lengths_s
     if len(lengths_s) > 1:
         low, middle, high = (
             format_seconds(s) for s in (min(lengths_s), median(lengths_s), max(lengths_s))
         )
         text = f"{len(lengths_s)} steps of {low} to {high}, median {middle} (measured, on the host)"
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(text))
     if first.collectives:
         console.print(_collective_table(first))
 

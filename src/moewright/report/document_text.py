@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from moewright.report.console import NAME_WIDTH, make_table, print_fact, spell
+from moewright.report.console import NAME_WIDTH, keep_whole, make_table, print_fact, spell
 from moewright.report.document import (
     Document,
     DocumentSection,
@@ -36,10 +36,10 @@ def print_document(console: Console, document: Document, *, verbose: bool = Fals
     """Print an answer; a short one leaves details out, and says where they are."""
     for line in (document.subject, document.heading):
         if line:
-            console.print(Text(line, style="bold"), soft_wrap=True)
+            console.print(Text(line, style="bold"))
     print_sections(console, document.sections, verbose=verbose)
     if document.hint and not verbose:
-        console.print(Text(document.hint), soft_wrap=True)
+        console.print(Text(document.hint))
 
 
 def print_sections(
@@ -55,13 +55,13 @@ def print_sections(
 def _print_section(console: Console, section: DocumentSection, shown: Collection[Extent]) -> None:
     is_short = shown == _SHORT
     if section.brief and is_short:
-        console.print(Text(section.brief), soft_wrap=True)
+        console.print(Text(section.brief))
     elif section.title:
         title = _draw_line(console, section.title)
         title.style = f"bold {_COLOURS[section.tone]}".strip()
-        console.print(title, soft_wrap=True)
+        console.print(title)
     for line in section.lines:
-        console.print(_draw_line(console, line), soft_wrap=True)
+        console.print(_draw_line(console, line))
     for name, value in section.facts:
         _print_fact(console, name, value)
     if section.table is not None:
@@ -72,7 +72,7 @@ def _print_section(console: Console, section: DocumentSection, shown: Collection
         text = join_runs(note)
         if is_short and len(text) > _LONGEST_NOTE:
             text = f"{text[:_LONGEST_NOTE]}..."
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(text))
     print_sections(console, section.sections, verbose=not is_short)
 
 
@@ -81,7 +81,7 @@ def _print_fact(console: Console, name: str, value: Line) -> None:
     text = _draw_line(console, value)
     if isinstance(value, Phrase) and value.face is Face.CODE:
         text = Text(f"{name:{NAME_WIDTH - 1}} ").append_text(text)
-        console.print(text, soft_wrap=True)
+        console.print(keep_whole(text))
     else:
         print_fact(console, name, text)
 
@@ -90,7 +90,7 @@ def _print_items(console: Console, items: ItemList, *, is_short: bool) -> None:
     shown = items.items[: items.short] if items.short and is_short else items.items
     for number, item in enumerate(shown, 1):
         mark = f"  {number}. " if items.is_numbered else "- "
-        console.print(Text(mark).append_text(_draw_line(console, item)), soft_wrap=True)
+        console.print(Text(mark).append_text(_draw_line(console, item)))
 
 
 def _print_table(console: Console, table: Table, shown: Collection[Extent]) -> None:

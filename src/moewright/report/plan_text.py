@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moewright.codec import format_layout, format_layout_changes
+from moewright.codec.layout_words import describe_layout
 from moewright.cost.evidence import JOIN, OWN_RATES
 from moewright.diagnosis.judgement import describe_nearest_run
 from moewright.diagnosis.published import find_nearest_runs
@@ -92,7 +93,7 @@ def print_plans(
         console.print(Text("No legal layout fits.", style="red"))
         print_sections(console, _rejections(rejected), verbose=True)
         return
-    console.print(Text(job_title(plans[0]), style="bold"), soft_wrap=True)
+    console.print(Text(job_title(plans[0]), style="bold"))
     if verbose:
         console.print(_ranking_table(console, plans, plans[:1]))
     else:
@@ -115,8 +116,8 @@ def print_plans(
 def _describe_order(rule: RankingRule) -> str:
     """Say by what plans are ranked that are not in the order of their steps."""
     return (
-        f"Ranked by the time that a step exceeds with a probability of {rule.risk:.0%} (--risk), "
-        "not by the predicted time."
+        f"Ranked by the time exceeded in {rule.risk:.0%} of cases (--risk), not by the predicted "
+        "time."
     )
 
 
@@ -197,21 +198,30 @@ def describe_recommendations(plan: Plan, width: int) -> Iterable[str]:
     """
     if plan.fast is None:
         return
-    yield f"Fast: {_describe_expectation(plan.fast)}."
+    fast = f"Fast: {_describe_expectation(plan.fast)}"
+    if plan.proven is not None and plan.proven.layout != plan.layout:
+        known = describe_layout(plan.proven.layout).choices
+        choices = [name for name in describe_layout(plan.layout).choices if name not in known]
+        if choices and plan.estimate.evidence.grade is not EvidenceGrade.MEASURED:
+            fast += f"; adds {'; '.join(choices)}; nobody published all of it together"
+    yield f"{fast}."
     if plan.proven is None:
         if plan.hardware.device.kind.is_accelerator:
             yield "Proven: nobody published a run of its choices on this part that is as fast."
     elif plan.proven.layout == plan.layout:
         yield f"Proven: the same; {_count_runs(plan.proven)}."
     else:
-        expected = _describe_expectation(plan.proven)
+        expected = _describe_expectation(plan.proven, beside=plan.fast)
         yield f"Proven: {expected}; {_count_runs(plan.proven)}:"
         text = format_layout(plan.proven.layout)
         yield from (f"{_INDENT}{line}" for line in _break_at_commas(text, width - len(_INDENT)))
 
 
-def _describe_expectation(answer: Recommendation) -> str:
-    """Say what a layout is expected to take, and how that stands to published runs."""
+def _describe_expectation(answer: Recommendation, *, beside: Recommendation | None = None) -> str:
+    """Say what a layout is expected to take, and how that stands to published runs.
+
+    A run that was named for the answer `beside` it is not named again.
+    """
     more = answer.expected_step_s / answer.step_s - 1
     text = f"expect {format_seconds(answer.expected_step_s)} a step"
     if more:
@@ -219,12 +229,16 @@ def _describe_expectation(answer: Recommendation) -> str:
     run = answer.published
     if run is None:
         return text
-    name = f"{run.model.rpartition('/')[2]} on {run.devices:,} x {run.device}"
-    text += f"; {run.ratio:.2f} x the nearest published run, {name}"
-    # The name says how many devices.
-    differs = [part for part in run.differs.split(", ") if part and not part[0].isdigit()]
-    if differs:
-        text += f" ({', '.join(differs)})"
+    named = beside.published if beside is not None else None
+    if named is not None and (named.id, named.differs) == (run.id, run.differs):
+        text += f"; {run.ratio:.2f} x that run"
+    else:
+        name = f"{run.model.rpartition('/')[2]} on {run.devices:,} x {run.device}"
+        text += f"; {run.ratio:.2f} x the nearest published run, {name}"
+        # The name says how many devices.
+        differs = [part for part in run.differs.split(", ") if part and not part[0].isdigit()]
+        if differs:
+            text += f" ({', '.join(differs)})"
     if run.even_ratio:
         text += f", {run.even_ratio:.2f} x with the even load that it was forced to have"
     if run.is_exceeded:

@@ -305,7 +305,7 @@ class Layout(Record):
                 group=FieldGroup.DEGREES,
                 least=1,
                 megatron="--num-virtual-stages-per-pipeline-rank",
-                label="Virtual stages a rank",
+                label="Virtual stages",
                 tried=(1, 2, 3, 4),
             )
         },
@@ -333,7 +333,7 @@ class Layout(Record):
                 least=1,
                 needs_experts=True,
                 megatron="--expert-tensor-parallel-size",
-                label="Expert tensor parallel",
+                label="Expert tensor",
                 tried=(1, 2, 4, 8),
             )
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import stat
@@ -117,7 +118,10 @@ def serve(
         tell(f"the studio is at the socket {socket_path}: forward a port to it, such as")
         tell(f"ssh -L 8765:{socket_path.absolute()} {socket.gethostname()}")
         tell(f"and open http://{HOST}:8765/?token={access.token} (Ctrl-C ends it)")
-    SocketServer(config, socket_path).run(sockets=[listener])
+    server = SocketServer(config, socket_path)
+    # An answer that Ctrl-C cuts off is no fault of the studio, whose log would show it as one.
+    logging.getLogger("uvicorn.error").addFilter(lambda _: not server.should_exit)
+    server.run(sockets=[listener])
 
 
 def listen_at_port(port: int) -> socket.socket:

@@ -114,27 +114,32 @@ mw.layoutCell = (text, words, pick) => mw.el("div", {class: "layout-cell", "data
 mw.colour = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 mw.textStyle = () => ({color: mw.colour("ink"), fontFamily: getComputedStyle(document.body).fontFamily, fontSize: 12});
 
-/* A chart that is drawn anew when its box or the colours of the system change. */
+/* The name above an axis begins where the axis stands, so that no edge cuts it. */
+mw.uncut = option => { for (const axis of [option.yAxis].flat()) if (axis && axis.name) axis.nameTextStyle = {...axis.nameTextStyle, align: "left"}; return option; };
+/* A chart that is drawn anew when the width of its box, whatever changes it, or the colours of the system change. */
 mw.chart = (label, height, option, alternative) => {
   const box = mw.el("div", {class: "chart", role: "img", "aria-label": label, style: `height:${height}px`});
   const png = mw.el("button", {type: "button", class: "small copy", "aria-label": `copy as PNG: ${label}`, onclick: () => mw.copyPicture(item, png)}, "PNG");
   const holder = mw.el("div", {}, box, mw.el("div", {class: "row copies no-print"}, png), alternative || "");
-  const item = {box, chart: null, option, label, hidden: new Set()};
+  const item = {box, chart: null, option, label, hidden: new Set(), width: 0, pick: null};
   item.draw = () => {
-    if (!box.isConnected) { if (item.chart) item.chart.dispose(); mw.charts.delete(item); return; }
-    if (!item.chart) item.chart = echarts.init(box, null, {renderer: "canvas"});
-    const built = item.option(box.clientWidth, item.hidden);
-    item.chart.setOption({animation: false, textStyle: mw.textStyle(), ...built}, true);
+    if (!box.isConnected) { if (item.chart) item.chart.dispose(); item.chart = null; mw.charts.delete(item); return; }
+    if (!box.clientWidth) return;
+    mw.charts.add(item);
+    if (!item.chart) { item.chart = echarts.init(box, null, {renderer: "canvas"}); item.chart.on("click", event => item.pick && item.pick(event)); }
+    if (item.width !== box.clientWidth) item.chart.resize();
+    item.width = box.clientWidth;
+    item.chart.setOption({animation: false, textStyle: mw.textStyle(), ...mw.uncut(item.option(item.width, item.hidden))}, true);
   };
   item.update = next => { item.option = next; item.draw(); };
-  item.resize = () => { if (item.chart && box.isConnected) { item.chart.resize(); } item.draw(); };
+  new ResizeObserver(() => { if (box.clientWidth !== item.width || !box.isConnected) item.draw(); }).observe(box);
   holder.item = item;
   mw.charts.add(item);
   return holder;
 };
 mw.drawAll = root => { for (const item of mw.charts) if (!root || root.contains(item.box)) item.draw(); };
 let resizing = 0, settledWidth = innerWidth;
-addEventListener("resize", () => { cancelAnimationFrame(resizing); resizing = requestAnimationFrame(() => { mw.charts.forEach(item => item.resize()); if (innerWidth !== settledWidth) mw.settle(document.getElementById("content")); }); });
+addEventListener("resize", () => { cancelAnimationFrame(resizing); resizing = requestAnimationFrame(() => { if (innerWidth !== settledWidth) mw.settle(document.getElementById("content")); }); });
 
 /* What holds of every page is done here, once its content stands: a heading, and on a phone an end in sight.
    There, long lists show their first lines, and panels and parts of chapters that would make the page longer than
@@ -158,14 +163,14 @@ mw.settle = (root, name) => {
 };
 mw.fold = (node, kind, text, place, name) => {
   const undo = () => { node.classList.remove(kind); button.remove(); };
-  const button = mw.el("button", {type: "button", class: "small unfold no-print", "aria-label": name, "aria-expanded": "false", onclick: () => { const read = node.contains(button) ? button.parentElement : node; undo(); read.tabIndex = -1; read.focus({preventScroll: true}); node.querySelectorAll(".table-box").forEach(box => box.fit()); mw.charts.forEach(item => item.resize()); }}, text);
+  const button = mw.el("button", {type: "button", class: "small unfold no-print", "aria-label": name, "aria-expanded": "false", onclick: () => { const read = node.contains(button) ? button.parentElement : node; undo(); read.tabIndex = -1; read.focus({preventScroll: true}); node.querySelectorAll(".table-box").forEach(box => box.fit()); }}, text);
   button.undo = undo;
   node.classList.add(kind);
   place(button);
   return button;
 };
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => mw.charts.forEach(item => item.draw()));
-addEventListener("beforeprint", () => mw.charts.forEach(item => item.resize()));
+addEventListener("beforeprint", () => mw.charts.forEach(item => item.draw()));
 
 /* A picture goes to the clipboard; where there is none, it is saved. */
 mw.copyPicture = async (item, button) => {

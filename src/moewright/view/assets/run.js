@@ -115,7 +115,6 @@ mw.expertPanel = experts => {
   panel.append(mw.el("details", {}, mw.el("summary", {}, "Hottest expert over the steps, and the routers"),
     mw.curves("Load of the hottest expert of each layer over the steps", experts.layers.map((layer, index) => ({name: `layer ${layer.layer}`, colour: colours[index % colours.length], points: layer.hottest})), {unit: "hottest, × the mean", show: value => Number(value).toFixed(2)}),
     mw.documentTable(experts.routers, "Routers of every layer")));
-  panel.querySelector("details").addEventListener("toggle", () => mw.charts.forEach(item => item.resize()));
   return panel;
 };
 

@@ -22,7 +22,7 @@ mw.searchChart = (view, pick) => {
     };
   };
   const holder = mw.chart(`${view.ranked.length} layouts by time of a step and peak memory`, 340, option);
-  if (pick) requestAnimationFrame(() => holder.item.chart && holder.item.chart.on("click", event => event.data.item && pick(event.data.item.layout)));
+  if (pick) holder.item.pick = event => event.data.item && pick(event.data.item.layout);
   return holder;
 };
 
@@ -161,6 +161,7 @@ mw.render.DesignView = (view, root) => {
   });
   const answer = mw.el("div");
   mw.render.Document(view.document, answer);
-  root.append(answer.firstChild, mw.panel("Loss by size", mw.chart("Predicted losses of shapes by their parameters, with published models trained alike", 320, option)), ...answer.childNodes);
+  const [heading, ...sections] = answer.childNodes;
+  root.append(heading, mw.panel("Loss by size", mw.chart("Predicted losses of shapes by their parameters, with published models trained alike", 320, option)), ...sections);
 };
 mw.tokens = value => { for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6]]) if (value >= scale) return `${mw.digits(value / scale)}${unit}`; return mw.count(value); };

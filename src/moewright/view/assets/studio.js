@@ -85,24 +85,24 @@ studio.withKey = (key, value) => {
 };
 
 /* ---- the form of the job ---- */
-const field = (key, label, input, all) => mw.el("div", {class: all ? "all" : ""}, mw.el("label", {for: `in-${key}`}, label), input);
+const field = (key, label, input, all, unit) => mw.el("div", {class: all ? "all" : "", title: unit}, mw.el("label", {for: `in-${key}`}, label), input);
 const input = (key, extra) => mw.el("input", {type: "text", id: `in-${key}`, name: key, autocomplete: "off", spellcheck: "false", ...extra, onchange: event => studio.go({[key]: event.target.value.trim()})});
 
 studio.buildForm = () => {
   const {models, devices, precisions} = studio.catalogue;
-  const on = mw.el("select", {id: "in-device", "aria-label": "device", onchange: () => studio.setHardware()}, devices.map(row => mw.el("option", {value: row.device}, `${row.device} · ${mw.digits(row.memory_GiB)} GiB`)));
+  const on = mw.el("select", {id: "in-device", "aria-label": "device", onchange: () => studio.setHardware()}, devices.map(row => mw.el("option", {value: row.device}, row.device)));
   return mw.el("div", {},
     mw.el("div", {class: "fields"},
-      field("model", "Model: a name, an id of the hub, a config.json", input("model", {list: "models"}), true),
+      field("model", "Model", input("model", {list: "models", placeholder: "a name, an id of the hub, a config.json"}), true),
       mw.el("datalist", {id: "models"}, models.map(row => mw.el("option", {value: row.model}))),
       mw.el("div", {}, mw.el("label", {for: "in-devices"}, "Devices"), mw.el("input", {type: "number", id: "in-devices", min: "1", max: "1048576", onchange: () => studio.setHardware()})),
       mw.el("div", {}, mw.el("label", {for: "in-device"}, "of"), on),
-      field("global_batch", "Global batch, sequences", input("global_batch")),
-      field("seq_len", "Sequence, tokens", input("seq_len")),
+      field("global_batch", "Global batch", input("global_batch"), false, "sequences a step"),
+      field("seq_len", "Sequence", input("seq_len"), false, "tokens"),
       field("precision", "Precision", mw.el("select", {id: "in-precision", onchange: event => studio.go({precision: event.target.value})}, precisions.map(name => mw.el("option", {value: name}, name)))),
-      field("network", "Network", mw.el("select", {id: "in-network", onchange: event => studio.go({network: event.target.value})}, ["", "ib", "roce", "efa", "tcp", "nvl72", "pcie"].map(name => mw.el("option", {value: name}, name || "the device's own")))),
+      field("network", "Network", mw.el("select", {id: "in-network", onchange: event => studio.go({network: event.target.value})}, ["", "ib", "roce", "efa", "tcp", "nvl72", "pcie"].map(name => mw.el("option", {value: name}, name || "its own")))),
       field("layout", "Layout", input("layout", {class: "mono"}), true)),
-    mw.el("div", {class: "row", style: "margin-top:.7rem"},
+    mw.el("div", {class: "row"},
       mw.el("button", {type: "button", class: "primary", id: "find-best", onclick: () => studio.findBest()}, "Find the best layout"),
       mw.el("span", {class: "note", id: "search-state", role: "status"})),
     mw.el("div", {id: "layout-controls"}),

@@ -12,7 +12,7 @@ studio.pages.top = () => {
   studio.fill(head, ...mw.skeleton(180, 380, 500));
   const params = studio.job();
   params.delete("layout");
-  const finish = text => { state.textContent = text; stop.remove(); bar.remove(); };
+  const finish = text => { state.textContent = text; head.hidden = !text; stop.remove(); bar.remove(); };
   studio.stream("/api/task/search", params, cancel.signal, view => {
     if (cancel.signal.aborted) return;
     const root = mw.el("div");
