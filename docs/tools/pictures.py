@@ -38,7 +38,13 @@ _PAGES = (  # name, address, what says that it is ready
         f"budget?{_SMALL}&layout=ep8&tokens=1T&price=2",
         "[data-fewest]:not([data-fewest='0'])",
     ),
+    (
+        "design",
+        "design?model=Qwen3-30B-A3B&on=8xH100&days=7&max_total=8B",
+        "h1:has-text('7 days on 8')",
+    ),
     ("runs", "runs?run=runs/quickstart", "html[data-stamp]"),
+    ("watch", "watch?log=runs/quickstart", "h1:has-text('step ')"),
     ("share", f"share?{_SMALL}&layout=ep8,mbs1,recompute=full", "[data-target]"),
     ("learn", "learn/pipelines", "html[data-ready]"),
 )

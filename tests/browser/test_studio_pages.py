@@ -1,5 +1,7 @@
 """The studio's other pages: searches, timetables, comparisons, budgets, and what is taken away."""
 
+import csv
+import io
 import json
 import os
 import random
@@ -178,6 +180,11 @@ def test_changes_sum_to_the_difference_and_an_illegal_layout_says_why(studio, op
     second = mw.estimate("Qwen3-30B-A3B", "tp1,ep8,mbs1,recompute=full", **job)
     difference = second.estimate.step_s - first.estimate.step_s
     assert sum(changes) == pytest.approx(difference, abs=1e-9)
+    page.evaluate("navigator.clipboard.writeText = async text => { window.copied = text; }")
+    page.locator("section", has_text="Side by side").get_by_text("CSV", exact=True).click()
+    copied = list(csv.DictReader(io.StringIO(page.evaluate("window.copied"))))
+    texts = page.locator(".layout-cell").evaluate_all("all => all.map(one => one.dataset.layout)")
+    assert [row["layout"] for row in copied] == texts  # and not the words of a button
     assert "must divide" in page.locator("section", has_text="C beside A").last.inner_text()
 
 

@@ -70,13 +70,19 @@ mw.panel = (title, ...children) => mw.el("section", {class: "panel"}, title ? mw
 
 mw.wide = node => { node.classList.add("span"); return node; };
 
+/* What a copy has of a cell: a layout is its text, and buttons that copy are none of it. */
+mw.copied = run => {
+  if (!(run instanceof Element)) return run instanceof Node ? run.textContent : String(run ?? "");
+  if (run.dataset.layout) return run.dataset.layout;
+  return run.matches("button.copy") ? "" : [...run.childNodes].map(mw.copied).join("");
+};
 /* A table is copied whole, shows its first rows, and turns into cards where its box is too narrow. */
 mw.shownRows = {table: 12, cards: 4};
 mw.table = (columns, rows, caption, totals = []) => {
   const body = mw.el("tbody", {}, rows.map((row, place) => mw.el("tr", {class: totals[place] ? "total" : null},
     columns.map((column, index) => mw.el("td", {class: column.n ? "n" : null, "data-label": column.t || null}, row[index])))));
   const head = mw.el("thead", {}, mw.el("tr", {}, columns.map(column => mw.el(column.t ? "th" : "td", {class: column.n ? "n" : null, scope: column.t ? "col" : null}, mw.term(column.t)))));
-  const text = cell => (cell instanceof Node ? cell.textContent : [cell].flat().map(run => run instanceof Node ? run.textContent : String(run ?? "")).join("")).trim();
+  const text = cell => [cell].flat().map(mw.copied).join("").trim();
   const lines = [columns.map(column => column.t), ...rows.map(row => columns.map((column, index) => text(row[index])))];
   const quote = cell => /[",\n]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell;
   const markdown = [lines[0], lines[0].map(() => "---"), ...lines.slice(1)].map(line => `| ${line.map(cell => cell.replaceAll("|", "\\|")).join(" | ")} |`).join("\n");
