@@ -98,7 +98,9 @@ def wrap_words(line: Text, width: int) -> list[Text]:
     So a word that is longer than that is still copied whole. What follows stands below the first
     word, behind the spaces, dash or number that the line begins with.
     """
-    indent = _INDENT.match(line.plain).end()
+    head = _INDENT.match(line.plain)
+    assert head is not None  # it may be empty
+    indent = head.end()
     starts: list[int] = []
     room = width
     for word in _WORD.finditer(line.plain, indent):
