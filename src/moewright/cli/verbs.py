@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from cyclopts import App
 
 from moewright.cli.bench import bench_machine, bench_search, bench_sweep, fit, validate
@@ -21,7 +23,7 @@ from moewright.cli.watch import check, watch
 from moewright.version import __version__
 
 # A page of help wraps its paragraphs anew, as Markdown; the list of verbs is there sooner without.
-_REFLOWED = "markdown"
+_REFLOWED: Final = "markdown"
 
 
 def build_app() -> App:
