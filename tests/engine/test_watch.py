@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -17,21 +18,37 @@ TIMEOUTS = Timeouts(rendezvous_s=60.0, hang_s=2.0, start_s=120.0, first_step_s=3
 MARGIN_S = 3.0
 
 
-@pytest.mark.parametrize("kind", ["before the first beat", "at a start"])
-def test_a_suspended_process_is_given_no_time_to_start(kind: str, tmp_path: Path) -> None:
-    """It may be a spare that is asked to take a place, or one that stays while others recover."""
+def watch_rank(folder: Path, pid: int) -> WatchedRank:
     info = RankInfo(
         rank=0,
         local_rank=0,
         world_size=2,
         timeouts=TIMEOUTS,
         device=DeviceKind.CPU,
-        rendezvous=tmp_path,
+        rendezvous=folder,
     )
+    return WatchedRank(info=info, folder=folder, pid=pid)
+
+
+def test_a_trace_may_be_written_for_as_long_as_others_wait(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(rank_file_path(tmp_path, "beat", 0))
+    rank = watch_rank(tmp_path, os.getpid())
+    heartbeat.beat(1)
+    heartbeat.beat(2)
+    assert rank.patience_s() == TIMEOUTS.hang_s + MARGIN_S
+    heartbeat.note("writes its trace", is_slow=True)
+    assert rank.patience_s() == TIMEOUTS.collective_s + MARGIN_S
+    heartbeat.beat(3)
+    assert rank.patience_s() == TIMEOUTS.hang_s + MARGIN_S
+
+
+@pytest.mark.parametrize("kind", ["before the first beat", "at a start"])
+def test_a_suspended_process_is_given_no_time_to_start(kind: str, tmp_path: Path) -> None:
+    """It may be a spare that is asked to take a place, or one that stays while others recover."""
     if kind == "at a start":
         Heartbeat(rank_file_path(tmp_path, "beat", 0)).beat(0)
     with subprocess.Popen(["sleep", "60"]) as process:
-        rank = WatchedRank(info=info, folder=tmp_path, pid=process.pid)
+        rank = watch_rank(tmp_path, process.pid)
         longest_s = TIMEOUTS.start_s if kind == "at a start" else TIMEOUTS.rendezvous_s
         assert rank.patience_s() == longest_s + MARGIN_S
         process.send_signal(signal.SIGSTOP)

@@ -201,7 +201,7 @@ def count_rank(
         passes = run_micro_batches * layout.vpp * len(_PASSES)
         begun = 0
 
-        def note(activity: str, *, is_waiting: bool = False) -> None:
+        def note(activity: str, *, is_waiting: bool = False, is_slow: bool = False) -> None:
             nonlocal begun
             if activity.startswith(_PASSES):
                 begun += 1

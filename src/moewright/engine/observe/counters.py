@@ -86,12 +86,17 @@ ForwardKey = tuple[int, int]  # micro-batch, model chunk
 
 
 class NoteActivity(Protocol):
-    """A function that is called with what the rank begins to do; it may be waiting for others."""
+    """A function that is called with what the rank begins to do.
 
-    def __call__(self, activity: str, *, is_waiting: bool = False) -> None: ...
+    It may wait for others, or take longer than any part of a step without a sign of life.
+    """
+
+    def __call__(
+        self, activity: str, *, is_waiting: bool = False, is_slow: bool = False
+    ) -> None: ...
 
 
-def ignore_activity(activity: str, *, is_waiting: bool = False) -> None:
+def ignore_activity(activity: str, *, is_waiting: bool = False, is_slow: bool = False) -> None:
     """Note nothing: nobody watches this process."""
 
 

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from moewright.codec import read_json_data, write_text
 from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
+from moewright.engine.observe.counters import NoteActivity
 from moewright.engine.torch_private import ProfilerConfig, record_memory, write_memory_snapshot
 from moewright.spec.workload import ProfileSpec
 
@@ -23,7 +24,8 @@ _PROCESS_NUMBERS_PER_RANK = 1000
 class ProfilerWindow:
     """A window of steps that the profiler watches on one rank.
 
-    `module` gives the ranges their names; `watches_all_threads`: passes run on several threads.
+    `module` gives the ranges their names; `note` is told that a trace is written;
+    `watches_all_threads`: passes run on several threads.
     """
 
     def __init__(
@@ -34,12 +36,14 @@ class ProfilerWindow:
         rank: int,
         device: torch.device,
         module: torch.nn.Module,
+        note: NoteActivity,
         watches_all_threads: bool = False,
     ) -> None:
         self._spec = spec
         self._run_dir = run_dir
         self._rank = rank
         self._module = module
+        self._note = note
         self._watches_all_threads = watches_all_threads
         self._is_cuda = device.type == "cuda"
         self._is_active = spec.end > 0 and rank in spec.ranks
@@ -63,6 +67,7 @@ class ProfilerWindow:
         """Write what has been recorded; also called when a run ends inside its window."""
         if self._profiler is None:
             return
+        self._note("writes its trace", is_slow=True)
         self._profiler.stop()
         for hook in self._hooks:
             hook.remove()

@@ -177,6 +177,7 @@ def _train_session(
         rank=rank,
         device=device,
         module=state.model,
+        note=context.note,
         watches_all_threads=Overlap.EP in state.runtime.mesh.layout.overlap,
     )
     context.close_on_loss(profiler.close)

@@ -113,6 +113,8 @@ class WatchedRank:
             return patience_s + _HANG_MARGIN_S
         if not beats:
             patience_s = timeouts.rendezvous_s
+        elif beats[-1].is_slow:
+            patience_s = max(patience_s, timeouts.collective_s)
         elif beats[-1].steps_begun == 0:
             patience_s = max(patience_s, timeouts.start_s)
         elif beats[-1].steps_begun == 1:

@@ -37,7 +37,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STACK_SIGNAL = signal.SIGUSR1
 # A heartbeat: seconds of the monotonic clock, which all processes of a machine share; the step; the
 # steps that this session has begun; whether the rank waits for others; what it does.
-_BEAT = struct.Struct("<dqi?115s")
+_BEAT = struct.Struct("<dqi??114s")
 # Heartbeats that a file holds: it is the rank's flight record, which outlives the rank.
 _RECORDS = 64
 _PEER_LOST = (
@@ -83,7 +83,8 @@ class Timeouts:
     `collective_s` is the timeout of every process group. A rank that does not wait for others and
     has not beaten for `hang_s` and a margin is taken to hang, or any where all wait; 0: after
     `collective_s`. A worker notes what it does at least that often. Before the first step of a
-    session patience is `start_s`, and in the first one `first_step_s`, where those are longer.
+    session patience is `start_s`, and in the first one `first_step_s`, where those are longer; with
+    what it calls slow it is `collective_s`, for as long as the others wait for it.
     """
 
     rendezvous_s: float = 60.0
@@ -124,6 +125,7 @@ class Beat:
     step: int
     steps_begun: int
     is_waiting: bool
+    is_slow: bool
     activity: str
 
 
@@ -149,10 +151,11 @@ class Heartbeat:
         self._step = step
         self.note("begins the step")
 
-    def note(self, activity: str, *, is_waiting: bool = False) -> None:
+    def note(self, activity: str, *, is_waiting: bool = False, is_slow: bool = False) -> None:
         """Note what the rank begins to do."""
-        text = activity.encode()[:115]
-        record = _BEAT.pack(time.monotonic(), self._step, self._steps_begun, is_waiting, text)
+        text = activity.encode()[:114]
+        times = time.monotonic(), self._step, self._steps_begun
+        record = _BEAT.pack(*times, is_waiting, is_slow, text)
         os.pwrite(self._handle, record, self._count % _RECORDS * _BEAT.size)
         self._count += 1
 
@@ -165,7 +168,7 @@ def read_beats(path: Path) -> list[Beat]:
         return []
     beats = []
     for fields in _BEAT.iter_unpack(data[: len(data) // _BEAT.size * _BEAT.size]):
-        time_s, step, steps_begun, is_waiting, text = fields
+        time_s, step, steps_begun, is_waiting, is_slow, text = fields
         if not time_s:  # no heartbeat yet
             continue
         beats.append(
@@ -174,6 +177,7 @@ def read_beats(path: Path) -> list[Beat]:
                 step=step,
                 steps_begun=steps_begun,
                 is_waiting=is_waiting,
+                is_slow=is_slow,
                 activity=text.rstrip(b"\0").decode(errors="replace"),
             )
         )
