@@ -300,8 +300,6 @@ def train_planted(
         data,
         steps=end,
         profile=profile,
-        # A rank says nothing while it writes its trace: minutes on a busy machine.
-        hang_timeout_s=600.0,
         router=RouterTraining(force=RouterForce.BALANCED),
         optimizer=OptimizerSpec(lr=1e-2, clip_norm=0.0, bucket_elements=pair.bucket_elements),
     )
