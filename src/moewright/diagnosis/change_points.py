@@ -146,8 +146,8 @@ class _Stretch:
         row = int(hit_rows[0])
         end = int(np.argmax(is_hit[:, row].any(axis=0)))
         begun = begins[:, row, end]
-        said = sums[:, row, ends[end]] - sums[np.arange(len(sums)), row, begun]
-        test = int(np.argmax(said))
+        evidence = sums[:, row, ends[end]] - sums[np.arange(len(sums)), row, begun]
+        test = int(np.argmax(evidence))
         first = self.first + row * _STRIDE
         return _Hit(row=row, start=first + int(begun[test]), stop=first + int(ends[end]))
 

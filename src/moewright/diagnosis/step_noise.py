@@ -28,7 +28,7 @@ FALSE_ALARM = 3e-7  # of a window of noise
 LEAST_NOISE = 0.002  # of the level: below it clocks and rounding rule
 _SIGMA = 1.4826  # times the median absolute deviation: that of a normal variable
 _CLIP = 4.0  # deviations, beyond which a residual tells nothing of the noise's width or memory
-_MOST_SAID = 3.0  # by one step
+_MOST_SCORE = 3.0  # by one step
 _LEAST_BOUND = 3.0  # of a sum, as one step alone may say
 _GRID = 801
 _SMOOTHING = 0.5  # of a deviation
@@ -130,9 +130,9 @@ def measure_noise(residuals: Floats) -> StepNoise:
     rows = []
     for shift in (sign * log1p(share) * (1 - memory) for share in TUNED for sign in (1, -1)):
         moved = density[np.clip(np.arange(_GRID) - round(shift / step), 0, _GRID - 1)]
-        scores = np.clip(moved - density, -_MOST_SAID, _MOST_SAID)
-        said = scores[_find_cells(fresh, top)]
-        sums = np.convolve(said, np.ones(block), mode="valid")
+        scores = np.clip(moved - density, -_MOST_SCORE, _MOST_SCORE)
+        drawn = scores[_find_cells(fresh, top)]
+        sums = np.convolve(drawn, np.ones(block), mode="valid")
         mean = sums.mean()
         sums = mean + (sums - mean) * sqrt(1 + _FEW * block / len(residuals))
         most = sums.max()
@@ -143,7 +143,7 @@ def measure_noise(residuals: Floats) -> StepNoise:
             (
                 scores,
                 (np.log(moments) + _POWERS * most) / block,
-                (nudged - said.mean()) / nudge,
+                (nudged - drawn.mean()) / nudge,
                 shifted.mean(),
                 max(sums.std() / sqrt(block), shifted.std()),
             )

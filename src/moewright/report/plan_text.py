@@ -200,8 +200,8 @@ def describe_recommendations(plan: Plan, width: int) -> Iterable[str]:
         return
     fast = f"Fast: {_describe_expectation(plan.fast)}"
     if plan.proven is not None and plan.proven.layout != plan.layout:
-        known = describe_layout(plan.proven.layout).choices
-        choices = [name for name in describe_layout(plan.layout).choices if name not in known]
+        proven = describe_layout(plan.proven.layout).choices
+        choices = [name for name in describe_layout(plan.layout).choices if name not in proven]
         if choices and plan.estimate.evidence.grade is not EvidenceGrade.MEASURED:
             fast += f"; adds {'; '.join(choices)}; nobody published all of it together"
     yield f"{fast}."
@@ -211,16 +211,16 @@ def describe_recommendations(plan: Plan, width: int) -> Iterable[str]:
     elif plan.proven.layout == plan.layout:
         yield f"Proven: the same; {_count_runs(plan.proven)}."
     else:
-        expected = _describe_expectation(plan.proven, beside=plan.fast)
+        expected = _describe_expectation(plan.proven, first=plan.fast)
         yield f"Proven: {expected}; {_count_runs(plan.proven)}:"
         text = format_layout(plan.proven.layout)
         yield from (f"{_INDENT}{line}" for line in _break_at_commas(text, width - len(_INDENT)))
 
 
-def _describe_expectation(answer: Recommendation, *, beside: Recommendation | None = None) -> str:
+def _describe_expectation(answer: Recommendation, *, first: Recommendation | None = None) -> str:
     """Say what a layout is expected to take, and how that stands to published runs.
 
-    A run that was named for the answer `beside` it is not named again.
+    A run that was named for the answer that stands `first` is not named again.
     """
     more = answer.expected_step_s / answer.step_s - 1
     text = f"expect {format_seconds(answer.expected_step_s)} a step"
@@ -229,7 +229,7 @@ def _describe_expectation(answer: Recommendation, *, beside: Recommendation | No
     run = answer.published
     if run is None:
         return text
-    named = beside.published if beside is not None else None
+    named = first.published if first is not None else None
     if named is not None and (named.id, named.differs) == (run.id, run.differs):
         text += f"; {run.ratio:.2f} x that run"
     else:
