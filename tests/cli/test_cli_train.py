@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +24,10 @@ from moewright.codec import (
     write_toml,
 )
 from moewright.engine.run.launch import LaunchHooks
+from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.search import search
+from moewright.search.space import Objections
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
@@ -59,10 +60,11 @@ class Stage:
         *,
         fixed: str,
         top: int,
-        allowed: object,
+        allowed: Objections,
     ) -> SimpleNamespace:
-        assert isinstance(allowed, partial)
-        assert allowed.func is unsupported_layout
+        beyond_engine = parse_layout("overlap=ep,zero3", world_size=hardware.count)
+        job = Job(model=model, workload=workload, layout=beyond_engine)
+        assert allowed(beyond_engine) == unsupported_layout(job) != ()
         self.searches.append(fixed)
         layout = parse_layout(fixed, world_size=hardware.count)
         plan = Plan(
