@@ -64,6 +64,7 @@ def test_a_failure_of_a_rival_is_its_answer(monkeypatch, capsys):
     assert third == {"id": "c", "refused": "offload"}
 
 
+@pytest.mark.thorough
 def test_a_rival_and_ours_are_scored_on_the_same_runs(rows):
     """Twice the seconds of every run is half its speed; a level of other publishers mends that."""
     measured = {id_: row for id_, row in rows.items() if row.model.moe}

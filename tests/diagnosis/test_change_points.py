@@ -62,6 +62,7 @@ def test_a_planted_shift_is_found_within_fifty_steps(noise: str, shift: float) -
     assert late <= 1  # of twenty: neighbours that are alike may hide 3 % longer
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("noise", NOISES)
 def test_noise_raises_no_alarm_in_two_hundred_thousand_steps(noise: str) -> None:
     """Of all kinds together two alarms in two million steps were seen, at 0.3 to 5 %."""

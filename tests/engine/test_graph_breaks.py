@@ -93,6 +93,7 @@ def test_a_step_reads_as_often_as_the_rule_counts(
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("shape", "layout", "world_size", "rank"),
     [

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 _SWITCHES = ("store_true", "store_false", "store_const")
@@ -22,6 +24,7 @@ _PARSERS = (
     "*/utils/arguments.py",
 )
 _LEVELS = 6  # folders above a script in which the root of its checkout may be
+_MOST_ENTRIES = 256  # of the root of a checkout; a folder of temporary files has more
 _MOST_BYTES = 1 << 20
 # Where the model, its kernels and its messages are, and what stands beside them there.
 _CORE = re.compile(
@@ -144,7 +147,7 @@ def find_own_source(folder: Path, programs: Sequence[str]) -> TrainerSource:
     root = None
     for place in folders:
         files += [place / name for name in programs if not name.startswith(("/", "\0"))]
-        parsers = [file for pattern in _PARSERS for file in place.glob(pattern)]
+        parsers = _list_parsers(place)
         if parsers:
             files += parsers
             root = place
@@ -154,6 +157,16 @@ def find_own_source(folder: Path, programs: Sequence[str]) -> TrainerSource:
         for option in parse_options(_read_source(file)):
             options.setdefault(option.name, option)
     return TrainerSource(root=root, options=options)
+
+
+def _list_parsers(folder: Path) -> list[Path]:
+    """List the files of a checkout's root that may add options; none where it is no such root."""
+    try:
+        with os.scandir(folder) as found:
+            is_root = len(list(islice(found, _MOST_ENTRIES + 1))) <= _MOST_ENTRIES
+    except OSError:
+        return []
+    return [file for pattern in _PARSERS for file in folder.glob(pattern)] if is_root else []
 
 
 def find_core_use(root: Path, dest: str) -> str:
