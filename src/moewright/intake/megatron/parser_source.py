@@ -162,8 +162,8 @@ def find_own_source(folder: Path, programs: Sequence[str]) -> TrainerSource:
 def _list_parsers(folder: Path) -> list[Path]:
     """List the files of a checkout's root that may add options; none where it is no such root."""
     try:
-        with os.scandir(folder) as found:
-            is_root = len(list(islice(found, _MOST_ENTRIES + 1))) <= _MOST_ENTRIES
+        with os.scandir(folder) as entries:
+            is_root = len(list(islice(entries, _MOST_ENTRIES + 1))) <= _MOST_ENTRIES
     except OSError:
         return []
     return [file for pattern in _PARSERS for file in folder.glob(pattern)] if is_root else []
