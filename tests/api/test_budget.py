@@ -130,6 +130,8 @@ def test_calendar_days_are_those_of_steps_over_the_goodput() -> None:
     assert calendar is not None
     # Twelve hours of the sixteen devices that were named.
     assert calendar.mtbf_s == pytest.approx(24 * 3600)
+    (note,) = build_budget_document(answer).sections[0].notes
+    assert "--mtbf" not in note  # it was given
     assert calendar.days == pytest.approx(line.days / calendar.goodput)
     assert calendar.goodput == pytest.approx(calendar.shares.training * calendar.running)
     hours = (8 + calendar.spares * calendar.unit_devices) * 24 * calendar.days

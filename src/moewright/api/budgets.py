@@ -382,7 +382,9 @@ def _build_figures(budget: Budget) -> DocumentSection:
         )
         for line in budget.lines
     ]
-    notes = ["Days count training steps only; --mtbf auto adds those by the calendar."]
+    has_calendar = any(line.calendar is not None for line in budget.lines)
+    rest = "the calendar below has the rest" if has_calendar else "--mtbf auto adds the calendar"
+    notes = [f"Days count training steps only; {rest}."]
     if budget.without_layout:
         counts = ", ".join(map(str, budget.without_layout))
         notes.append(f"No layout fits with the probability that a plan asks for: {counts}.")
