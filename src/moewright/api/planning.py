@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from moewright.api.requests import (
 )
 from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.diagnosis.judgement import Judgement, judge_plan
+from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.legality import check_legality
 from moewright.rules.limits.trainers import TargetTrainer, job_refusals, trainer_refusals
@@ -262,17 +263,12 @@ def _check_options(options: SearchOptions) -> None:
 
 def build_objections(request: PlanRequest) -> Objections:
     """Return what speaks against a legal layout: the trainer, or for a job to run this engine."""
+    refuse: Callable[[Job], tuple[Reason, ...]] = unsupported_layout
     if request.runs_on is not None:
-        return partial(_trainer_refusals, request, request.runs_on)
-    if request.purpose is Purpose.PLAN:
+        refuse = partial(trainer_refusals, request.runs_on, hardware=request.hardware)
+    elif request.purpose is Purpose.PLAN:
         return no_objections
-    return layout_objections(request.model, request.workload, unsupported_layout)
-
-
-def _trainer_refusals(
-    request: PlanRequest, trainer: TargetTrainer, layout: Layout
-) -> tuple[Reason, ...]:
-    return trainer_refusals(trainer, request.job(layout), request.hardware)
+    return layout_objections(request.model, request.workload, refuse)
 
 
 def _bind_trainer(request: PlanRequest, name: str) -> PlanRequest:

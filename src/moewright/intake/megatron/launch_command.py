@@ -393,8 +393,9 @@ class _LaunchParser:
         taken = []
         for name, option in self.table.items():
             own = self.own_source.options.get(name)
-            told = self.options.keys() & {other.name for other in self.by_dest[option.dest]}
-            if own is None or told or option.default in _NO_DEFAULTS or not own.default:
+            if own is None or option.default in _NO_DEFAULTS or not own.default:
+                continue
+            if self.options.keys() & {other.name for other in self.by_dest[option.dest]}:
                 continue
             is_same = _same_value(own.default, option.default)
             is_read = find_harmless(name, ("megatron",)) is None
