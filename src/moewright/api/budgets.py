@@ -36,12 +36,10 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.options import BudgetOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
-from moewright.spec.units import format_figures, format_seconds, plural
+from moewright.spec.units import DAY_S, HOUR_S, format_figures, format_seconds, plural
 from moewright.spec.workload import BatchRampSpec, Dtype, SaveMode
 
 _LEAST_TOKENS = 10**6  # a plain number below it is one whose unit was left out
-_DAY_S = 86400
-_HOUR_S = 3600
 _SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the devices named, where no counts are given
 _MAX_DEVICES = 1_000_000
 _ESTIMATED_BATCHES = 8  # of a ramp
@@ -285,7 +283,7 @@ def price_devices(
     ramp_s = sum(steps * time_s for steps, time_s in zip(batches.values(), times, strict=True))
     total_s = full_steps * step_s + ramp_s
     low_s, high_s = plan.estimate.step_interval_80
-    device_hours = total_s * count / _HOUR_S
+    device_hours = total_s * count / HOUR_S
     steps = full_steps + sum(batches.values())
     calendar = None
     if operations is not None:
@@ -295,10 +293,10 @@ def price_devices(
         devices=count,
         plan=plan,
         steps=steps,
-        days=total_s / _DAY_S,
-        days_80=(total_s * low_s / step_s / _DAY_S, total_s * high_s / step_s / _DAY_S),
+        days=total_s / DAY_S,
+        days_80=(total_s * low_s / step_s / DAY_S, total_s * high_s / step_s / DAY_S),
         device_hours=device_hours,
-        ramp_days=ramp_s / _DAY_S,
+        ramp_days=ramp_s / DAY_S,
         cost=None if price is None else price * device_hours,
         calendar=calendar,
     )

@@ -8,11 +8,10 @@ from moewright.cost.calendar_time import Operations, read_reliability, unit_devi
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.options import BudgetOptions
+from moewright.spec.units import HOUR_S, MINUTE_S
 from moewright.spec.workload import SaveMode, Workload
 
 AUTO = "auto"
-_MINUTE_S = 60.0
-_HOUR_S = 3600.0
 # Options with the least and the most that make sense, in their own units.
 _RANGES = {
     "save_every": (0.0, 1e5),
@@ -44,12 +43,12 @@ def read_operations(
     rate, rate_range = facts.middle_rate, facts.rate_range
     if options.mtbf != AUTO:
         hours = _read_hours(options.mtbf)
-        rate = 0.0 if hours == inf else 1 / (hours * _HOUR_S * hardware.count)
+        rate = 0.0 if hours == inf else 1 / (hours * HOUR_S * hardware.count)
         rate_range = (rate, rate)
     watts = options.watts or dict(facts.board_watts).get(hardware.device.name, 0.0)
     restart_s = facts.recovery_s.value
     if options.restart is not None:
-        restart_s = options.restart * _MINUTE_S
+        restart_s = options.restart * MINUTE_S
     is_stated = workload.checkpoint.every_steps > 0
     mode = workload.checkpoint.mode if is_stated else SaveMode.ASYNC
     if options.checkpoint is not None:
@@ -58,11 +57,11 @@ def read_operations(
         rate_per_device_s=rate,
         rate_range=rate_range,
         mode=mode,
-        save_every_s=options.save_every * _MINUTE_S,
+        save_every_s=options.save_every * MINUTE_S,
         recovery_s=restart_s,
         storage_Bps=options.storage * 1e9,
         spares=_count_spare_units(options.spares, hardware),
-        repair_s=options.repair * _HOUR_S,
+        repair_s=options.repair * HOUR_S,
         slowdown=options.slowdown,
         board_watts=watts,
         price=options.price,

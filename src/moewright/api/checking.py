@@ -22,7 +22,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
 
-_TIMEOUT_S = 120
+_TIMEOUT_S = 120  # git may have to fetch what a partial clone lacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

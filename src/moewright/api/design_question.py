@@ -26,10 +26,9 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.options import DesignOptions, WorkloadOptions
+from moewright.spec.units import DAY_S, HOUR_S
 
 DEFAULT_LIKE = "Qwen3-30B-A3B"
-DAY_S = 86400.0
-_HOUR_S = 3600.0
 _MOST_LOSS = 20.0  # nats; that of a vocabulary that nobody has
 _VOCABULARIES = (256, 2**20)
 _MOST_SHARED = 16
@@ -65,7 +64,7 @@ class Life:
     def count_hours(self, training_days: float, served: Serving) -> float:
         """Return the device-hours of training and of decoding the tokens."""
         decoding_s = self.tokens / served.tokens_per_s * served.devices
-        return training_days * 24 * self.training.count + decoding_s / _HOUR_S
+        return training_days * 24 * self.training.count + decoding_s / HOUR_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from moewright.api.design_question import DAY_S, DEFAULT_LIKE, DesignQuestion, read_question
+from moewright.api.design_question import DEFAULT_LIKE, DesignQuestion, read_question
 from moewright.api.planning import build_objections
 from moewright.api.requests import PlanRequest
 from moewright.codec import format_layout, write_json, write_text
@@ -45,7 +45,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.options import DesignOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row, format_json
-from moewright.spec.units import mention
+from moewright.spec.units import DAY_S, mention
 from moewright.spec.workload import Workload
 
 _TIMED_A_SIZE = 3  # shapes that are timed in template layouts, for a factor of two in size

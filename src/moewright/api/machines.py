@@ -11,11 +11,9 @@ from moewright.intake import catalogue
 from moewright.intake.job import JobFile
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
-from moewright.spec.units import format_figures
+from moewright.spec.units import GIGA, format_figures
 
 Tell = Callable[[str], None]  # takes one line about progress
-
-_GIGA = 10**9
 
 
 def check_hardware_path(path: Path) -> None:
@@ -43,7 +41,7 @@ def write_machine_file(path: Path, *, nproc: int, tell: Tell) -> None:
     hardware = measure_machine(nproc=nproc)
     write_toml(path, hardware)
     peaks = ", ".join(
-        f"{peak.dtype} {format_figures(peak.rate.value / _GIGA)}" for peak in hardware.device.peaks
+        f"{peak.dtype} {format_figures(peak.rate.value / GIGA)}" for peak in hardware.device.peaks
     )
     tell(f"{hardware.name}: best GEMM a process in GFLOP/s: {peaks}")
     tell(f"wrote {path} after {time.monotonic() - started:.0f} s")

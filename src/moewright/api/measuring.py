@@ -20,7 +20,7 @@ from moewright.calibration.fit_inputs import (
     is_other_hardware,
     reason_not_fittable,
     relative_errors,
-    require_enough_runs,
+    require_runs,
     runs_from_rows,
     suggest_next_run,
 )
@@ -210,7 +210,7 @@ def fit(table: Path | str, *, on: str | Hardware) -> FitResult:
     reasons = {row.id: _reason_left_out(row, hardware) for row in measurements.rows}
     rows = [row for row in measurements.rows if not reasons[row.id]]
     runs = runs_from_rows(rows, hardware)
-    require_enough_runs(runs, source=str(path))
+    require_runs(runs, source=str(path))
     result = fit_constants(runs, centre=PriorCentre.HARDWARE)
     fitted, learnt = apply_fit(hardware, result, source=path.name)
     before = [run.prepared.step_s(()) for run in runs]

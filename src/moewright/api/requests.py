@@ -47,7 +47,7 @@ from moewright.spec.workload import (
     Workload,
 )
 
-DEFAULT_SEQ_LEN = 4096
+DEFAULT_SEQ_LEN = 4096  # what most published pretraining runs have
 DEFAULT_SEQUENCES_PER_DEVICE = 16  # as in the published 256-GPU measurements: global batch 4096
 
 

@@ -32,6 +32,7 @@ from moewright.spec.names import closest_match
 from moewright.spec.options import ExportTarget, RunOptions
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
+from moewright.spec.units import HOUR_S
 from moewright.spec.workload import SaveMode, Workload
 
 _TRAINERS = ("megatron", "bridge", "torchtitan", "slurm", "k8s")  # others than our engine
@@ -212,9 +213,8 @@ def train(plan: Plan, out: Path | str, *, extend: bool = False) -> RunRecord:
     return read_run(folder)
 
 
-_HOUR_S = 3600.0
 # Llama 3, arXiv 2407.21783, section 3.3.4: 419 unexpected interruptions of 16,384 H100 in 54 days.
-_DEVICE_MTBF_S = 54 * 24 * _HOUR_S * 16384 / 419
+_DEVICE_MTBF_S = 54 * 24 * HOUR_S * 16384 / 419
 _MTBF_SOURCE = "Llama 3's 419 failures of 16,384 GPUs in 54 days"
 _EVAL_STEPS = 500  # between evaluations: Megatron Bridge 067f987d, recipes/common.py
 _LEAST_INTERVAL_STEPS = 10
@@ -292,7 +292,7 @@ def _with_checkpoints(plan: Plan, options: RunOptions) -> tuple[Workload, list[s
     remark = (
         f"A checkpoint every {steps:,} steps ({steps * step_s / 60:.0f} min) loses the least time: "
         f"a save stops training for {_save_s(plan):.1f} s, and {plan.hardware.count:,} devices "
-        f"fail every {mtbf_s / _HOUR_S:,.0f} h at the rate of {_MTBF_SOURCE}."
+        f"fail every {mtbf_s / HOUR_S:,.0f} h at the rate of {_MTBF_SOURCE}."
     )
     checkpoint = replace(checkpoint, every_steps=steps)
     return replace(plan.workload, checkpoint=checkpoint), [remark]

@@ -31,7 +31,7 @@ from moewright.tuning.trials import (
     without_fixes,
 )
 
-_MAX_AT_ONCE = 64
+_MAX_AT_ONCE = 64  # jobs of one tuning in a queue that others share
 
 
 def plan_start(place: TrialPlace) -> TrialStart:

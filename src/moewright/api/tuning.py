@@ -77,7 +77,7 @@ from moewright.version import __version__
 
 REPORT_FILE = "report.md"
 MACHINE_FILE = "machine.toml"
-MAX_MINUTES = 10_000.0
+MAX_MINUTES = 10_000.0  # about a week
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moewright.engine.run.dry_run import DryRun
 
 
-CHECKED_STEPS = 3
+CHECKED_STEPS = 3  # the second has moments, the third shows that they were kept
 CHECK_FILE = "training.json"
 
 

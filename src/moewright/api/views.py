@@ -61,7 +61,7 @@ from moewright.view.plan_view import (
 )
 from moewright.view.search_view import SearchView, build_search_view
 
-_FIRST_TOP = 3
+_FIRST_TOP = 3  # the first answer of a page; the whole list comes after it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

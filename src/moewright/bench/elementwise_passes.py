@@ -24,9 +24,9 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec
 from moewright.spec.workload import Dtype, FusedKernels, Workload
 
-HEAD_DIM = 32
-TOP_K = 4
-EPS = 1e-6
+HEAD_DIM = 32  # any: the passes are counted in bytes
+TOP_K = 4  # rows a token is permuted to; any, as above
+EPS = 1e-6  # as most families have it
 
 
 def count_pass_bytes(

@@ -10,8 +10,8 @@ from moewright.intake import catalogue
 from moewright.search.search import search
 from moewright.spec.workload import Workload
 
-SEQ_LEN = 4096
-SEQUENCES_PER_DEVICE = 16
+SEQ_LEN = 4096  # a published pretraining length
+SEQUENCES_PER_DEVICE = 16  # so that each PP has micro-batches enough to be legal
 CASES = (("Qwen3-235B-A22B", "256xH800"), ("DeepSeek-V3", "2048xH800"), ("Kimi-K2", "4096xH100"))
 
 # What is counted, in words for whoever reads the figure.

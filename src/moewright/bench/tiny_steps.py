@@ -28,7 +28,7 @@ from moewright.spec.model import (
 )
 from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
 
-MICRO_BATCHES = 2
+MICRO_BATCHES = 2  # the least that tells the fixed cost of a step from a micro-batch's
 # No narrower: oneDNN leaves products of up to 16^3 to a simpler kernel.
 _WIDTH = 32
 _SEQ_LEN = 8

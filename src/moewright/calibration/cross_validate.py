@@ -22,8 +22,8 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Constant, OwnRun
 from moewright.spec.units import Sourced, SourceKind
 
-MIN_TIMED_ROWS = 3
-_MIN_PEAKS = 3
+MIN_TIMED_ROWS = 3  # fewer leave a fold without a row to fit
+_MIN_PEAKS = 3  # fewer have no median apart from an outlier
 _STACK_BYTES = "stack_bytes"
 
 Calibrator = Callable[[MeasuredRow], Calibration]

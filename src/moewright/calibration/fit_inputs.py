@@ -40,7 +40,6 @@ from moewright.spec.stage_string import EVEN_SPLIT
 from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Task
 
-MIN_RUNS = 1
 # Runs below which all constants that the fit moved are taken: so few say of none of them alone what
 # they say of all together.
 _RUNS_THAT_TELL_APART = 3
@@ -312,13 +311,13 @@ def _switch_data_parallel_overlap(layout: Layout) -> Layout:
     return replace(layout, overlap=tuple(sorted((*others, *both))))
 
 
-def require_enough_runs(runs: Sequence[MeasuredRun], *, source: str) -> None:
-    """Refuse too few runs.
+def require_runs(runs: Sequence[MeasuredRun], *, source: str) -> None:
+    """Refuse a table of which no run can be fitted.
 
     Raises:
-        BadInput: there are too few runs to fit.
+        BadInput: there is no run.
     """
-    if len(runs) < MIN_RUNS:
+    if not runs:
         rule = "has no row that can be fitted on this hardware"
         raise BadInput(Reason(field="table", value=source, rule=rule))
 

@@ -34,7 +34,7 @@ from moewright.spec.workload import (
 )
 
 _SOURCES = Path(__file__).parent / "data" / "sources.toml"
-_MONTHS = 12
+_MONTHS = 12  # in a year
 _MIDDLE_OF_YEAR = 6  # the month of a release of which only the year is stated
 
 

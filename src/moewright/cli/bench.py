@@ -13,14 +13,12 @@ from moewright.cli.exit_codes import STOPPED
 from moewright.cli.option_types import Count, Flag, JsonOption
 from moewright.cli.options import AnswerOptions, TrialOptions
 from moewright.cli.progress import show_elapsed
+from moewright.spec.units import GIGA
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from moewright.calibration.fit_inputs import NextRun
-
-
-GIGA = 10**9
 
 
 def bench_machine(

@@ -13,13 +13,12 @@ from cyclopts import App
 
 from moewright.cli.answers import write_answer
 from moewright.cli.option_types import JsonOption
+from moewright.spec.units import GIGA
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from moewright.spec.record import Row
-
-_BILLION = 10**9
 
 
 def models(*words: str, json: JsonOption = None) -> int:
@@ -99,8 +98,8 @@ def _shorten(value: object) -> object:
     """Return a count of parameters in billions, anything else as it is."""
     from moewright.spec.units import format_figures
 
-    if isinstance(value, int) and value > _BILLION // 10:
-        return f"{format_figures(value / _BILLION)}B"
+    if isinstance(value, int) and value > GIGA // 10:
+        return f"{format_figures(value / GIGA)}B"
     return value
 
 

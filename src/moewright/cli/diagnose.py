@@ -68,7 +68,7 @@ def read_stated_job(
     return StatedJob()
 
 
-_NOTES_SHOWN = 1
+_NOTES_SHOWN = 1  # the others under -v
 _NO_OPTIONS = BatchOptions()
 _NO_OUTPUTS = DiagnosisOutputs()
 

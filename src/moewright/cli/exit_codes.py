@@ -1,5 +1,6 @@
 """The exit codes of the command line."""
 
+# A stable contract: scripts and CI ask for these; the README and each verb's help name them.
 DONE = 0
 FAILED = 1
 BAD_INPUT = 2

@@ -10,7 +10,7 @@ from moewright.cli.answers import print_now
 from moewright.cli.option_types import Count, Flag
 from moewright.spec.errors import BadInput, Reason
 
-_STUDIO_PORT = 8765
+_STUDIO_PORT = 8765  # free on most machines: notebooks take 8888, TensorBoard 6006
 _DEFAULT_FOLDER = Path("runs") / "studio"
 
 
@@ -67,8 +67,8 @@ def studio(
     return 0
 
 
-_MCP_PORT = 8766
-_LIMIT_S = 120.0
+_MCP_PORT = 8766  # beside the studio's
+_LIMIT_S = 120.0  # the longest search of a large space takes less
 _TOKEN = "MOEWRIGHT_MCP_TOKEN"
 
 

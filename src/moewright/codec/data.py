@@ -25,7 +25,7 @@ from moewright.spec.units import mention, shorten
 
 T = TypeVar("T")
 
-INT_LIMIT = 2**63
+INT_LIMIT = 2**63  # beyond it numpy and TOML have no integer
 
 
 class FloatPolicy(StrEnum):

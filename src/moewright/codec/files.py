@@ -103,7 +103,7 @@ def name_model(folder: Path) -> str:
 
 
 LARGEST_TEXT_BYTES = GIB
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 24  # large against the cost of a read, small against memory
 # TOML has keys whose every part is looked up from the first one, so that time and memory can grow
 # with the square of a text: what is not short is read at the border for foreign input.
 _SHORT_TOML_CHARS = 1 << 13

@@ -35,11 +35,10 @@ from moewright.spec.hardware import Fabric, NetworkKind
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan, TimePart
-from moewright.spec.units import Sourced, SourceKind, divide
+from moewright.spec.units import DAY_S, HOUR_S, Sourced, SourceKind, divide
 from moewright.spec.workload import SaveMode, Workload
 
 _DATA = Path(__file__).parent / "data" / "reliability.toml"
-_HOUR_S = 3600.0
 # Seconds that a save stands still beside its bytes: a barrier, names and sizes, a commit.
 SAVE_OVERHEAD_S = 5.0
 # An asynchronous save stops while a rank's state is copied to its host.
@@ -60,7 +59,7 @@ class FailureRate:
     @property
     def per_device_s(self) -> float:
         """Failures in a second of one device."""
-        return self.failures / (self.devices * self.hours * _HOUR_S)
+        return self.failures / (self.devices * self.hours * HOUR_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +138,7 @@ def checkpoint_bytes(model: ModelSpec, workload: Workload) -> float:
     return (parameters.total + parameters.mtp) * trained_share(model, workload) * nbytes
 
 
-_DAY_S = 86400.0
-_INTERVAL = 0.8
+_INTERVAL = 0.8  # as every band of the planner
 # Domains whose ranks are of no use without the others: a failure takes all of them out.
 _WHOLE_DOMAINS = (NetworkKind.NVL36, NetworkKind.NVL72)
 _MOST_SPARES = 4096
@@ -176,7 +174,7 @@ class Operations:
     recovery_s: float = 600.0  # from a failure to where loading begins
     storage_Bps: float = 0.0  # of the whole job
     spares: int = -1  # units; -1: as many as cost least
-    repair_s: float = 24 * _HOUR_S
+    repair_s: float = 24 * HOUR_S
     # The share that stragglers add to a step; None: that of links, and the published delays in the
     # interval.
     slowdown: float | None = None
@@ -258,14 +256,14 @@ def estimate_calendar(
     low, high = (_goodput_at(stopped, operations, bound, devices, running) for bound in (1, 0))
     spread = _log_deviation(total_s, stopped, interval_s, (low, high), step_log_deviation)
     shortest, longest = delayed_interval(spread, mean_delay, _INTERVAL)
-    days = total_s / _DAY_S
-    device_hours = (devices + spares * unit) * total_s / _HOUR_S
+    days = total_s / DAY_S
+    device_hours = (devices + spares * unit) * total_s / HOUR_S
     computing = (shares.training + shares.replay) * running * _computing_share(plan)
     idle_watts = operations.board_watts * facts.idle_power_share.value
     busy_watts = operations.board_watts * facts.node_power_share.value
     node_watts = idle_watts + (busy_watts - idle_watts) * computing
     watts = devices * node_watts + spares * unit * idle_watts
-    energy_kWh = watts / 1000 * total_s / _HOUR_S * operations.pue
+    energy_kWh = watts / 1000 * total_s / HOUR_S * operations.pue
     least_rate, most_rate = operations.rate_range
     return CalendarTime(
         devices=devices,
@@ -280,7 +278,7 @@ def estimate_calendar(
         shares=shares,
         goodput=goodput,
         goodput_range=(low, high),
-        evaluation_days=evaluation_s / _DAY_S,
+        evaluation_days=evaluation_s / DAY_S,
         unit_devices=unit,
         spares=spares,
         when_short=when_short,

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from moewright.rules.shapes.parameters import count_parameters, parameters
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.units import BF16_BYTES
 from moewright.spec.workload import Dtype
-
-_BF16_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +46,7 @@ def cache_bytes_per_token(model: ModelSpec) -> int:
     width = 2 * attention.kv_width
     if attention.kind is AttentionKind.MLA:
         width = attention.kv_lora_rank + attention.qk_rope_head_dim
-    return model.layers * width * _BF16_BYTES
+    return model.layers * width * BF16_BYTES
 
 
 def estimate_serving(model: ModelSpec, hardware: Hardware, *, batch: int, context: int) -> Serving:
@@ -56,7 +55,7 @@ def estimate_serving(model: ModelSpec, hardware: Hardware, *, batch: int, contex
     Bandwidth and FLOPs are those of all devices, and what they send each other is left out.
     """
     counts = count_parameters(model)
-    weight_bytes = counts.total * _BF16_BYTES
+    weight_bytes = counts.total * BF16_BYTES
     cache_bytes = batch * context * cache_bytes_per_token(model)
     expert_numel = sum(
         param.numel
@@ -70,7 +69,7 @@ def estimate_serving(model: ModelSpec, hardware: Hardware, *, batch: int, contex
         share = needed / model.moe.experts
     embedding = counts.embedding if not model.tie_embeddings else 0
     read = counts.total - expert_numel * (1 - share) - embedding
-    read_bytes = read * _BF16_BYTES + cache_bytes
+    read_bytes = read * BF16_BYTES + cache_bytes
     peak = next(peak for peak in hardware.device.peaks if peak.dtype is Dtype.BF16).rate.value
     flops = 2 * counts.active_without_embedding * batch
     step_s = max(

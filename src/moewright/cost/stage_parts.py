@@ -142,7 +142,7 @@ def list_parts(model: ModelSpec, layout: Layout, trainer: TrainerSpec) -> StageP
     return StageParts(layers=tuple(parts.values()), columns=tuple(columns))
 
 
-_VARIANTS = 2
+_VARIANTS = 2  # a layer that is recomputed or offloaded, and one that is not
 
 
 def _variant(layout: Layout, chunk: int, position: int, layers: int) -> int:

@@ -28,8 +28,8 @@ from moewright.spec.record import Record, Row
 from moewright.spec.units import divide, format_bytes, format_seconds
 from moewright.spec.workload import Dtype, Workload
 
-SHOWN_CHANGES = 3
-_PARTS_OF_EVIDENCE = 2
+SHOWN_CHANGES = 3  # what somebody tries in a day
+_PARTS_OF_EVIDENCE = 2  # the rest saves less than these
 _PART_NAMES = {
     **DROP_NAMES,
     TimePart.ATTENTION: "attention",

@@ -29,7 +29,7 @@ from moewright.diagnosis.step_noise import (
     measure_spread,
 )
 
-WARM_UP_STEPS = 10
+WARM_UP_STEPS = 10  # allocator, autotuning and caches settle in them
 FIRST_REFERENCE = 100  # steps, of which a change can be told first
 REFERENCE = 200  # steps, once there are so many
 _YOUNG = 40  # steps of a new level, of which the next change can be told

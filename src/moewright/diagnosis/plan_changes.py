@@ -31,7 +31,7 @@ from moewright.spec.record import Record, Row, format_cell, to_plain_data
 from moewright.spec.units import divide
 
 _STATES = frozenset({Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS})
-_INTERVAL = 0.8
+_INTERVAL = 0.8  # as every band of the planner
 _SAID_ELSEWHERE = ("model.name", "hardware.count")
 # Parts of a workload that change how a trainer computes a step, or what it writes, and not what
 # is trained.

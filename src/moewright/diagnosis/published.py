@@ -16,7 +16,7 @@ from moewright.spec.units import plural
 from moewright.spec.workload import Routing
 
 _DATA = Path(__file__).parent / "data" / "published_runs.csv"
-_SHOWN = 3
+_SHOWN = 3  # of which the first is nearest
 # What counts for the distance of two jobs: factors of two in devices, degrees and lengths by half.
 _OTHER_MODEL = 6.0  # and a factor of two in the FLOPs of a token by 2, up to _FARTHEST_SIZE
 _FARTHEST_SIZE = 6.0

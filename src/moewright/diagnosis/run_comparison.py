@@ -34,7 +34,7 @@ from moewright.spec.record import Record, Row
 from moewright.spec.units import divide, format_seconds
 from moewright.spec.workload import Dtype
 
-SHOWN_RUNS = 5
+SHOWN_RUNS = 5  # of which the first is nearest
 _LEAST_GAP = 0.01  # of the measured step: less is no gap
 _LEAST_GAIN = 0.005  # of the predicted step
 _ADOPTED = (FieldGroup.DEGREES, FieldGroup.PIPELINE)  # of a published run's layout

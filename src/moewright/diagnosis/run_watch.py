@@ -26,7 +26,7 @@ from moewright.diagnosis.traces.megatron_timers import TimerBlock, median_timers
 from moewright.diagnosis.traces.step_lines import SortedSteps
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
-from moewright.spec.units import format_bytes, format_seconds, plural
+from moewright.spec.units import DAY_S, format_bytes, format_seconds, plural
 
 _LATEST = 50  # steps, of which the speed now is the median
 _RECENT = 400  # steps that a view draws
@@ -34,7 +34,6 @@ _LOSS_WINDOW = 100  # steps of each of the two windows that a rising loss is see
 _LOSS_RISE = 0.05  # of the loss, and beyond its noise
 _LOSS_SURE = 4.0  # deviations of the medians' difference
 _TELLING_SHARE = 0.02  # of a part's growth over the step, from which on it is named
-_DAY_S = 86400
 # Arguments of Megatron-LM that say how often something is done.
 PERIODS: Mapping[str, str] = {
     "save_interval": "checkpoint",
@@ -178,7 +177,7 @@ def watch_steps(
     latest = steps.numbers[-1] if steps.numbers else 0
     days_left = 0.0
     if has_seconds and total > latest and len(steady):
-        days_left = (total - latest) * float(steady[-10 * _LATEST :].mean()) / _DAY_S
+        days_left = (total - latest) * float(steady[-10 * _LATEST :].mean()) / DAY_S
     return RunWatch(
         source=source,
         trainer=trainer,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from moewright.spec.finding import Cause, Finding, Wall
 from moewright.spec.plan import TimePart
 
-COMMUNICATION_SHARE = 0.15
+COMMUNICATION_SHARE = 0.15  # docs/formulas.md, section 10, as the others
 # What the throughput guide for Megatron-LM aims at: devices this busy, memory this full, and no
 # more of a step than this for communication.
 BUSY_SHARE = 0.90

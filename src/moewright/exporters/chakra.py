@@ -33,6 +33,7 @@ from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import CommRow
 from moewright.spec.plan import Plan, TimePart
+from moewright.spec.units import US_PER_S
 
 # Groups whose collectives are made for every micro-batch, and the part that prices them.
 _MICRO_BATCH_GROUPS = {
@@ -48,7 +49,6 @@ _MICRO_BATCH_GROUPS = {
     "etp_ep": TimePart.EP_COMM,
 }
 _RING_TAGS = 1 << 24  # above those of transfers between stages
-_US_PER_S = 1e6
 _NS_PER_S = 1e9
 _ASTRA_GB = 2**30  # bytes of what ASTRA-sim's analytical network calls a GB
 
@@ -135,7 +135,7 @@ class _Chain:
     def compute(self, name: str, seconds: float, *, joins: bool = False) -> None:
         """Add work after all that came before; its microseconds add up without rounding errors."""
         self.worked_s += seconds
-        micros = round(self.worked_s * _US_PER_S) - self.worked_us
+        micros = round(self.worked_s * US_PER_S) - self.worked_us
         self.worked_us += micros
         after = self.tail + self.open if joins else self.tail
         if joins:

@@ -26,8 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
-_PROBE_SIZE = 2048
+FORMAT = 1  # of the file, which the reader checks
+_PROBE_SIZE = 2048  # a product that fills a GPU, in under a millisecond
 _ROUTER = "Router"  # how the classes of routers end, of all three trainers
 
 

@@ -21,7 +21,7 @@ from moewright.families.keys import Neutral, Number, Switch, Whole, Word, Writte
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import Activation, ModelSpec, PositionKind
 
-MAX_FACTOR = 1e6
+MAX_FACTOR = 1e6  # a multiplier beyond it is a mistake
 _MTP = "num_nextn_predict_layers"
 _SILU: Mapping[str, Activation] = MappingProxyType(
     {"silu": Activation.SILU, "swiglu": Activation.SILU}

@@ -75,8 +75,8 @@ from moewright.spec.model import (
     ScoreFunction,
 )
 
-_MAX_STREAMS = 64
-_MAX_ITERATIONS = 1000
+_MAX_STREAMS = 64  # DeepSeek-V4 has 4; beyond it a mistake
+_MAX_ITERATIONS = 1000  # DeepSeek-V4 has 20; beyond it a step would not end
 # transformers' words for the kinds of layers.
 _COMPRESSED_KINDS: Mapping[str, MixerKind] = MappingProxyType(
     {

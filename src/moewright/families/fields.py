@@ -23,7 +23,7 @@ MAX_EXPERTS = 2**16
 MAX_VOCAB = 2**24
 MAX_POSITION = 2**30
 
-_SHOWN_LENGTH = 60
+_SHOWN_LENGTH = 60  # of a value in a refusal of one line
 
 T = TypeVar("T")
 

@@ -53,7 +53,7 @@ def write_local_words(model: ModelSpec, local: str) -> list[str]:
     return [local if model.layer_window(layer) else FULL for layer in range(model.layers)]
 
 
-MAX_STATE = 2**16
+MAX_STATE = 2**16  # beyond it a mistake; products of sizes stay below 2^63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

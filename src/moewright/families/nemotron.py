@@ -57,7 +57,7 @@ from moewright.spec.model import (
     RecurrentKind,
 )
 
-_MAX_CHUNK = 2**16
+_MAX_CHUNK = 2**16  # as for states
 _LAYERS = "num_hidden_layers"
 _RELU2: Mapping[str, Activation] = MappingProxyType({"relu2": Activation.RELU_SQUARED})
 # The letters of Nemotron-H's pattern, and transformers' words for them: what mixes, what follows.

@@ -16,9 +16,9 @@ from moewright.families.keys import Written
 from moewright.spec.model import ModelSpec, RopeSpec
 
 _TYPES = ("default", "linear", "yarn", "llama3")
-MAX_THETA = 1e15
-_MAX_FACTOR = 1e6
-USUAL_THETA = 10000.0
+MAX_THETA = 1e15  # far beyond any published base
+_MAX_FACTOR = 1e6  # a context a million times as long is a mistake
+USUAL_THETA = 10000.0  # transformers' default, from the paper of RoPE
 SHARE = "partial_rotary_factor"
 
 

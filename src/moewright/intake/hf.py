@@ -26,7 +26,7 @@ from moewright.spec.errors import BadInput, Reason, escape_controls, has_control
 from moewright.spec.model import ModelSpec
 from moewright.spec.names import closest_match
 
-MAX_FILE_BYTES = 16 * 2**20
+MAX_FILE_BYTES = 16 * 2**20  # a config of 1,000 layers, each named, has less than one
 
 # Model types whose token mixer a ModelSpec cannot describe, and what it is.
 _UNSUPPORTED: Mapping[str, str] = MappingProxyType(

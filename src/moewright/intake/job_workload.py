@@ -187,10 +187,10 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0
 
 
-MAX_SEQ_LEN = 2**24
-MAX_BATCH = 2**24
-MAX_STEPS = 10**9
-MAX_LOAD_FACTOR = 1e6
+MAX_SEQ_LEN = 2**24  # products with batch and width stay below 2^63
+MAX_BATCH = 2**24  # as for the sequence
+MAX_STEPS = 10**9  # beyond any run: a number that was mistyped
+MAX_LOAD_FACTOR = 1e6  # no rank has more than all tokens
 
 # Keys of [train] that say where the job runs and are no fields of a Workload.
 LAUNCH_KEYS = ("nproc", "hardware", "network")

@@ -14,9 +14,7 @@ from moewright.report.document import (
     numbers,
     words,
 )
-from moewright.spec.units import format_bytes, format_figures, format_seconds
-
-_HOUR_S = 3600.0
+from moewright.spec.units import HOUR_S, format_bytes, format_figures, format_seconds
 
 
 def build_calendar_section(calendars: Sequence[CalendarTime]) -> DocumentSection:
@@ -147,4 +145,4 @@ def _list_notes(calendars: Sequence[CalendarTime]) -> Iterator[str]:
 def _format_hours(seconds: float) -> str:
     if isinf(seconds):
         return "never"
-    return format_figures(seconds / _HOUR_S)
+    return format_figures(seconds / HOUR_S)

@@ -29,8 +29,8 @@ from moewright.spec.quoting import Json
 from moewright.spec.units import format_bytes, format_count, format_given
 from moewright.version import __version__
 
-_MAX_SWITCHES = 12
-_MAX_ROWS = 8
+_MAX_SWITCHES = 12  # in a comment of a pull request; the rest under -v
+_MAX_ROWS = 8  # as for switches
 _NAMES = {
     Measure.STEP: "step",
     Measure.PEAK: "peak of the fullest rank",

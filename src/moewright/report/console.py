@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-PIPED_WIDTH = 120
+PIPED_WIDTH = 120  # a file has no width; tables wrap beyond it
 _WIDEST = 10_000  # no table has as many columns of letters
 _APART = (0, 1)  # spaces above and beside a cell
 _CLOSE = (0, 1, 0, 0)

@@ -18,8 +18,8 @@ from moewright.spec.finding import Waterfall
 from moewright.spec.plan import Plan
 from moewright.spec.units import GB, TERA, format_bytes, format_change, format_seconds, plural
 
-_MAX_NAME_WIDTH = 72
-_MAX_TIMERS = 12
+_MAX_NAME_WIDTH = 72  # of kernels, which carry their template arguments
+_MAX_TIMERS = 12  # Megatron-LM prints dozens
 
 
 def print_breakdown(

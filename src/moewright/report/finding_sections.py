@@ -88,7 +88,7 @@ def list_fix_runs(fix: Fix) -> Iterator[str | Phrase]:
         yield f" [excludes {fix.excludes}]"
 
 
-_PARTS_SHOWN = 5
+_PARTS_SHOWN = 5  # the largest; the rest is small
 
 
 def build_advice_section(advice: Advice) -> DocumentSection:

@@ -28,8 +28,8 @@ from moewright.spec.units import (
     mention,
 )
 
-_MAX_GAPS = 6
-_MAX_CLOSERS = 2
+_MAX_GAPS = 6  # before -v
+_MAX_CLOSERS = 2  # before -v
 
 
 def build_run_comparison_document(comparison: RunComparison) -> Document:

@@ -14,7 +14,7 @@ from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.run import RunRecord
 from moewright.spec.units import format_figures, format_seconds, mention, plural
 
-_NAME_WIDTH = 9
+_NAME_WIDTH = 9  # of the longest name, and a blank
 
 
 def list_outcome_lines(

@@ -29,7 +29,7 @@ from moewright.report.document import draw_bar
 from moewright.report.run_sections import is_number
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, LayerLoad, StepRecord
-from moewright.spec.units import format_bytes, format_figures, format_seconds, mention
+from moewright.spec.units import DAY_S, format_bytes, format_figures, format_seconds, mention
 
 # The bits of braille's dots, by column and row.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -360,4 +360,4 @@ def format_duration(value_s: float) -> str:
         return f"{minutes} min"
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02} min"
-    return f"{value_s / 86400:.1f} days"
+    return f"{value_s / DAY_S:.1f} days"

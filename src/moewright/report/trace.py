@@ -29,6 +29,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Finding
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Estimate, Plan, TimePart
+from moewright.spec.units import US_PER_S
 
 # Parts of a step that follow the last backward.
 AFTER_PIPELINE = (TimePart.DP_COMM, TimePart.OPTIMIZER)
@@ -36,7 +37,6 @@ KIND_NAMES = {RowKind.F: "forward", RowKind.B: "backward", RowKind.W: "weight gr
 # A backward has twice the FLOPs of a forward, half of them for the gradients of the inputs and
 # half for those of the weights.
 UNIT_SECONDS = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
-US_PER_S = 1e6
 
 
 def write_trace(plan: Plan, path: Path) -> None:
@@ -98,7 +98,6 @@ def _metadata_event(kind: str, thread: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}
 
 
-_US_PER_S = 1e6
 # Beyond the ids of processes, and of devices, which profilers number like processes.
 _FIRST_PROCESS = 1 << 24
 _ON_TOP = -1  # profilers sort processes by positive numbers
@@ -199,8 +198,8 @@ def _slices(process: int, track: int, spans: Intervals, labels: Sequence[str]) -
                 "cat": "finding",
                 "pid": process,
                 "tid": track,
-                "ts": start * _US_PER_S,
-                "dur": (end - start) * _US_PER_S,
+                "ts": start * US_PER_S,
+                "dur": (end - start) * US_PER_S,
             }
             yield json.dumps(event)
 

@@ -9,7 +9,7 @@ from moewright.report.document import DocumentSection, build_table, numbers, wor
 from moewright.spec.training_check import CheckedRun, ComparedKind, TrainingCheck, TrainingLine
 from moewright.spec.units import plural
 
-_FAILURES_SHOWN = 8
+_FAILURES_SHOWN = 8  # the first tell the cause; later ones follow from it
 
 
 def build_training_check(check: TrainingCheck) -> DocumentSection:

@@ -34,8 +34,8 @@ from moewright.tuning.journal import Contract
 from moewright.tuning.space import TuningPoint
 from moewright.tuning.trials import VALIDATION_WINDOW
 
-_MAX_FINDINGS = 3
-_MAX_DROPS = 6
+_MAX_FINDINGS = 3  # on one screen
+_MAX_DROPS = 6  # on one screen
 # Rulings on points that ran.
 _RAN = (Ruling.START, Ruling.KEPT, Ruling.SLOWER, Ruling.NO_GAIN, Ruling.FAILED)
 

@@ -20,7 +20,7 @@ from moewright.report.document import (
 )
 from moewright.spec.units import format_bytes, format_seconds, mention
 
-_MAX_SHOWN = 8
+_MAX_SHOWN = 8  # before -v
 
 
 def build_watch_document(watch: RunWatch) -> Document:

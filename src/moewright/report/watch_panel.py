@@ -11,9 +11,9 @@ from moewright.report.run_panel import draw_curve
 from moewright.report.watch_document import list_facts
 from moewright.spec.units import format_seconds
 
-_CURVE_ROWS = 6
-_WIDEST = 100
-_LEAST_WIDTH = 30
+_CURVE_ROWS = 6  # so that the panel fits a terminal of 24 lines
+_WIDEST = 100  # wider curves show no more
+_LEAST_WIDTH = 30  # narrower curves show nothing
 _SHOWN_LINES = 4  # of alarms, and of changes
 _NAME_WIDTH = 9
 

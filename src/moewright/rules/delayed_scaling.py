@@ -21,10 +21,10 @@ from moewright.rules.job import Job
 from moewright.rules.shapes.param import Param, name_in_layer
 from moewright.rules.shapes.shards import stage_parameters
 from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.units import FP32_BYTES
 from moewright.spec.workload import Dtype, TensorScaling, Workload
 
 SCALES_OF_LINEAR = 3  # of rules.low_precision.OperandKind, in its order
-_FP32_BYTES = 4
 # The weights of all linear layers with products of 8 or 4 bits, by the first of each.
 FIRST_WEIGHTS = frozenset(
     {
@@ -117,7 +117,7 @@ def amax_reduction_bytes(job: Job, pp_rank: int) -> int:
     if not is_delayed(job.workload):
         return 0
     experts = sum(map(_count_experts, _scaled_params(job, pp_rank)))
-    return _FP32_BYTES * SCALES_OF_LINEAR * experts
+    return FP32_BYTES * SCALES_OF_LINEAR * experts
 
 
 def delayed_scaling_rows(job: Job, pp_rank: int) -> tuple[MemoryRow, ...]:
@@ -129,7 +129,7 @@ def delayed_scaling_rows(job: Job, pp_rank: int) -> tuple[MemoryRow, ...]:
         MemoryRow(
             component=Component.BUFFERS,
             module=param.module,
-            bytes=_FP32_BYTES
+            bytes=FP32_BYTES
             * SCALES_OF_LINEAR
             * (_count_slots(job, param) * numbers + _count_experts(param)),
         )

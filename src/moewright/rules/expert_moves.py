@@ -21,11 +21,11 @@ from moewright.rules.shapes.parameters import parameters
 from moewright.rules.shapes.shards import gradient_group
 from moewright.spec.errors import Reason
 from moewright.spec.plan import Plan, TimePart
+from moewright.spec.units import FP32_BYTES
 from moewright.spec.workload import MatrixUpdate, RouterForce
 
 Placement = Mapping[int, tuple[int, ...]]  # by layer, the expert of every slot of all ranks
 
-_MASTER_NBYTES = 4
 _LEAST_RELIEF = 0.01  # of the mean load of a rank: what a swap must take off the hotter of the two
 
 
@@ -149,10 +149,10 @@ def expert_nbytes(job: Job) -> Mapping[int, int]:
     for param in parameters(job.model):
         if not param.is_expert or param.layer not in nbytes:
             continue
-        element_nbytes = _MASTER_NBYTES + stored_nbytes(optimizer)
+        element_nbytes = FP32_BYTES + stored_nbytes(optimizer)
         is_muon = optimizer.matrix_update is MatrixUpdate.MUON
         if is_muon and is_muon_matrix(param.name, len(param.shape), param.module):
-            element_nbytes = 2 * _MASTER_NBYTES  # with one momentum in fp32
+            element_nbytes = 2 * FP32_BYTES  # with one momentum in fp32
         group = gradient_group(param.sharded_dims, layout)
         shards = 1
         if (state_group := momentum_group(layout, group)) is not None:

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
 
+IGNORED_TARGET = -1  # no token's id: the loss leaves the place out
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedSequences:

@@ -63,7 +63,7 @@ def find_fewest(
     return None
 
 
-NETWORK_SPEEDUP = 2.0
+NETWORK_SPEEDUP = 2.0  # the next generation of a network
 _WORTH_SAYING = 0.002  # of the step
 
 

@@ -17,7 +17,7 @@ from moewright.spec.quoting import Html
 
 Row = Mapping[str, object]
 
-_MAX_LINES = 25
+_MAX_LINES = 25  # of a record in a notebook: one screen
 _MAX_CELL = 100  # characters of one cell
 
 

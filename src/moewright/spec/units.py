@@ -13,7 +13,19 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 GB = 10**9
+GIGA = 10**9
 TERA = 10**12
+
+MINUTE_S = 60.0
+HOUR_S = 3600.0
+DAY_S = 86400.0
+US_PER_S = 1e6
+
+# Bytes of a number.
+BF16_BYTES = 2
+FP32_BYTES = 4
+INT32_BYTES = 4
+INT64_BYTES = 8
 
 _Value = TypeVar("_Value")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from moewright.spec.units import mention
 
-_TOKEN_BYTES = 32
+_TOKEN_BYTES = 32  # 256 bits: nobody guesses it
 
 
 def _draw_token() -> str:

@@ -64,9 +64,9 @@ from moewright.view.page import PAGES, read_asset, render_page, render_shell
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _JSON = "application/json"
-_MOST_COMPARED = 3
-_MOST_RUNS = 8
-_MOST_THREADS = 8
+_MOST_COMPARED = 3  # columns that fit a page beside the first
+_MOST_RUNS = 8  # curves that can be told apart in one chart
+_MOST_THREADS = 8  # each reads a file for a page; the work is done by processes
 _GONE = 499  # as nginx calls it
 _TASKS = ("search", "budget", "design", "diagnosis")
 _SUFFIXES = (".json", ".json.gz", ".gz", ".log", ".txt", ".sqlite")  # of traces and logs

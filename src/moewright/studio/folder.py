@@ -27,13 +27,13 @@ from moewright.spec.units import format_bytes
 from moewright.studio.wire import build_or_refuse, encode_record
 from moewright.view.run_view import RunsView
 
-LARGEST_TEXT_BYTES = 16 * 2**20
-LARGEST_TRACE_BYTES = 256 * 2**20
-_MOST_KEPT = 100
-_MOST_KEPT_BYTES = 2 * 2**30
+LARGEST_TEXT_BYTES = 16 * 2**20  # a script or configuration is kilobytes, a log some megabytes
+LARGEST_TRACE_BYTES = 256 * 2**20  # of Kineto, packed: some steps of a large model
+_MOST_KEPT = 100  # dropped files, the newest
+_MOST_KEPT_BYTES = 2 * 2**30  # of dropped files together
 _UPLOADING = ".uploading-"
-_DIGEST_LETTERS = 12
-_BLOCK_BYTES = 1 << 20
+_DIGEST_LETTERS = 12  # 48 bits tell a hundred files apart
+_BLOCK_BYTES = 1 << 20  # so much is written at once, off the event loop
 
 
 class StudioFolder:
@@ -127,7 +127,7 @@ def _count_bytes(path: Path) -> int:
     return 0
 
 
-_MOST_LISTED = 50
+_MOST_LISTED = 50  # in a menu; the newest are there
 # A walk ends here, wherever it is: a root may be somebody's home.
 _MOST_FOLDERS = 20_000
 _MOST_WALK_S = 3.0

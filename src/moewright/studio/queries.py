@@ -156,7 +156,7 @@ def read_dropped_script(path: Path, params: Mapping[str, str]) -> dict[str, obje
     return {"query": query, "notes": notes}
 
 
-_LONGEST = 4000
+_LONGEST = 4000  # what servers and browsers take of an address
 
 
 def read_query(params: Mapping[str, str]) -> ViewQuery:

@@ -21,7 +21,7 @@ from moewright.studio.confinement import Confinement
 from moewright.studio.folder import StudioFolder
 
 HOST = "127.0.0.1"
-_MOST_CONNECTIONS = 64
+_MOST_CONNECTIONS = 64  # one page opens six; this is for one person
 # Within one to two of these a connection has to send the whole head of its next request.
 _PATIENCE_S = 10.0
 

@@ -15,9 +15,9 @@ from moewright.spec.errors import Reason
 from moewright.studio.confinement import Confinement
 from moewright.studio.wire import encode_refusal
 
-_LONGEST_LINE = 64 * 2**20
-_MOST_AT_WORK = 2
-_MOST_WAITING = 8
+_LONGEST_LINE = 64 * 2**20  # a record of the largest page, as JSON
+_MOST_AT_WORK = 2  # a search keeps a core busy for seconds
+_MOST_WAITING = 8  # whoever comes later is told to come again
 
 
 class Workers:

@@ -9,7 +9,7 @@ from moewright.spec.quoting import Html
 from moewright.spec.units import format_bytes, format_seconds
 from moewright.view.plan_view import JobView, build_plan_view
 
-_WIDTH = 680
+_WIDTH = 680  # of a README's column on GitHub, with room beside
 _LINE = 20  # between lines of text
 _COLUMNS = 84  # of the words of a layout
 _MOST_RANKS = 32  # drawn of a stage

@@ -16,7 +16,7 @@ from moewright.spec.layout import LAYOUT_FIELDS, Layout, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
-_MOST_STEPS = 12
+_MOST_STEPS = 12  # buttons in a row
 _NUMBERS = (FieldKind.NUMBER, FieldKind.FACTOR)
 
 

@@ -15,7 +15,7 @@ from moewright.spec.record import Record, Row, spread
 from moewright.spec.units import mention
 from moewright.view.plan_view import ListedFigures, NamedValue, list_figures
 
-_MOST_POINTS = 300
+_MOST_POINTS = 300  # more would hide each other, and make the page heavy
 
 
 class RankedKind(StrEnum):

@@ -46,10 +46,8 @@ from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module, saved_component
 from moewright.spec.record import copy_with
+from moewright.spec.units import FP32_BYTES, INT64_BYTES
 from moewright.spec.workload import CrossEntropyKernel, Objective
-
-INT64_BYTES = 8
-FP32_BYTES = 4
 
 MODULES = tuple(Module)  # the last axis of arrays of saved bytes
 _COLUMN: Mapping[Module, int] = MappingProxyType({module: i for i, module in enumerate(MODULES)})

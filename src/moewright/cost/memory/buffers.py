@@ -21,6 +21,7 @@ from moewright.spec.choices import Payload, RegisteredMemory
 from moewright.spec.layout import CudaGraphScope, Layout
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.units import BF16_BYTES
 from moewright.spec.workload import AttentionBackend, ExpertKernels, Fusion, Workload
 
 # DeepEP's defaults (deep_ep/csrc/config.hpp): channels (two SMs each), tokens that a peer may have
@@ -37,7 +38,6 @@ _HANDLES = 2
 # Streams on which Transformer Engine starts the products of several experts.
 _GROUPED_STREAMS = 4
 
-_BF16_BYTES = 2
 
 # The gradients in the backward of FlashAttention and of the rotation before it: those of outputs,
 # queries, keys and values in 16 bits (2, 2 and 2 x 2 bytes), sums in fp32 (4 and 2 x 4), and
@@ -221,7 +221,7 @@ def head_placeholder_bytes(constants: Constants, sym: Symbols) -> int:
     joined = 0
     if model.mtp_layers:
         joined = 2 * model.hidden_size
-    return _BF16_BYTES * (model.vocab_size + joined) * model.hidden_size // sym.layout.tp
+    return BF16_BYTES * (model.vocab_size + joined) * model.hidden_size // sym.layout.tp
 
 
 def gather_buffer_bytes(sym: Symbols, has_experts: Collection[bool], *, has_head: bool) -> int:
@@ -263,7 +263,7 @@ def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
     shapes = _mlp_shapes(sym, has_experts)
     if trains_module(sym.workload.fine_tuning, Module.ATTENTION):
         shapes |= _mixer_shapes(sym)
-    return _BF16_BYTES * sum(rows * columns for rows, columns in shapes)
+    return BF16_BYTES * sum(rows * columns for rows, columns in shapes)
 
 
 def _mixer_shapes(sym: Symbols) -> set[tuple[int, int]]:

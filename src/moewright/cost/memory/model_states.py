@@ -33,9 +33,10 @@ from moewright.rules.shapes.parameters import parameters
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
+from moewright.spec.units import FP32_BYTES
 from moewright.spec.workload import Dtype, MatrixUpdate, SaveMode, Workload
 
-MASTER_BYTES = 4
+MASTER_BYTES = FP32_BYTES
 MOMENTUM_BYTES = 4  # Muon's, in fp32
 # Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16
 # bits.

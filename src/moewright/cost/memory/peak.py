@@ -50,10 +50,8 @@ from moewright.spec.layout import Layout, Overlap, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
+from moewright.spec.units import BF16_BYTES, FP32_BYTES
 from moewright.spec.workload import CrossEntropyKernel
-
-_BF16_BYTES = 2
-_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -422,12 +420,12 @@ def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
     layout = sym.layout
     logit_bytes = {
         CrossEntropyKernel.FP32: constants["logit_bytes"],
-        CrossEntropyKernel.COMPILED: constants["logit_bytes"] + _FP32_BYTES,
+        CrossEntropyKernel.COMPILED: constants["logit_bytes"] + FP32_BYTES,
         CrossEntropyKernel.IN_PLACE: sym.c,
     }[sym.workload.trainer.cross_entropy]
     logits = sym.T * sym.model.vocab_size // layout.tp
     head_input = sym.c * sym.T * sym.model.hidden_size
-    head_weight = _BF16_BYTES * sym.model.vocab_size * sym.model.hidden_size // layout.tp
+    head_weight = BF16_BYTES * sym.model.vocab_size * sym.model.hidden_size // layout.tp
     is_trained = trains_module(sym.workload.fine_tuning, Module.HEAD)
     if head_placeholder_bytes(constants, sym) or not is_trained:
         head_weight = 0  # it stays (cost.memory.buffers), or there is none

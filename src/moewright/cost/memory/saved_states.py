@@ -24,11 +24,11 @@ from moewright.rules.optimizers import stored_widths
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes import fsdp, shards
 from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.units import FP32_BYTES
 from moewright.spec.workload import Dtype, SaveMode
 
 _UPDATES_BYTES = 8  # how many there were
 _SCALER_NUMBERS = 2  # the scale of the loss, and the steps since it changed
-_FP32_BYTES = 4
 _TABLE_BYTES = 8
 
 
@@ -77,7 +77,7 @@ def _list_states(job: Job, rank: int) -> Iterator[HeldState]:
     yield HeldState(holders=tuple(range(job.layout.world_size)), width=_UPDATES_BYTES, numel=1)
     if job.workload.precision is Dtype.FP16:
         yield HeldState(
-            holders=tuple(range(job.layout.world_size)), width=_FP32_BYTES, numel=_SCALER_NUMBERS
+            holders=tuple(range(job.layout.world_size)), width=FP32_BYTES, numel=_SCALER_NUMBERS
         )
     yield from _list_optimizer_states(job, rank)
     yield from _list_frozen_weights(job, rank)
@@ -164,7 +164,7 @@ def _list_router_states(job: Job, rank: int) -> Iterator[HeldState]:
             numel = job.model.vocab_size * moe.router.top_k
             yield HeldState(holders=stage, width=_TABLE_BYTES, numel=numel)
         elif moe.router.selection_bias:
-            yield HeldState(holders=stage, width=_FP32_BYTES, numel=moe.experts)
+            yield HeldState(holders=stage, width=FP32_BYTES, numel=moe.experts)
 
 
 def _list_delayed_scales(job: Job, rank: int) -> Iterator[HeldState]:
@@ -179,7 +179,7 @@ def _list_delayed_scales(job: Job, rank: int) -> Iterator[HeldState]:
         is_expert = linear.experts > 1
         yield HeldState(
             holders=owners if is_expert else stage,
-            width=_FP32_BYTES,
+            width=FP32_BYTES,
             numel=numbers * len(linear.owned),
         )
 

@@ -27,11 +27,11 @@ from moewright.rules.timetable.paired_passes import can_pair
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, StorageBytes
 from moewright.spec.model import AttentionKind
+from moewright.spec.units import FP32_BYTES
 from moewright.spec.workload import DocumentMasking, MatrixUpdate, SaveMode
 
 # Counters, scalars and the random state.
 _SCALARS = 4 << 10
-_FP32_BYTES = 4
 _SAVED = (Component.ACTIVATIONS, Component.LOGITS)
 _HASH_KEYS_BYTES = 8 << 16  # of checks that no bit has changed
 _KEY_TABLE_RATES = 3  # the rates at which keys of a few tokens are made, at most
@@ -233,7 +233,7 @@ def _update_bytes(job: Job, flat_sets: Sequence[BucketSet], units: Sequence[Fsdp
         nbytes += cast
     nbytes += max(on_its_way, widened, cast)
     nbytes += max((2 * c * unit.ranks * unit.padded_numel for unit in units), default=0)
-    if any(dtype.nbytes < _FP32_BYTES for dtype in workload.optimizer.moment_dtypes):
+    if any(dtype.nbytes < FP32_BYTES for dtype in workload.optimizer.moment_dtypes):
         # A bucket's moments in fp32, scaled, padded to blocks, rounded and in their codes.
         nbytes += 24 * max((shard for _, shard in buckets), default=0)
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
@@ -284,7 +284,7 @@ def _unpacked_bytes(job: Job) -> int:
     recomputed = 0
     if layout.recompute:
         recomputed = sum(sorted(by_layer)[-layout.recompute_span :])
-    return activation_nbytes(job.workload) * recomputed + _FP32_BYTES * largest
+    return activation_nbytes(job.workload) * recomputed + FP32_BYTES * largest
 
 
 def _converted_matrices(job: Job) -> Iterator[tuple[int, int, int]]:

@@ -18,9 +18,7 @@ from moewright.spec.choices import Payload
 from moewright.spec.hardware import Collective, Op
 from moewright.spec.layout import CpComm, Layout, Overlap
 from moewright.spec.model import AttentionKind, MixerKind, QkNorm
-
-_INT64_BYTES = 8
-_FP32_BYTES = 4
+from moewright.spec.units import FP32_BYTES, INT64_BYTES
 
 
 def tp_exchange_s(collectives: CollectiveModel, layout: Layout, tensor_bytes: float) -> float:
@@ -46,7 +44,7 @@ def tp_exchange_s(collectives: CollectiveModel, layout: Layout, tensor_bytes: fl
 def tp_all_reduce_s(collectives: CollectiveModel, sym: Symbols) -> float:
     """Return the time of one all-reduce of an fp32 number a token over a TP group."""
     span = collectives.span(sym.layout, "tp")
-    return collectives.seconds(Collective.ALL_REDUCE, span, _FP32_BYTES * sym.T)
+    return collectives.seconds(Collective.ALL_REDUCE, span, FP32_BYTES * sym.T)
 
 
 def tp_heads_s(collectives: CollectiveModel, sym: Symbols, mixer: MixerKind) -> float:
@@ -87,9 +85,9 @@ def ep_exchange_s(collectives: CollectiveModel, sym: Symbols) -> tuple[float, fl
     forward_s = backward_s = 2 * one_way_s
     if layout.dispatcher.facts.payload is Payload.ROWS:
         span = collectives.span(layout, "ep")
-        counts_bytes = _INT64_BYTES * model.moe.experts
+        counts_bytes = INT64_BYTES * model.moe.experts
         counts_s = collectives.seconds(Collective.ALL_TO_ALL, span, counts_bytes)
-        probs_s = collectives.seconds(Collective.ALL_TO_ALL, span, _FP32_BYTES * balanced_rows)
+        probs_s = collectives.seconds(Collective.ALL_TO_ALL, span, FP32_BYTES * balanced_rows)
         forward_s += counts_s + probs_s
         backward_s += probs_s
     if layout.etp > 1:

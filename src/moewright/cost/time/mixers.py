@@ -28,8 +28,8 @@ from moewright.spec.model import (
     RecurrentSpec,
 )
 from moewright.spec.plan import TimePart
+from moewright.spec.units import FP32_BYTES
 
-_FP32_BYTES = 4
 # Passes over the states at chunk ends: made, carried on (a read and a write), and used.
 _STATE_PASSES = 4
 # Passes over the matrix of a chunk: made and used; a delta rule also inverts it.
@@ -174,18 +174,18 @@ def _scan_rows(sym: Symbols, spec: RecurrentSpec) -> Iterator[_RowPair]:
 def scan_bytes(spec: RecurrentSpec, c: int) -> float:
     """Return the bytes that the forward of a recurrence moves a token, over all heads."""
     states = spec.heads * spec.head_dim * spec.key_dim / spec.chunk_size
-    state_bytes = _STATE_PASSES * _FP32_BYTES * states
+    state_bytes = _STATE_PASSES * FP32_BYTES * states
     value = spec.value_width
     if spec.kind is RecurrentKind.MAMBA:
         # Values, steps and gate read, the output written; keys and queries are small.
         return c * (4 * value + 2 * spec.key_width) + state_bytes
     if spec.kind is RecurrentKind.MAMBA2:
         matrices = spec.key_heads * spec.chunk_size
-        matrix_bytes = _CHUNK_MATRIX_PASSES * _FP32_BYTES * matrices
+        matrix_bytes = _CHUNK_MATRIX_PASSES * FP32_BYTES * matrices
         # Values twice, keys and queries twice, and the output.
         return c * (3 * value + 4 * spec.key_width) + state_bytes + matrix_bytes
     matrices = spec.heads * spec.chunk_size
-    matrix_bytes = _DELTA_MATRIX_PASSES * _FP32_BYTES * matrices
+    matrix_bytes = _DELTA_MATRIX_PASSES * FP32_BYTES * matrices
     keys = spec.heads * spec.key_dim
     # Queries and keys normalised (a read and a write of each) and read twice; the two products of a
     # chunk's inverse written and read; values twice, and the output.

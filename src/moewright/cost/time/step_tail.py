@@ -23,10 +23,10 @@ from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.ledger import StepPhase
 from moewright.spec.plan import TimePart
+from moewright.spec.units import FP32_BYTES
 from moewright.spec.workload import Dtype, MatrixUpdate
 
-_FP32_BYTES = 4
-_BUCKET_ELEMENTS_A_RANK = 1_000_000
+_BUCKET_ELEMENTS_A_RANK = 1_000_000  # Megatron-LM's, param_and_grad_buffer.py
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,7 @@ def reduce_gradients(tail: TailContext) -> TailSeconds:
     return TailSeconds(
         phase=StepPhase.GRAD_REDUCE,
         part=TimePart.DP_COMM,
-        exposed_s=reduce_s + tail.replica_exchange_s(_FP32_BYTES) - hidden_s,
+        exposed_s=reduce_s + tail.replica_exchange_s(FP32_BYTES) - hidden_s,
         hidden_s=hidden_s,
     )
 

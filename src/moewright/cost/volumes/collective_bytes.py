@@ -10,7 +10,7 @@ from moewright.cost.memory.model_states import BucketSet
 from moewright.cost.memory.replicas import replica_calls
 from moewright.cost.routed_rows import ExpertRows, rank_chunks, recomputed_layers
 from moewright.cost.time.muon import muon_calls
-from moewright.cost.volumes.collective_calls import FP32_BYTES, INT64_BYTES, CallSum
+from moewright.cost.volumes.collective_calls import CallSum
 from moewright.cost.volumes.dispatch_calls import dispatch_calls
 from moewright.cost.volumes.tensor_context_calls import (
     context_parallel_calls,
@@ -28,6 +28,7 @@ from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import CommRow
 from moewright.spec.model import ModelSpec
+from moewright.spec.units import FP32_BYTES, INT64_BYTES
 from moewright.spec.workload import Objective, RouterAssignment, Workload
 
 _STATISTICS_BYTES = 4 * 8  # squared gradient norm, votes to stop, two loss sums, in fp64

@@ -5,10 +5,6 @@ from __future__ import annotations
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Recompute
 
-INT64_BYTES = 8
-INT32_BYTES = 4
-FP32_BYTES = 4
-
 # Operation, group, payload bytes of all calls, number of calls.
 CallSum = tuple[Collective, str, int, int]
 

@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from moewright.cost.routed_rows import ExpertRows, run_lengths, sum_rows
-from moewright.cost.volumes.collective_calls import (
-    FP32_BYTES,
-    INT32_BYTES,
-    INT64_BYTES,
-    CallSum,
-    repeats_forward,
-)
+from moewright.cost.volumes.collective_calls import CallSum, repeats_forward
 from moewright.rules import expert_placement, grid, routing
 from moewright.rules.job import Job
 from moewright.rules.routing import DispatchCounts
@@ -24,6 +18,7 @@ from moewright.spec.choices import Payload
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CapacityFill, Recompute
 from moewright.spec.model import MoeSpec
+from moewright.spec.units import FP32_BYTES, INT32_BYTES, INT64_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,12 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moewright.cost.volumes.collective_calls import (
-    FP32_BYTES,
-    INT32_BYTES,
-    CallSum,
-    repeats_forward,
-)
+from moewright.cost.volumes.collective_calls import CallSum, repeats_forward
 from moewright.rules.adapters import (
     MLA_UP_LINEARS,
     AdaptedLinear,
@@ -34,6 +29,7 @@ from moewright.spec.model import (
     QkNorm,
     RecurrentKind,
 )
+from moewright.spec.units import FP32_BYTES, INT32_BYTES
 
 # The widths of a key that each projection of a compressor has.
 _OVERLAPS: Mapping[MixerKind, int] = MappingProxyType(

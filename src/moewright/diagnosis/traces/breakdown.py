@@ -31,12 +31,12 @@ from moewright.diagnosis.traces.intervals import (
 )
 from moewright.spec.layout import Layout
 
-TOP_KERNELS = 10
+TOP_KERNELS = 10  # the tail of a trace is thousands of names
 _MATRIX_KINDS = (KernelKind.GEMM, KernelKind.GROUPED_GEMM, KernelKind.ATTENTION)
 COMPUTE_KINDS = tuple(
     kind for kind in KernelKind if kind not in (KernelKind.COMMUNICATION, KernelKind.COPY)
 )
-_SHORT_KERNEL_S = 1e-5
+_SHORT_KERNEL_S = 1e-5  # about what its launch takes on the host
 _CLOCK_S = 1e-9  # what a trace's clock resolves: shorter gaps are rounding
 
 # Where two classes are exposed at once, the one that holds back the current layer, and so comes

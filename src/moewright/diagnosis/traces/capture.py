@@ -273,7 +273,7 @@ class KernelRow:
     external_id: float = float("nan")
 
 
-_COLUMNS = 13
+_COLUMNS = 13  # numbers of an event
 _KINDS = tuple(KernelKind)
 _NUMBER_OF_KIND = {kind: number for number, kind in enumerate(_KINDS)}
 

@@ -10,7 +10,7 @@ import numpy as np
 from moewright.diagnosis.traces.capture import Capture
 from moewright.diagnosis.traces.intervals import Intervals, intersect, single, subtract, total_s
 
-WORST_GAPS = 5
+WORST_GAPS = 5  # the rest is in the sum
 _TINY_GAP_S = 2e-6  # between kernels that follow each other: no cause is looked for
 # Where a launch had returned at least this long before its gap began, the host was not late.
 _LATE_S = 5e-6

@@ -21,7 +21,7 @@ from moewright.diagnosis.traces.capture import Floats, HostRanges
 from moewright.diagnosis.traces.intervals import Intervals, intersect, merge, subtract, unite
 from moewright.spec.errors import escape_controls
 
-US = 1e-6
+US = 1e-6  # Kineto's timestamps are microseconds
 _LATEST_S = 1e11  # of any clock; later times are damage
 _LONGEST_S = 1e7
 _LARGEST_KEY = 1 << 53

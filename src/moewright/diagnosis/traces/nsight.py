@@ -38,7 +38,7 @@ from moewright.diagnosis.traces.kineto_events import (
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Collective
 
-NS = 1e-9
+NS = 1e-9  # Nsight's timestamps are nanoseconds
 _SQLITE = b"SQLite format 3\0"
 KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
 # Tables of device activities, with a name for those that have none of their own.

@@ -24,7 +24,7 @@ from moewright.spec.errors import BadInput, Reason
 _ELAPSED = b"elapsed time per iteration"
 _MS = b"elapsed time per iteration (ms): "
 _LOSS = b"lm loss: "
-_LONGEST_LINE = 1 << 17
+_LONGEST_LINE = 1 << 17  # what has no newline for so long is no line of a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +272,7 @@ def read_head(path: Path) -> str:
     return text.decode("utf-8", "replace")
 
 
-_HEAD_BYTES = 4 << 20
+_HEAD_BYTES = 4 << 20  # a trainer prints a thousand arguments in less
 
 
 def read_lines_between(path: Path, begin: int, end: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from moewright.spec.errors import BadInput, Reason
 
-_LAST_PRIORITY = 19
+_LAST_PRIORITY = 19  # the kernel's: training goes before the save
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,7 @@ from moewright.rules.checkpoint_shares import WRITE_ALIGNMENT, WRITE_BUFFER_BYTE
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import format_bytes
 
-_SMALL_BUFFER_BYTES = 1 << 16
+_SMALL_BUFFER_BYTES = 1 << 16  # a page of pages: little tensors need no more
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -149,7 +149,7 @@ def _open_direct(path: Path, flags: int) -> int:
     return os.open(path, flags, 0o666)
 
 
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 22  # progress is told after each, so that a slow disk is no hang
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ from moewright.spec.units import mention
 from moewright.spec.workload import CheckpointSpec
 
 T = TypeVar("T")
-_POLL_S = 0.2
+_POLL_S = 0.2  # how late the end of a copy is noticed
 
 
 class SilentServerError(OSError):

@@ -31,8 +31,8 @@ from moewright.spec.hardware import Collective
 
 _FAKE = "fake"
 _GLOO = "gloo"
-_RELEASE_S = 1.0
-_RELEASE_POLL_S = 1e-4
+_RELEASE_S = 1.0  # a thread of gloo drops its use within milliseconds
+_RELEASE_POLL_S = 1e-4  # shorter than a small collective
 # Tensors of collectives that were waited for, each with its uses before the call. A thread of gloo
 # holds those of one collective at most, so the last few are enough.
 _unreleased: deque[tuple[weakref.ref[torch.Tensor], int]] = deque(maxlen=256)

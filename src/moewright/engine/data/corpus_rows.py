@@ -35,11 +35,9 @@ from moewright.engine.data.sampler import (
     read_samples,
 )
 from moewright.engine.data.sharded import open_stream
-from moewright.rules.packing import PackedSequences, packed_share
+from moewright.rules.packing import IGNORED_TARGET, PackedSequences, packed_share
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DocumentMasking, Objective, Workload
-
-_IGNORED_TARGET = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +117,7 @@ class TextCorpus:
             for row, sample in enumerate(ids.tolist()):
                 # The last token of a document has no target: it would be another document's.
                 ends = document_ends(self.pair, sample, seq_len=seq_len)
-                targets[row, [end - 1 for end in ends]] = _IGNORED_TARGET
+                targets[row, [end - 1 for end in ends]] = IGNORED_TARGET
                 edges = sorted({0, *ends, seq_len})
                 lengths.append(tuple(stop - start for start, stop in pairwise(edges)))
         return SampleRows(inputs=tokens[:, :-1], targets=targets, lengths=tuple(lengths))

@@ -24,7 +24,7 @@ from moewright.codec import read_bytes, read_json, write_json
 from moewright.spec.errors import BadInput, Reason
 
 MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
+VERSION = 1  # Megatron-core's format, the only one there has been
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: tuple[tuple[int, str], ...] = (
     (1, "<u1"),

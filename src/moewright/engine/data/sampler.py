@@ -17,8 +17,8 @@ import numpy.typing as npt
 from moewright.engine.data.indexed import IndexedDataset, refuse_if_shrunk
 from moewright.spec.errors import BadInput, Reason
 
-FEISTEL_ROUNDS = 6
-MASK64 = (1 << 64) - 1
+FEISTEL_ROUNDS = 6  # four make a pseudorandom permutation (Luby, Rackoff); two to spare
+MASK64 = (1 << 64) - 1  # Python's integers do not wrap, numpy's do
 
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]

@@ -23,10 +23,10 @@ from moewright.spec.errors import BadInput, Reason
 STDLIB_EXCLUDED = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 )
-DOCUMENT_CHARS = 1 << 16
-LONE_FILE_DOCUMENTS = 64
-LONE_FILE_CHARS = 256
-_CHUNK_BYTES = 1 << 22
+DOCUMENT_CHARS = 1 << 16  # longer files are cut: a corpus has many documents
+LONE_FILE_DOCUMENTS = 64  # a single file must have some to hold out
+LONE_FILE_CHARS = 256  # shorter pieces are no text
+_CHUNK_BYTES = 1 << 22  # large against the cost of a read, small against memory
 
 
 class SkipReason(StrEnum):

@@ -39,8 +39,8 @@ from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import DispatcherKind
 
-_TRIAL_TOKENS = 16
-_TRIAL_TOP_K = 2
+_TRIAL_TOKENS = 16  # few: the trial shows the order of rows, not the speed
+_TRIAL_TOP_K = 2  # two show whether a sum over experts is right
 
 
 class _Dispatch(torch.autograd.Function):

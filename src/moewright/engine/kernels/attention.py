@@ -27,7 +27,7 @@ from moewright.engine.torch_private import (
     FLASH_ROWS_BACKWARD,
 )
 
-_SLOPE_TERMS = 3
+_SLOPE_TERMS = 3  # three of 8 bits hold the 24 of an fp32 slope
 _POSITION_BASE = 256  # integers up to it are exact in bf16
 _BIAS_COLUMNS = 8  # flash attention takes heads of a multiple of eight columns
 

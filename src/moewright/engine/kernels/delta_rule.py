@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from moewright.engine.kernels.causal_conv import Tensors, map_documents, widen
 from moewright.engine.kernels.operations import define_operation
 
-CHUNK = 64
+CHUNK = 64  # flash-linear-attention's, to whose kernels this is equal
 _NORM_EPS = 1e-6  # under the root of a query's or key's square sum (fla's l2norm)
 
 

@@ -210,7 +210,7 @@ def _group_maxima(values: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, short)).unflatten(1, (-1, NF4_GROUP)).amax(-1)
 
 
-_LARGEST = 448.0
+_LARGEST = 448.0  # of e4m3
 _DTYPE = torch.float8_e4m3fn
 
 

@@ -11,8 +11,7 @@ import torch
 from moewright.engine.kernels.attention import Segments
 from moewright.engine.model.preferences import PairAnswers
 from moewright.engine.runtime import Runtime
-
-IGNORED_TARGET = -1
+from moewright.rules.packing import IGNORED_TARGET
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ from moewright.spec.workload import RouterForce
 
 _KINDS = ("session", "step", "eval")
 _LARGEST_FLOAT = sys.float_info.max
-_LONGEST_PLAIN = 1e9
+_LONGEST_PLAIN = 1e9  # a diverged loss would print hundreds of digits
 
 
 class RecordWriter(Protocol):

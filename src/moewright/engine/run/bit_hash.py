@@ -7,8 +7,8 @@ from functools import cache
 import torch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_BLOCK = 1 << 16
-_SEED = 0x5DEECE66D
+_BLOCK = 1 << 16  # its keys are 512 KiB, which stay in a core's cache
+_SEED = 0x5DEECE66D  # any; all ranks and starts must draw the same keys
 # By which the hash of the blocks before is multiplied; odd, so that no block is forgotten.
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 

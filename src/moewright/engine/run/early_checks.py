@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, Workload
 
-_RANKS_PER_CORE = 8
+_RANKS_PER_CORE = 8  # each holds a torch of its own, and starts more slowly than it trains
 # Files and connections that a rank opens beside those to each other rank, and of those one for each
 # group of its layout.
 _FILES = 256

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from moewright.spec.errors import BadInput, Reason
 
-MAX_WORLD_SIZE = 1_000_000
-MAX_PORT = 65535
+MAX_WORLD_SIZE = 1_000_000  # beyond any cluster: a number that was mistyped
+MAX_PORT = 65535  # TCP's
 _TORCHRUN_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Variables that decide how a product or a sum is rounded, or how NCCL cuts a message, by the
 # manuals of CUDA, cuBLAS, oneDNN, MKL, NCCL, PyTorch and Triton. Ranks that differ in one compute

@@ -88,7 +88,7 @@ def _wait_for_call(calls: Connection) -> RankInfo | None:
     return info
 
 
-_NONE = -1
+_NONE = -1  # no step: steps count from 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -48,7 +48,7 @@ from moewright.spec.plan import Plan
 from moewright.spec.run import Incident, IncidentKind, LayerLoad, Session, StepRecord
 from moewright.spec.units import TERA, divide, mention
 
-_MOST_SPANS = 5
+_MOST_SPANS = 5  # what fits a line of standard error
 
 
 def open_recorder(

@@ -35,11 +35,12 @@ from moewright.engine.run.worker import ExitCode, RankFailure
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from moewright.spec.run import IncidentKind
+from moewright.spec.units import HOUR_S
 
 RETURN_SIGNAL = signal.SIGUSR2
 # How long a run goes on with fewer ranks before all are tried again; doubled when that fails.
 _RETURN_S = 1800.0
-_MAX_RETURN_S = 8 * 3600.0
+_MAX_RETURN_S = 8 * HOUR_S
 _MAX_DELAY_S = 60.0
 # A start has come to something when it made so many steps, and saved a newer checkpoint.
 _ENDURED_STEPS = 10

@@ -45,7 +45,7 @@ from moewright.engine.run.worker import (
 from moewright.engine.torch_private import PrefixStore, TCPStore
 from moewright.spec.errors import BadInput, Reason
 
-_POLL_S = 0.2
+_POLL_S = 0.2  # how late a hang is noticed
 # Time that ranks which have lost a peer have to say so, and other machines to write their stacks.
 _GRACE_S = 2.0
 _STORE_S = 10.0

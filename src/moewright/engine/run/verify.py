@@ -66,7 +66,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import OptimizerSpec, Workload
 
-_IGNORED_LABEL = -100
+_IGNORED_LABEL = -100  # torch's ignore_index
 # A checkpoint through which the ranks' parts become whole tensors.
 _GATHER_FOLDER = ".verify"
 

@@ -28,7 +28,7 @@ from moewright.engine.run.worker import (
 from moewright.spec.run import IncidentKind
 from moewright.spec.units import mention
 
-_POLL_S = 0.2
+_POLL_S = 0.2  # how late a hang is noticed
 # The most that one round of a watch counts as time in which ranks were silent.
 _MOST_ROUND_S = 2.0
 # Time to wait for the cause of the first failure, when that failure is only a consequence.

@@ -43,7 +43,7 @@ from moewright.spec.workload import CheckpointSpec, Dtype, Workload
 # reader here imports none of them: whatever the pickle names becomes an inert record.
 
 COMMON_FILE = "common.pt"
-_MAX_BYTES = 2**30
+_MAX_BYTES = 2**30  # of an unpacked member: pickles of metadata are small
 
 
 class _Anything:

@@ -24,8 +24,8 @@ from moewright.codec.foreign import budget, read_apart
 from moewright.spec.errors import BadInput, Reason
 
 METADATA_FILE = ".metadata"
-_MAX_METADATA_BYTES = 2**30
-_MAX_CHUNK_BYTES = 2**37
+_MAX_METADATA_BYTES = 2**30  # it has a few hundred bytes a shard
+_MAX_CHUNK_BYTES = 2**37  # 128 GiB, beyond what one rank writes of a tensor
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),

@@ -19,7 +19,7 @@ from moewright.intake.megatron.bash_tokens import ShellToken, TokenReader, synta
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, find_unknown
 
 Branch = Callable[[bool], Iterator[Command]]
-_MAX_BRANCHES = 2000
+_MAX_BRANCHES = 2000  # each is run; this many take seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 
 _SWITCHES = ("store_true", "store_false", "store_const")
-_MOST_OF_A_DEFAULT = 40
-_MOST_OF_HELP = 200
+_MOST_OF_A_DEFAULT = 40  # a longer one is an expression
+_MOST_OF_HELP = 200  # the first sentence says what an option is
 _NAME_OF_A_GROUP = re.compile(r"^_*(?:add|get|extra)?_*(.*?)_*(?:args|arguments|options)?$")
 # Where Megatron-LM and its forks give their parsers options, from the root of a checkout.
 _PARSERS = (

@@ -22,9 +22,7 @@ from moewright.spec.model import (
     RecurrentKind,
     RecurrentSpec,
 )
-
-_FP32_BYTES = 4
-_INT32_BYTES = 4
+from moewright.spec.units import FP32_BYTES, INT32_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +51,10 @@ def recurrent_saved(
         yield _row("mixer_in", 2 * c * T * value // tp)
         yield _row("conv_out", c * T * value // tp)
         yield _row("steps_keys", 2 * c * T * small)
-        yield _row("mixer_norm_rstd", 3 * _FP32_BYTES * T, KeptFormat.FP32)
+        yield _row("mixer_norm_rstd", 3 * FP32_BYTES * T, KeptFormat.FP32)
         yield _row("steps", c * T * value // tp)
         chunks = -(-T // spec.chunk_size)
-        state_bytes = 2 * _FP32_BYTES * chunks * value * spec.key_dim // tp
+        state_bytes = 2 * FP32_BYTES * chunks * value * spec.key_dim // tp
         yield _row("states", state_bytes, KeptFormat.FP32)
         yield _row("scan_out", c * T * value // tp)
         yield _row("mixer_out", c * T * value // tp)
@@ -64,19 +62,19 @@ def recurrent_saved(
     if spec.kind is RecurrentKind.MAMBA2:
         yield _row("mixer_in", c * T * (conv + value + spec.heads) // tp)
         yield _row("scan_out", c * T * value // tp)
-        yield _row("mixer_norm_rstd", _FP32_BYTES * T * spec.key_heads // tp, KeptFormat.FP32)
+        yield _row("mixer_norm_rstd", FP32_BYTES * T * spec.key_heads // tp, KeptFormat.FP32)
         yield _row("mixer_out", c * T * value // tp)
         return
     keys = spec.heads * spec.key_dim  # queries and keys are repeated for the heads of values
     rates = spec.heads * (1 if spec.kind is RecurrentKind.GATED_DELTA else spec.key_dim)
     yield _row("mixer_in", c * T * (conv + value) // tp)
     yield _row("conv_out", c * T * conv // tp)
-    yield _row("rates", _FP32_BYTES * T * (rates + spec.heads) // tp, KeptFormat.FP32)
+    yield _row("rates", FP32_BYTES * T * (rates + spec.heads) // tp, KeptFormat.FP32)
     if is_fused_stack:
         yield _row("scan_in", c * T * (2 * keys + value) // tp)
         yield _row("chunk_matrix", c * T * spec.heads * spec.chunk_size // tp)
     yield _row("scan_out", c * T * value // tp)
-    yield _row("mixer_norm_rstd", _FP32_BYTES * T * spec.heads // tp, KeptFormat.FP32)
+    yield _row("mixer_norm_rstd", FP32_BYTES * T * spec.heads // tp, KeptFormat.FP32)
     yield _row("mixer_out", c * T * value // tp)
 
 
@@ -93,9 +91,9 @@ def compressed_saved(
     spec, c, T, t, tp = model.attention, symbols.c, symbols.T, symbols.t, symbols.tp
     yield _row("q_down", c * t * spec.q_lora_rank)
     yield _row("q_latent", c * t * spec.q_lora_rank)
-    yield _row("latent_rstd", 2 * _FP32_BYTES * t, KeptFormat.FP32)
+    yield _row("latent_rstd", 2 * FP32_BYTES * t, KeptFormat.FP32)
     yield _row("kv_down", c * t * spec.head_dim)
-    yield _row("qk_norm_rstd", _FP32_BYTES * T * spec.heads // tp, KeptFormat.FP32)
+    yield _row("qk_norm_rstd", FP32_BYTES * T * spec.heads // tp, KeptFormat.FP32)
     yield _row("qkv", c * T * (2 * spec.q_width // tp + symbols.cp * spec.head_dim))
     out_bytes = c * T * spec.out_width // tp
     yield _row("attention_out", out_bytes)
@@ -115,7 +113,7 @@ def _compressor_saved(
     blocks = symbols.T * symbols.cp // symbols.seq_len * (symbols.seq_len // rate)
     yield _row(f"{prefix}compressor", 2 * overlap * symbols.c * symbols.t * width)
     yield _row(f"{prefix}blocks", blocks * 2 * symbols.c * width)
-    yield _row(f"{prefix}blocks_rstd", blocks * _FP32_BYTES, KeptFormat.FP32)
+    yield _row(f"{prefix}blocks_rstd", blocks * FP32_BYTES, KeptFormat.FP32)
 
 
 def _block_indexer_saved(
@@ -124,13 +122,13 @@ def _block_indexer_saved(
     """Yield what a chooser of blocks saves: its choice, and to train what its scores are of."""
     assert spec.indexer is not None  # what chooses the blocks of such a layer
     heads, width = spec.indexer.heads, spec.indexer.head_dim
-    chosen_bytes = _INT32_BYTES * min(spec.indexer.top_k, symbols.seq_len // spec.sparse_rate)
+    chosen_bytes = INT32_BYTES * min(spec.indexer.top_k, symbols.seq_len // spec.sparse_rate)
     yield _row("index_chosen", chosen_bytes * symbols.T * symbols.cp, KeptFormat.INT32)
     if not is_trained:
         return
     yield from _compressor_saved("index_", symbols, width, spec.sparse_rate, overlap=2)
     yield _row("index_queries", symbols.c * symbols.t * heads * width)
-    yield _row("index_heads", _FP32_BYTES * symbols.t * heads, KeptFormat.FP32)
+    yield _row("index_heads", FP32_BYTES * symbols.t * heads, KeptFormat.FP32)
     # By the score of each chosen block, and the choice as for tokens.
     yield from _slopes_saved(chosen_bytes * symbols.t, symbols)
 
@@ -153,7 +151,7 @@ def indexer_saved(
         return
     t, heads, width = symbols.t, spec.indexer.heads, spec.indexer.head_dim
     all_tokens = symbols.T * symbols.cp
-    chosen_bytes = _INT32_BYTES * min(spec.indexer.top_k, symbols.seq_len)
+    chosen_bytes = INT32_BYTES * min(spec.indexer.top_k, symbols.seq_len)
     if is_fused_stack:
         if is_trained:
             yield _row("index_qk", symbols.c * t * (heads * width + width + heads))
@@ -165,8 +163,8 @@ def indexer_saved(
         if is_trained:
             # The keys before their norm are of this rank's tokens; those that it scores are of all.
             yield _row("index_qk", symbols.c * (t * (heads * width + width) + all_tokens * width))
-            yield _row("index_heads", _FP32_BYTES * t * heads, KeptFormat.FP32)
-            yield _row("index_norm_rstd", 2 * _FP32_BYTES * t, KeptFormat.FP32)
+            yield _row("index_heads", FP32_BYTES * t * heads, KeptFormat.FP32)
+            yield _row("index_norm_rstd", 2 * FP32_BYTES * t, KeptFormat.FP32)
             yield from _slopes_saved(chosen_bytes * t, symbols)
         full = not is_shared
         all_bytes = chosen_bytes * all_tokens

@@ -55,13 +55,11 @@ from moewright.spec.model import (
     ScoreFunction,
 )
 from moewright.spec.record import copy_with
+from moewright.spec.units import FP32_BYTES, INT32_BYTES, INT64_BYTES
 from moewright.spec.workload import Fusion, TrainerSpec, Workload
 
 # A layer's input, as its first block calls it.
 _LAYER_INPUTS = ("layer_input", "mlp_input")
-_FP32_BYTES = 4
-_INT64_BYTES = 8
-_INT32_BYTES = 4
 _FP32 = KeptFormat.FP32
 
 
@@ -362,7 +360,7 @@ def _streams(model: ModelSpec, symbols: _TableSymbols, block: str) -> Iterator[S
         return
     hidden_bytes = symbols.c * symbols.t * symbols.h
     weights = model.residual_streams * (model.residual_streams + 2)
-    weight_bytes = _FP32_BYTES * symbols.t * (2 * weights + 1)
+    weight_bytes = FP32_BYTES * symbols.t * (2 * weights + 1)
     yield saved_tensor(Module.NORM, f"{block}_streams", hidden_bytes)
     yield saved_tensor(Module.NORM, f"{block}_stream_weights", weight_bytes, kept_as=_FP32)
     yield saved_tensor(Module.NORM, f"{block}_out", hidden_bytes)
@@ -378,7 +376,7 @@ def _scores(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
     core = Recompute.CORE_ATTN
     queries = symbols.T * model.attention.heads // symbols.tp
     if not symbols.trainer.attention_backend.keeps_scores:
-        lse_bytes = _FP32_BYTES * queries
+        lse_bytes = FP32_BYTES * queries
         yield saved_tensor(Module.ATTENTION, "lse", lse_bytes, core, kept_as=_FP32)
         return
     scores = queries * symbols.seq_len
@@ -397,13 +395,13 @@ def _gqa_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]
         yield saved_tensor(
             Module.ATTENTION, "qk_norm_in", c * T * (spec.q_width + spec.kv_width) // tp
         )
-        yield saved_tensor(Module.ATTENTION, "qk_norm_rstd", _FP32_BYTES * T * 2, kept_as=_FP32)
+        yield saved_tensor(Module.ATTENTION, "qk_norm_rstd", FP32_BYTES * T * 2, kept_as=_FP32)
     elif spec.qk_norm is not QkNorm.NONE:
         local_width = spec.q_width // tp + kv_heads * spec.head_dim
         local_heads = spec.heads // tp + kv_heads
         yield saved_tensor(Module.ATTENTION, "qk_norm_in", c * T * local_width)
         yield saved_tensor(
-            Module.ATTENTION, "qk_norm_rstd", _FP32_BYTES * T * local_heads, kept_as=_FP32
+            Module.ATTENTION, "qk_norm_rstd", FP32_BYTES * T * local_heads, kept_as=_FP32
         )
     # Ranks that exchange heads keep at least one key head each.
     kv_width = max(kv_heads, symbols.a2a_ranks) * spec.head_dim
@@ -425,7 +423,7 @@ def _mla_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]
         Module.ATTENTION, "kv_down", c * t * (spec.kv_lora_rank + spec.qk_rope_head_dim)
     )
     yield saved_tensor(Module.ATTENTION, "kv_latent", c * t * spec.kv_lora_rank)
-    yield saved_tensor(Module.ATTENTION, "latent_rstd", _FP32_BYTES * t * norms, kept_as=_FP32)
+    yield saved_tensor(Module.ATTENTION, "latent_rstd", FP32_BYTES * t * norms, kept_as=_FP32)
     yield saved_tensor(Module.ATTENTION, "qkv", c * T * expanded // tp, Recompute.MLA_UP_PROJ)
 
 
@@ -466,16 +464,16 @@ def _moe(
     if is_fused_stack:
         unweighted = c * R * _unweighted_width(job.model, symbols.trainer) // etp
         yield saved_tensor(Module.EXPERTS, "unweighted", unweighted, Recompute.MOE_ACT, moe)
-    yield saved_tensor(Module.EXPERTS, "probs", _FP32_BYTES * R, moe, kept_as=_FP32)
+    yield saved_tensor(Module.EXPERTS, "probs", FP32_BYTES * R, moe, kept_as=_FP32)
     indices = _index_counts(job.model.moe, job.layout, t, local, is_fused_stack=is_fused_stack)
     for name, count in indices._asdict().items():
-        nbytes = _INT64_BYTES * count
+        nbytes = INT64_BYTES * count
         yield saved_tensor(Module.EXPERTS, f"{name}_indices", nbytes, moe, kept_as=KeptFormat.INT64)
     # The row ends of replicas are kept once more, apart from those of the own experts.
     replicas = (local.slots - job.model.moe.experts) // job.layout.ep
     row_ends = local.slots // job.layout.ep + replicas
     yield saved_tensor(
-        Module.EXPERTS, "row_ends", _INT32_BYTES * row_ends, moe, kept_as=KeptFormat.INT32
+        Module.EXPERTS, "row_ends", INT32_BYTES * row_ends, moe, kept_as=KeptFormat.INT32
     )
     yield from _shared_experts(job.model, symbols)
 
@@ -543,14 +541,14 @@ def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[SavedTensor]:
         )
 
     yield save_numbers("scores", t * moe.experts)
-    chosen_bytes = _INT64_BYTES * chosen
+    chosen_bytes = INT64_BYTES * chosen
     yield saved_tensor(Module.ROUTER, "chosen", chosen_bytes, full=False, kept_as=KeptFormat.INT64)
     if moe.router.renormalize:
         yield save_numbers("chosen_scores", chosen + t)
     shares = bool(loss.aux_coeff) + bool(loss.global_aux_coeff)
     if loss.seq_aux_coeff:
         shares += t
-    share_bytes = _FP32_BYTES * shares * moe.experts
+    share_bytes = FP32_BYTES * shares * moe.experts
     yield saved_tensor(Module.ROUTER, "load_share", share_bytes, full=False, kept_as=_FP32)
     if shares and not score.is_distribution:
         yield save_numbers("score_sums", t)
@@ -605,4 +603,4 @@ def _fc1_width(model: ModelSpec, ffn: int) -> int:
 def norm_statistics(model: ModelSpec, rows: int) -> int:
     """Return the bytes of the fp32 reciprocal deviation of every row; LayerNorm saves means too."""
     statistics = 2 if model.norm is NormKind.LAYER else 1
-    return _FP32_BYTES * rows * statistics
+    return FP32_BYTES * rows * statistics

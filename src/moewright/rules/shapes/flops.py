@@ -26,7 +26,7 @@ from moewright.spec.ledger import FlopOp, FlopRow, Module
 from moewright.spec.model import AttentionKind, MixerKind, ModelSpec
 from moewright.spec.workload import FineTuningSpec, Task
 
-TRAIN_TO_FORWARD_RATIO = 3
+TRAIN_TO_FORWARD_RATIO = 3  # backward takes the gradients of input and of weight
 _ALL_TRAINS = FineTuningSpec()
 _PRODUCTS = (FlopOp.GEMM, FlopOp.GROUPED_GEMM)
 

@@ -7,7 +7,7 @@ from math import prod
 
 from moewright.spec.ledger import Module
 
-EMBEDDING_LAYER = -1
+EMBEDDING_LAYER = -1  # before layer 0
 
 ShardedDims = tuple[tuple[str, int], ...]
 

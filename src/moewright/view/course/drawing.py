@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from moewright.spec.quoting import Html
 
-WIDE = 680
-NARROW = 340
+WIDE = 680  # points of the column of a lesson
+NARROW = 340  # points of a phone, less its margins
 _Value = TypeVar("_Value")
 
 _CHARACTER = 6.6  # units of a letter of 12.5, about
@@ -166,7 +166,7 @@ def picture(
     )
 
 
-_ROW = 23
+_ROW = 23  # points, for a line of text and a margin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,7 @@ from moewright.view.course.lesson import Lesson
 from moewright.view.course.quantity import Quantity, Unit
 from moewright.view.page import MEMORY_COLOURS, MODULE_COLOURS, ROW_COLOURS, TIME_COLOURS
 
-_KEPT_TIMETABLES = 64
+_KEPT_TIMETABLES = 64  # of one chapter's controls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +133,7 @@ PIPELINE_FIGURES: Mapping[str, Callable[[Lesson, str], Quantity]] = MappingProxy
 )
 
 
-_ROW = 24
+_ROW = 24  # points
 _LEAST_FOR_TEXT = 15  # units of width under a number
 _NAMES = {RowKind.F: "forward", RowKind.B: "backward", RowKind.W: "weight gradients"}
 _COMPARED = (

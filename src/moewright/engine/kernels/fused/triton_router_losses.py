@@ -16,7 +16,7 @@ from moewright.engine.kernels.fused.router_losses import SCORE_SUM_EPS, RouterLo
 from moewright.engine.kernels.fused.triton_router import program_grid, tokens_per_program
 from moewright.engine.kernels.fused.triton_rows import pointer_or
 
-_LOSSES = 4
+_LOSSES = 4  # sums that the kernel writes a block of rows
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from moewright.engine.kernels import low_precision
 from moewright.engine.kernels.low_precision import NarrowTensor
 from moewright.rules.low_precision import NarrowFormat, ScaleFormat
 
-_ROWS = 32
-_COLUMNS = 256
+_ROWS = 32  # with _COLUMNS a tile of 8,192 numbers, 32 KiB in fp32
+_COLUMNS = 256  # one row of a tile is whole lines of memory
 # The dtypes that the kernels write, and whether they round to them.
 ROUNDS = {torch.float32: False, torch.bfloat16: True}
 # The scales of blocks, as constants of the kernels.
