@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moewright.codec import foreign
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, find_unknown
 from moewright.spec.errors import BadInput
@@ -225,6 +226,16 @@ def test_scripts_of_an_installation_are_not_read_and_a_note_says_so(folder):
 def test_a_pattern_takes_time_in_proportion_to_the_value(operation, folder):
     text = f"A={'a' * (1 << 17)}\nB=${{A{operation}}}\ntorchrun p.py --tp ${{#B}}"
     assert read_tp(text, (), folder) == str(1 << 17)
+
+
+@pytest.mark.parametrize("expression", ["^(a+)+$", "(a|aa)+c", "(a|a)" * 30 + "c"])
+def test_an_expression_that_backtracks_without_end_is_refused(
+    expression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "CPU_S", 0.2)
+    text = f"A={'a' * 50}b\n[[ $A =~ {expression} ]] && B=1\ntorchrun p.py --tp $B\n"
+    with pytest.raises(BadInput, match=r"line 2: the expression .* takes more than 0 s of"):
+        read_commands(text, {})
 
 
 def test_a_branch_that_only_prints_needs_no_answer(folder):

@@ -10,7 +10,7 @@ from moewright.codec import format_layout
 from moewright.codec.yaml_text import parse_yaml
 from moewright.exporters.megatron.script import all_flags, environment_variables
 from moewright.intake.megatron.read import interpret_launch, read_launch
-from moewright.intake.megatron.settings import resolve_references
+from moewright.intake.megatron.settings import read_settings, resolve_references
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan
@@ -331,6 +331,49 @@ def test_what_is_no_configuration_is_refused_in_one_line(text, message, tmp_path
 def test_scalars_stay_the_text_that_somebody_wrote():
     data = parse_yaml("a: 1e-5\nb: on\nc: &x {d: 010}\ne:\n  <<: *x\n  f: ~\n", where="text")
     assert data == {"a": "1e-5", "b": "on", "c": {"d": "010"}, "e": {"d": "010", "f": "~"}}
+
+
+def _alias_tens(merge: str) -> str:
+    """Return a line for each level of ten aliases of the level below: 10^12 values."""
+    levels = "".join(
+        f"a{level}: &a{level} {merge.format(','.join([f'*a{level - 1}'] * 10))}\n"
+        for level in range(1, 12)
+    )
+    return f"a0: &a0 {{k: 1}}\n{levels}"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (_alias_tens("[{}]"), "repeat more than 100,000 values"),
+        (_alias_tens("{{<<: [{}]}}"), "repeat more than 100,000 values"),
+        ("a: &a [1, *a]\n", "has an alias of itself at line 1"),
+        ("a: &a\n  <<: *a\n", "has an alias of itself at line 1"),
+    ],
+)
+def test_aliases_that_grow_without_end_are_refused(text: str, rule: str) -> None:
+    with pytest.raises(BadInput, match=rule):
+        parse_yaml(text, where="text")
+
+
+def test_an_alias_may_stand_in_many_places() -> None:
+    data = parse_yaml("a: &a [1]\nb: [*a, *a]\nc: {d: *a, e: [*a]}\n", where="text")
+    assert data == {"a": ["1"], "b": [["1"], ["1"]], "c": {"d": ["1"], "e": [["1"]]}}
+
+
+def test_references_that_double_each_other_are_refused() -> None:
+    settings = {"a0": "x"} | {f"a{level}": f"${{a{level - 1}}}" * 20 for level in range(1, 60)}
+    with pytest.raises(BadInput, match="stand for more than 16,777,216 characters"):
+        resolve_references(settings, {})
+
+
+def test_parents_that_each_name_ten_parents_are_refused(tmp_path: Path) -> None:
+    for level in range(7):
+        parents = [f"f{level + 1}.yaml"] * 10
+        (tmp_path / f"f{level}.yaml").write_text(f"defaults: {parents}\na: {level}\n")
+    (tmp_path / "f7.yaml").write_text("b: 7\n")
+    with pytest.raises(BadInput, match=r"f0\.yaml: builds on more than 200 files"):
+        read_settings(tmp_path / "f0.yaml")
 
 
 def test_packs_of_nemo_rl_hold_as_many_full_texts_as_go_into_them(tmp_path):

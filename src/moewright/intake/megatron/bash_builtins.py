@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moewright.intake.megatron.bash_expansion import ShellVariables
-from moewright.intake.megatron.bash_patterns import matches_pattern
+from moewright.intake.megatron.bash_patterns import matches_pattern, search_expression
 from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, find_unknown
 from moewright.spec.errors import BadInput
@@ -344,14 +344,16 @@ class Condition:
             text = re.escape(self._value(right))
         else:
             text = require_known(self.variables.substitute(text, self.line), self.line)
+        expression = re.sub(r"\[\[:(\w+):\]\]", _character_class, text)
         try:
-            match = re.search(re.sub(r"\[\[:(\w+):\]\]", _character_class, text), value)
+            groups = search_expression(
+                expression, value, where=f"line {self.line}: the expression {text[:40]}"
+            )
         except re.error:
             rule = f"the expression {text[:40]} is not read"
             raise syntax_refusal(self.line, rule) from None
-        groups = () if match is None else (match[0], *(group or "" for group in match.groups()))
-        self.variables.arrays["BASH_REMATCH"] = groups
-        return match is not None
+        self.variables.arrays["BASH_REMATCH"] = groups or ()
+        return groups is not None
 
     def _value(self, word: ShellToken) -> str:
         return require_known(" ".join(self.variables.expand(word)), self.line)

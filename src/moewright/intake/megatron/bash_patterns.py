@@ -1,13 +1,16 @@
 """Bash's patterns: whether a value is of one, what it strips from a value, what it replaces in it.
 
 A pattern is `*`, `?`, sets in brackets and letters; each operation takes a time that grows with the
-length of the value, for a segment between two `*` is taken where it is found first.
+length of the value, for a segment between two `*` is taken where it is found first. The regular
+expressions of `=~` may backtrack without end: those that could are searched in a fork.
 """
 
 from __future__ import annotations
 
 import re
 from functools import cache
+
+from moewright.codec.foreign import budget, read_apart
 
 _TOKEN = re.compile(r"\[[!^]?\]?(?:\[:\w+:\]|[^]])*\]|.", re.DOTALL)
 _SET = re.compile(r"\[([!^]?)(\]?(?:\[:\w+:\]|[^]])*)\]", re.DOTALL)
@@ -24,6 +27,11 @@ _CLASSES = {
     "xdigit": "0-9a-fA-F",
 }
 _NOTHING = r"(?!)"
+# With one of these a search takes steps in the square of the value's length at most; with two of
+# them, such as (a|aa)+, it may double them with each letter.
+_CHOICE = re.compile(r"[*+?|]")
+_SHORT_EXPRESSION = 200
+_SHORT_VALUE = 1000
 
 
 def matches_pattern(value: str, pattern: str) -> bool:
@@ -73,6 +81,30 @@ def replace_pattern(value: str, pattern: str, by: str, operation: str) -> str:
         if operation == "/":
             break
     return "".join((*parts, value[position:]))
+
+
+def search_expression(expression: str, value: str, *, where: str) -> tuple[str, ...] | None:
+    """Return the match of a regular expression in a value and its groups; None: there is none.
+
+    Raises:
+        BadInput: the search takes more time or memory than a search takes.
+        re.error: it is no regular expression.
+    """
+    is_short = len(expression) <= _SHORT_EXPRESSION and len(value) <= _SHORT_VALUE
+    if is_short and "{" not in expression and len(_CHOICE.findall(expression)) <= 1:
+        return _search(expression, value)
+    return _search_apart(expression, value, where)
+
+
+@read_apart
+def _search_apart(expression: str, value: str, where: str) -> tuple[str, ...] | None:
+    with budget(where, len(value)):
+        return _search(expression, value)
+
+
+def _search(expression: str, value: str) -> tuple[str, ...] | None:
+    match = re.search(expression, value)
+    return None if match is None else (match[0], *(group or "" for group in match.groups()))
 
 
 @cache

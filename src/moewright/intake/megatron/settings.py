@@ -38,6 +38,7 @@ _NOTHING = ("", "null", "none", "~", "[]", "{}")
 _STAGE_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _MOST_SETTINGS = 20_000
 _MOST_ROUNDS = 8  # of references to references
+_MOST_CHARACTERS = 1 << 24  # of what references stand for, in a round: each may double the last
 
 
 def is_unset(value: Value) -> bool:
@@ -115,13 +116,18 @@ def resolve_references(
     """Return the settings with ${a.b} and ${VARIABLE:-default} replaced.
 
     A variable that is not set stands as its name between zero bytes, as in a script's words.
+
+    Raises:
+        BadInput: references to references stand for a text that grows without end.
     """
     resolved = dict(settings)
     for _ in range(_MOST_ROUNDS):
         before = dict(resolved)
+        left = _MOST_CHARACTERS
         for name, value in before.items():
             if isinstance(value, str) and "$" in value:
-                resolved[name] = _replace(value, name, before, environment)
+                resolved[name] = _replace(value, name, before, environment, left)
+                left -= len(resolved[name])
         if resolved == before:
             break
     return resolved
@@ -138,8 +144,20 @@ def find_referenced(settings: Mapping[str, Value]) -> frozenset[str]:
 
 
 def _replace(
-    text: str, name: str, settings: Mapping[str, Value], environment: Mapping[str, str]
+    text: str, name: str, settings: Mapping[str, Value], environment: Mapping[str, str], most: int
 ) -> str:
+    """Return a text of at most `most` characters with its references replaced once."""
+    length = 0
+
+    def take(match: re.Match[str]) -> str:
+        nonlocal length
+        value = look_up(match)
+        length += len(value)
+        if length > most:
+            rule = f"has references that stand for more than {_MOST_CHARACTERS:,} characters"
+            raise BadInput(Reason(field=name, rule=rule))
+        return value
+
     def look_up(match: re.Match[str]) -> str:
         inner = match[1] if match[1] is not None else match[2]
         if inner.startswith(_DECODED):
@@ -163,7 +181,7 @@ def _replace(
         default = variable[3] if variable[2] else f"\0{variable[1]}\0"
         return environment.get(variable[1], default)
 
-    return _REFERENCE.sub(look_up, text)
+    return _REFERENCE.sub(take, text)
 
 
 def _compute(text: str) -> str:
@@ -263,6 +281,7 @@ SUFFIXES = (".yaml", ".yml")
 _PARENTS = ("defaults", "extends", "bases", "includes")
 _OWN_PACKAGES = ("_here_", "_global_")  # Hydra's, of the file itself
 _MOST_PARENTS = 8
+_MOST_FILES = 200  # parents that each name two others are 2^8
 # The leaf that names the parents that are not there.
 MISSING_PARENTS = "parents that are not there"
 # Where Primus keeps what a module names, below its repository.
@@ -270,18 +289,28 @@ _PRESETS = (("config", "primus/configs/modules"), ("model", "primus/configs/mode
 _PRESET_SECTION = "preset"
 
 
-def read_settings(path: Path, depth: int = 0) -> dict[str, Value]:
+def read_settings(path: Path) -> dict[str, Value]:
     """Return the settings of a YAML file, on top of the files that it names as its parents.
 
     Raises:
-        BadInput: a file cannot be read, or names its parents in a circle.
+        BadInput: a file cannot be read, or names its parents in a circle, or too many.
     """
+    settings = _read_inherited(path, 0, [])
+    return {**_read_presets(settings, path), **settings}
+
+
+def _read_inherited(path: Path, depth: int, files: list[Path]) -> dict[str, Value]:
+    """Return the settings of a file with those of its parents; `files` are those read so far."""
     data = _parse_text(path)
     if not isinstance(data, Mapping):
         raise BadInput(Reason(field=str(path), rule="is no configuration: a mapping"))
     if depth > _MOST_PARENTS:
         rule = f"has more than {_MOST_PARENTS} parents above each other"
         raise BadInput(Reason(field=str(path), rule=rule))
+    files.append(path)
+    if len(files) > _MOST_FILES:
+        rule = f"builds on more than {_MOST_FILES} files, counted as often as they are named"
+        raise BadInput(Reason(field=str(files[0]), rule=rule))
     settings: dict[str, Value] = {}
     missing: list[str] = []
     for parent, package in _parents(data):
@@ -289,7 +318,7 @@ def read_settings(path: Path, depth: int = 0) -> dict[str, Value]:
         if not file.is_file():
             missing.append(parent)
         else:
-            inherited = read_settings(file, depth + 1)
+            inherited = _read_inherited(file, depth + 1, files)
             prefix = mention("{}.", package)
             settings |= {f"{prefix}{name}": value for name, value in inherited.items()}
     own = {key: value for key, value in data.items() if key not in _PARENTS}
@@ -297,7 +326,7 @@ def read_settings(path: Path, depth: int = 0) -> dict[str, Value]:
     if missing:
         inherited_gaps = settings.get(MISSING_PARENTS, ())
         settings[MISSING_PARENTS] = (*inherited_gaps, *missing)
-    return settings if depth else {**_read_presets(settings, path), **settings}
+    return settings
 
 
 def _parse_text(path: Path) -> Any:
@@ -350,7 +379,7 @@ def _read_presets(settings: Mapping[str, Value], path: Path) -> dict[str, Value]
                 file = above / folder / framework / name.rpartition(":")[2].rstrip("}")
                 if file.is_file():
                     prefix = f"modules.{module}.{_PRESET_SECTION}."
-                    for key_inside, value in read_settings(file, 1).items():
+                    for key_inside, value in _read_inherited(file, 1, []).items():
                         presets[f"{prefix}{key_inside}"] = value
                     break
     return presets
