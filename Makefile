@@ -18,6 +18,9 @@ BASE_TORCH := from importlib.metadata import version; v = version("torch").split
 .PHONY: torchtitan bridge astra-sim what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-material reading-table
 .DELETE_ON_ERROR:
 
+# Tests start hundreds of processes: where bytecode is not kept, each of them compiles the package again.
+test test-all mutants: export PYTHONDONTWRITEBYTECODE =
+
 train: $(RUN)/plan.json
 	$(BIN)/moewright train $(JOB) --out $(RUN) --extend
 
