@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import moewright as mw
+from moewright.api.watching import LogWatcher, WatchedJob
 from moewright.cli.main import main
 from moewright.diagnosis.traces.event_files import read_new_events
 from moewright.diagnosis.traces.megatron_log import parse_log
@@ -153,6 +154,9 @@ def test_lines_of_other_trainers_are_read(tmp_path: Path) -> None:
     assert series.numbers[:2].tolist() == [1, 2]
     assert series.steps_s[0] == 8.25
     assert series.losses[20] == 9.0
+    reserved = nemo.replace(" | reduced", " | max_memory_reserved: 127785762816 | reduced")
+    (tmp_path / "nemo.log").write_text(reserved)
+    assert mw.watch(tmp_path / "nemo.log").peak_bytes == 127785762816
     titan = "".join(
         f"[rank0]:[titan] 2026-01-01 - root - INFO - \x1b[31mstep: {n:2}  \x1b[32mloss: "
         f"{8 - n / 50:7.4f}  \x1b[33mmemory: 30.52GiB(38.55%)  \x1b[34mtps: 5,{n:03}  \x1b[36m"
@@ -168,6 +172,7 @@ def test_lines_of_other_trainers_are_read(tmp_path: Path) -> None:
     watch = mw.watch(tmp_path / "titan.log", plan=plan_file)
     tokens = plan.workload.tokens_per_step / 8
     assert watch.step_s == pytest.approx(tokens / 5020, rel=0.01)
+    assert watch.peak_bytes == round(30.52 * 2**30)
     bridge = "".join(
         f" iteration {n:8d}/     100 | elapsed time per iteration (s): 2.5 | lm loss: 3.5E+00 |\n"
         for n in range(1, 31)
@@ -315,3 +320,16 @@ def test_what_cannot_be_watched_is_refused(
     assert (
         main(["watch", str(tmp_path / "none.log"), "--patience", "0.05", "--interval", "0.02"]) == 2
     )
+
+
+def test_what_a_log_tells_before_its_steps_may_come_after_the_watch(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text("")
+    watcher = LogWatcher(log, WatchedJob(on="H100"), name="standard input")
+    with pytest.raises(BadInput, match="standard input: holds no step"):
+        watcher.look()
+    log.write_text(write_log(slower=0.0))
+    shown = watcher.look()
+    assert shown.source == "standard input"
+    assert [recurrence.name for recurrence in shown.recurrences] == ["checkpoint"]
+    assert shown.peak_bytes == 66120 * 2**20

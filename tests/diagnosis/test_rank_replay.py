@@ -14,6 +14,7 @@ from moewright.codec import parse_layout
 from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.rank_replay import RankGraph, can_replay_ranks
 from moewright.diagnosis.traces.trace_changes import TraceChange, parse_change
+from moewright.spec.errors import BadInput
 
 OPERATIONS = {"gemm": "aten::mm", "other": "aten::silu"}
 RANKS = 2
@@ -151,3 +152,145 @@ def test_traces_of_some_ranks_are_not_replayed_together(tmp_path: Path) -> None:
     captures = read_traces(tmp_path)
     assert not can_replay_ranks(captures, parse_layout("", world_size=4))
     assert not can_replay_ranks(captures[:1], parse_layout("", world_size=2))
+
+
+CALL_US = 2500.0  # of a collective on its link
+NOTICE_US = 20.0  # of a wait for what is there already
+
+
+def draw_calls(seed: int) -> list[list[Piece]]:
+    """Return the pieces of each rank: operations, and collectives begun before they are waited for.
+
+    Collectives and gradients stand at the same places; the number of either is its length.
+    """
+    rng = random.Random(seed)
+    ranks: list[list[Piece]] = [[] for _ in range(RANKS)]
+    open_calls: list[int] = []
+    count = 0
+    for _ in range(60):
+        kind = rng.choice(("gemm", "gemm", "other", "begin", "wait"))
+        number = 0
+        if kind == "begin":
+            number = count
+            open_calls.append(count)
+            count += 1
+        elif kind == "wait":
+            if not open_calls:
+                continue
+            number = open_calls.pop(rng.randrange(len(open_calls)))
+        for pieces in ranks:
+            length_us = float(number) if kind in ("begin", "wait") else rng.uniform(300, 3000)
+            pieces.append(Piece(kind, rng.uniform(100, 900), length_us))
+    for pieces in ranks:
+        pieces += [Piece("wait", 100, float(number)) for number in open_calls]
+        pieces.append(Piece("gemm", 100, 500))
+    return ranks
+
+
+def draw_reductions(seed: int) -> list[list[Piece]]:
+    """Return the pieces of a backward whose buckets fill, and are reduced behind it."""
+    rng = random.Random(seed)
+    ranks: list[list[Piece]] = [[] for _ in range(RANKS)]
+    buckets = rng.randrange(2, 6)
+    for bucket in range(buckets):
+        for _ in range(rng.randrange(1, 5)):
+            for pieces in ranks:
+                pieces.append(Piece("gemm", rng.uniform(100, 900), rng.uniform(300, 3000)))
+        for pieces in ranks:
+            pieces.append(Piece("gradient", 10, bucket))
+    for kind in ("begin", "wait"):
+        for pieces in ranks:
+            pieces += [Piece(kind, 100, bucket) for bucket in range(buckets)]
+    return ranks
+
+
+def simulate_calls(
+    program: list[list[Piece]], change: TraceChange
+) -> tuple[list[float], list[list[tuple[Piece, float, float]]]]:
+    """Return when each rank ends, and its pieces; calls follow each other on one link."""
+    clocks = [0.0] * RANKS
+    spans: list[list[tuple[Piece, float, float]]] = [[] for _ in range(RANKS)]
+    host = change.speeds.get("host", 1.0)
+    over_us: dict[float, float] = {}
+    ready_us: dict[float, list[float]] = {}
+    free_us = 0.0
+    for pieces in zip(*program, strict=True):
+        begins = [clock + piece.host_us / host for clock, piece in zip(clocks, pieces, strict=True)]
+        first = pieces[0]
+        if first.kind == "gradient":
+            ready_us[first.length_us] = begins
+        if first.kind == "begin":
+            come = begins
+            if change.has_overlap:
+                come = ready_us.get(first.length_us, begins)
+            free_us = max(free_us, *come) + CALL_US / change.speeds.get("network", 1.0)
+            over_us[first.length_us] = free_us
+        for rank, piece in enumerate(pieces):
+            end = begins[rank]
+            if piece.kind in OPERATIONS:
+                end += piece.length_us / change.speeds.get(piece.kind, 1.0)
+            elif piece.kind == "wait":
+                end = max(end + NOTICE_US, over_us[piece.length_us])
+            spans[rank].append((piece, begins[rank], end))
+            clocks[rank] = end
+    return clocks, spans
+
+
+def write_calls(folder: Path, spans: list[list[tuple[Piece, float, float]]]) -> None:
+    has_gradients = any(piece.kind == "gradient" for piece, _, _ in spans[0])
+    for rank, pieces in enumerate(spans):
+        events: list[dict[str, object]] = []
+        add = partial(add_event, events, 1000 * rank)
+        for piece, begin, end in pieces:
+            number = int(piece.length_us)
+            if piece.kind in OPERATIONS:
+                add(OPERATIONS[piece.kind], begin, end - begin)
+            elif piece.kind == "gradient":
+                add(f"gradient:{number}", begin, 0.0, "user_annotation")
+            else:
+                name = f"{piece.kind}:dp_cp#{number % 64}"
+                if has_gradients and piece.kind == "begin":
+                    add(f"reduce:{number}", begin - 1, 3, "user_annotation")
+                add(name, begin, end - begin, "user_annotation")
+        last = max(end for _, _, end in pieces)
+        add("ProfilerStep#1", 0, last + 50, "user_annotation")
+        trace = {"schemaVersion": 1, "distributedInfo": {"rank": rank}, "traceEvents": events}
+        (folder / f"rank{rank}.json").write_text(json.dumps(trace))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_collectives_that_begin_before_they_are_waited_for_end_as_their_program_does(
+    tmp_path: Path, seed: int
+) -> None:
+    program = draw_calls(seed)
+    ends, spans = simulate_calls(program, TraceChange())
+    write_calls(tmp_path, spans)
+    graph = RankGraph(read_traces(tmp_path), parse_layout("", world_size=RANKS))
+    assert graph.replay(TraceChange(), {}) == pytest.approx(graph.measured_s, rel=1e-6)
+    assert graph.measured_s == pytest.approx((max(ends) + 50) / 1e6, rel=1e-6)
+    for text in CHANGES:
+        change = parse_change(text)
+        changed, _ = simulate_calls(program, change)
+        assert graph.replay(change, {}) == pytest.approx(max(changed) / 1e6, rel=0.01), text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gradients_reduced_beside_their_backward_begin_when_they_are_there(
+    tmp_path: Path, seed: int
+) -> None:
+    program = draw_reductions(seed)
+    _, spans = simulate_calls(program, TraceChange())
+    write_calls(tmp_path, spans)
+    graph = RankGraph(read_traces(tmp_path), parse_layout("", world_size=RANKS))
+    for text in ("overlap=grad", "overlap=grad,network=2x", "overlap=grad,gemm=2x"):
+        change = parse_change(text)
+        changed, _ = simulate_calls(program, change)
+        assert graph.replay(change, {}) == pytest.approx(max(changed) / 1e6, rel=0.01), text
+
+
+def test_overlap_is_refused_where_gradients_are_not_marked(tmp_path: Path) -> None:
+    _, spans = simulate_calls(draw_calls(0), TraceChange())
+    write_calls(tmp_path, spans)
+    graph = RankGraph(read_traces(tmp_path), parse_layout("", world_size=RANKS))
+    with pytest.raises(BadInput, match="do not mark when the gradients"):
+        graph.replay(parse_change("overlap=grad"), {})

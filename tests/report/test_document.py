@@ -121,6 +121,13 @@ def test_a_bar_or_a_backtick_in_code_ends_neither_cell_nor_code() -> None:
     assert last == "`layout='Et*3\\|t*3L'` | `` a`b\\|c ``"
 
 
+def test_strong_text_is_strong_in_markdown_where_spaces_stand_at_its_ends() -> None:
+    line = (Phrase(text=" over: ", face=Face.STRONG), "4 of 3")
+    section = DocumentSection(lines=(line,))
+    document = Document(subject="a", heading="b", sections=(section,))
+    assert " **over:** 4 of 3" in render_markdown(document)
+
+
 def test_a_short_answer_says_in_brief_what_it_leaves_out() -> None:
     table = build_table(words("name"), [["first"], ["second"]], short=1)
     section = DocumentSection(title="long title", brief="1 of 2", table=table)

@@ -3,14 +3,17 @@
 `python tests/what_if/pairs.py [FIRST [LAST]]` prints a table and ends with 1 where a step is more
 than 10 % off, or an unchanged replay more than 1 %. Products, host work and links of these runs
 sleep for a time that is planted, so that a busy machine decides little; all else is the engine's:
-its order of work, its waits, its timetables. Steps with and without a change of speed alternate in
-one run; runs of two layouts alternate. Figures are medians of steps.
+its order of work, its waits, its timetables. A collective takes its link from when the last rank
+has come to it, as on a network. Steps with and without a change of speed alternate in one run; runs
+of two layouts alternate. Figures are medians of steps. `again` is how far two halves of the
+unchanged steps are apart: what the machine decides by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import mmap
 import os
 import sys
 import tempfile
@@ -23,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,8 +116,8 @@ class Planting:
         self._speeds = speeds
         self._calls_per_step = calls_per_step
         self._calls = 0
-        self._free_s: dict[str, float] = {}
-        self._until_s: dict[int, float] = {}
+        self._links: dict[str, SharedLink] = {}
+        self._begins = ArrivalBoard()
 
     def _speed(self, calls: int) -> Speed:
         return self._speeds[calls // self._calls_per_step % 2]
@@ -132,28 +136,79 @@ class Planting:
 
         patch.setattr(layer.TransformerLayer, "forward", forward)
         start: Callable[..., Any] = collectives._start
-        wait_of_engine = collectives.TimedWork.wait
 
         def start_slowly(name: str, group: Any, *args: Any, **options: Any) -> Any:
+            name_of_link, rate = self._speed(max(0, self._calls - 1)).link_of(group.name)
+            place = self._begins.note(group.name, dist.get_rank()) if rate else 0
             transfer = start(name, group, *args, **options)
-            link, rate = self._speed(max(0, self._calls - 1)).link_of(group.name)
             if rate:
-                nbytes = args[-1].numel() * args[-1].element_size()
-                begin_s = max(time.perf_counter(), self._free_s.get(link, 0.0))
-                self._free_s[link] = begin_s + nbytes * (1 - 1 / group.size) / rate
-                self._until_s[id(transfer)] = self._free_s[link]
+                link = self._links.setdefault(name_of_link, SharedLink(self._begins))
+                nbytes = args[-1].numel() * args[-1].element_size() * link_share(name, group.size)
+                link.calls.append((place, group.ranks, nbytes / rate))
+                transfer.work = SlowWork(transfer.work, link, place)
             return transfer
 
-        def wait(transfer: collectives.TimedWork) -> bool:
-            done_s = self._until_s.pop(id(transfer), 0.0)
-            if transfer.work is not None and done_s:
-                with transfer.group.measure_wait(transfer.name):
-                    transfer.work.wait()
-                    time.sleep(max(0.0, done_s - time.perf_counter()))
-            return wait_of_engine(transfer)
-
         patch.setattr(collectives, "_start", start_slowly)
-        patch.setattr(collectives.TimedWork, "wait", wait)
+
+
+def link_share(name: str, ranks: int) -> float:
+    """Return the bytes that cross a rank's link for each that it hands in, in a ring."""
+    if name == "all_gather":
+        return ranks - 1.0
+    return (1 - 1 / ranks) * (2.0 if name == "all_reduce" else 1.0)
+
+
+class ArrivalBoard:
+    """When ranks came to the calls of a group: memory that forked processes share."""
+
+    CALLS = 8192
+    GROUPS = ("ep", *GRADIENT_GROUPS)
+    RANKS = 4
+
+    def __init__(self) -> None:
+        memory = mmap.mmap(-1, 8 * len(self.GROUPS) * self.CALLS * self.RANKS)
+        self._times = np.frombuffer(memory).reshape(-1, self.RANKS)
+        self._counts = dict.fromkeys(self.GROUPS, 0)
+
+    def note(self, group: str, rank: int) -> int:
+        """Note that a rank comes to its next call of a group; return the call's place."""
+        place = self.GROUPS.index(group) * self.CALLS + self._counts[group]
+        self._counts[group] += 1
+        self._times[place, rank] = time.monotonic()
+        return place
+
+    def last(self, place: int, ranks: Sequence[int]) -> float:
+        return float(self._times[place, list(ranks)].max())
+
+
+class SharedLink:
+    """The calls that are under way on a link, each with its seconds, in the order of begins."""
+
+    def __init__(self, board: ArrivalBoard) -> None:
+        self._board = board
+        self.calls: list[tuple[int, Sequence[int], float]] = []
+        self._free_s = 0.0
+        self._ends: dict[int, float] = {}
+
+    def finish(self, place: int) -> float:
+        """Return when a call is over, all of whose ranks have come: behind those before it."""
+        while place not in self._ends:
+            at, ranks, seconds = self.calls.pop(0)
+            self._free_s = max(self._free_s, self._board.last(at, ranks)) + seconds
+            self._ends[at] = self._free_s
+        return self._ends.pop(place)
+
+
+class SlowWork:
+    """A call of torch's that is over when its link is."""
+
+    def __init__(self, work: Any, link: SharedLink, place: int) -> None:
+        self._work, self._link, self._place = work, link, place
+
+    def wait(self) -> bool:
+        is_done = bool(self._work.wait())
+        time.sleep(max(0.0, self._link.finish(self._place) - time.monotonic()))
+        return is_done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +378,7 @@ class Outcome:
     predicted_s: float
     measured_s: float
     replay_error: float
+    again: float
 
     @property
     def error(self) -> float:
@@ -354,6 +410,9 @@ def run_pair(pair: Pair, data: DataSpec) -> Outcome:
     replays = [replay_run(run.cut(step), run.plan, change) for run, step in before]
     return Outcome(
         before_s=median(replay.measured_s for replay in replays),
+        again=median(replay.measured_s for replay in replays[::2])
+        / median(replay.measured_s for replay in replays[1::2])
+        - 1,
         predicted_s=median(replay.low_s for replay in replays),
         measured_s=median(run.measure(step) for run, step in after),
         replay_error=max(abs(replay.replayed_s / replay.measured_s - 1) for replay in replays),
@@ -364,8 +423,8 @@ def main(arguments: Sequence[str]) -> int:
     first = int(arguments[0]) if arguments else 1
     last = int(arguments[1]) if len(arguments) > 1 else len(PAIRS)
     outcomes = []
-    head = "| change | layout | before | predicted | measured | off | unchanged replay |"
-    print(head + "\n" + "|---" * 7 + "|", flush=True)
+    head = "| change | layout | before | predicted | measured | off | unchanged replay | again |"
+    print(head + "\n" + "|---" * 8 + "|", flush=True)
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     with tempfile.TemporaryDirectory() as folder:
         data = tiny_jobs.write_corpus(Path(folder))
@@ -376,7 +435,7 @@ def main(arguments: Sequence[str]) -> int:
             print(
                 f"| `{pair.change}` | {layouts} | {outcome.before_s * 1e3:.0f} ms "
                 f"| {outcome.predicted_s * 1e3:.0f} ms | {outcome.measured_s * 1e3:.0f} ms "
-                f"| {outcome.error:+.1%} | {outcome.replay_error:.2%} |",
+                f"| {outcome.error:+.1%} | {outcome.replay_error:.2%} | {outcome.again:+.1%} |",
                 flush=True,
             )
     good = sum(outcome.is_good for outcome in outcomes)

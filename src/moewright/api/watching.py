@@ -34,6 +34,7 @@ from moewright.diagnosis.traces.step_lines import (
     read_head,
     read_lines_between,
     read_new_steps,
+    read_step_memory,
 )
 from moewright.report.watch_document import build_watch_document
 from moewright.spec.errors import BadInput, Reason
@@ -45,7 +46,7 @@ _TIMED_STEPS = 60  # on either side of a change whose timers are compared
 _RECORDS_FOLDER = "records"  # of the step recorder, beside a log
 _WEBHOOK_S = 10.0
 _PIECE_BYTES = 1 << 20
-_MEMORY_BYTES = 1 << 20  # at the end of a log, in which the newest report of memory is looked for
+_MEMORY_BYTES = 1 << 18  # at the end of a log, in which the newest report of memory is looked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,12 +66,15 @@ class WatchedJob:
 
 
 class LogWatcher:
-    """Reads a log as it grows, and says what it shows."""
+    """Reads a log as it grows, and says what it shows; `name` is what the log is called."""
 
-    def __init__(self, path: Path, job: WatchedJob) -> None:
+    def __init__(self, path: Path, job: WatchedJob, *, name: str = "") -> None:
         self._path = find_log(path)
+        self._name = name or str(self._path)
+        self._job = job
         self._series = StepSeries()
         self._head = _read_head_of(self._path)
+        self._has_head = is_event_file(self._path) or bool(self._head.iterations)
         self._plan = _state_plan(self._path, self._head, job)
         self._parts: dict[int, tuple[str, float]] = {}
 
@@ -93,7 +97,11 @@ class LogWatcher:
         if not self._series.numbers:
             rule = "holds no step of Megatron-LM, Bridge, NeMo, torchtitan or moewright"
             nearest = "the console output of a trainer, or a run folder"
-            raise BadInput(Reason(field=str(self._path), rule=rule, nearest=nearest))
+            raise BadInput(Reason(field=self._name, rule=rule, nearest=nearest))
+        if not self._has_head:  # what comes before the first step had not come yet
+            self._has_head = True
+            self._head = _read_head_of(self._path)
+            self._plan = _state_plan(self._path, self._head, self._job)
         steps = self._series.sort()
         total = self._series.total
         if not total and self._plan is not None:
@@ -102,7 +110,7 @@ class LogWatcher:
         if self._path.match(RECORDS):
             ranks = read_rank_records(self._path.parent)
         watch = watch_steps(
-            str(self._path),
+            self._name,
             self._series.trainer,
             steps,
             LoggedFacts(arguments=dict(self._head.arguments), memory=self._find_memory()),
@@ -126,9 +134,13 @@ class LogWatcher:
         if is_event_file(self._path):
             return None
         end = self._series.end
-        tail = parse_log(read_lines_between(self._path, max(0, end - _MEMORY_BYTES), end))
-        reports = tail.memory_reports or self._head.memory_reports
-        return max(reports, key=lambda report: report.peak_bytes, default=None)
+        text = read_lines_between(self._path, max(0, end - _MEMORY_BYTES), end)
+        reports = parse_log(text).memory_reports or self._head.memory_reports
+        return max(
+            (*reports, *read_step_memory(text)),
+            key=lambda report: report.peak_bytes,
+            default=None,
+        )
 
     def _name_parts(self, watch: RunWatch, steps: SortedSteps) -> RunWatch:
         """Return the watch with the parts that grew at its changes."""

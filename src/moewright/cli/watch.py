@@ -75,17 +75,19 @@ def watch(
     )
     with ExitStack() as stack:
         path = log
+        name = ""
         reader: threading.Thread | None = None
         if log == Path("-"):
             folder = stack.enter_context(TemporaryDirectory(prefix="moewright-"))
             path = Path(folder) / "stdin.log"
+            name = "standard input"
             path.touch()
             arguments = (sys.stdin.buffer, path)
             reader = threading.Thread(target=copy_stream, args=arguments, daemon=True)
             reader.start()
             if watching.once:
                 reader.join()
-        return _watch(LogWatcher(path, job), watching, reader)
+        return _watch(LogWatcher(path, job, name=name), watching, reader)
 
 
 def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread | None) -> int:

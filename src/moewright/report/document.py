@@ -274,7 +274,12 @@ def _render_line(line: Line) -> Markdown:
 def _render_phrase(phrase: Phrase) -> Markdown:
     match phrase.face:
         case Face.STRONG:
-            return Markdown.write("**{}**", phrase.text)
+            # Marks beside a space would open or close nothing.
+            inner = phrase.text.strip()
+            if not inner:
+                return Markdown.write("{}", phrase.text)
+            before, _, after = phrase.text.partition(inner)
+            return Markdown.write("{}**{}**{}", before, inner, after)
         case Face.CODE:
             return Markdown.code(phrase.text)
         case Face.PLAIN | Face.BADGE:

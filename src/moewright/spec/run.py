@@ -11,8 +11,15 @@ from moewright.spec.plan import Plan
 from moewright.spec.record import Record
 from moewright.spec.workload import RouterForce
 
-# In a trace, the name of a range in which this rank waits for a collective: this, then the group.
+# In a trace, the names of ranges: this rank waits for a collective, or begins one; each is followed
+# by the group and, for a collective, by CALL_MARK and the number of the call.
 WAIT_RANGE_PREFIX = "wait:"
+BEGIN_RANGE_PREFIX = "begin:"
+CALL_MARK = "#"
+CALL_NUMBERS = 64  # as many are told apart, so that names are few: more are not under way at once
+# A gradient was added to a bucket, and a bucket begins to be reduced: followed by its number.
+GRADIENT_RANGE_PREFIX = "gradient:"
+REDUCE_RANGE_PREFIX = "reduce:"
 # First steps of a session, which are not steady: allocations, thread pools, autotuning.
 SESSION_WARMUP_STEPS = 2
 

@@ -156,6 +156,20 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveCall:
+    """A collective of a CPU's program: when a rank began it, and when it began to wait for it.
+
+    A wait that was not seen is infinite. `gradients_s` is when the gradients that it sums were all
+    there; NaN where they are not known, or it sums none.
+    """
+
+    group: str
+    begin_s: float
+    wait_s: float
+    gradients_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
     """A record of one rank's device and host.
 
@@ -181,6 +195,7 @@ class Capture:
     host_ranges: HostRanges | None = None  # None: the tool records none
     trainer_marks: tuple[TrainerMark, ...] = ()
     messages: tuple[Message, ...] = ()
+    calls: tuple[CollectiveCall, ...] = ()  # in the order of their begins
     notes: tuple[str, ...] = ()
 
 

@@ -12,13 +12,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from math import prod
+from math import inf, nan, prod
 from pathlib import Path
 from typing import Any
 
 from moewright.codec.files import as_table
 from moewright.diagnosis.traces.capture import (
     Capture,
+    CollectiveCall,
     CommChannel,
     KernelKind,
     KernelRow,
@@ -42,7 +43,13 @@ from moewright.diagnosis.traces.kineto_events import (
     to_int,
     to_intervals,
 )
-from moewright.spec.run import WAIT_RANGE_PREFIX
+from moewright.spec.run import (
+    BEGIN_RANGE_PREFIX,
+    CALL_MARK,
+    GRADIENT_RANGE_PREFIX,
+    REDUCE_RANGE_PREFIX,
+    WAIT_RANGE_PREFIX,
+)
 
 _GLOO = "gloo:"
 _SEND = "c10d::send"
@@ -127,7 +134,7 @@ def _build_capture(
         builder.add(row)
     for event, channel in _communication(events, metadata):
         row = KernelRow(
-            name=event["name"],
+            name=channel.kernel,
             start_s=event["start"],
             end_s=event["end"],
             stream=_stream(event),
@@ -156,6 +163,7 @@ def _build_capture(
         host_ranges=host.launching_ranges,
         trainer_marks=find_trainer_marks(host.names, builder.channels),
         messages=tuple(_messages(events)),
+        calls=tuple(_list_calls(events)),
         notes=(_NOTE,),
     )
 
@@ -232,8 +240,9 @@ def _communication(
     """Yield the waits that name their group; without any, the ranges of gloo's threads."""
     waits = [event for event in events if event["name"].startswith(WAIT_RANGE_PREFIX)]
     for event in waits:
-        group = event["name"].removeprefix(WAIT_RANGE_PREFIX)
-        yield event, CommChannel(op=None, group=group, description=group, kernel=event["name"])
+        group = event["name"].removeprefix(WAIT_RANGE_PREFIX).partition(CALL_MARK)[0]
+        kernel = WAIT_RANGE_PREFIX + group
+        yield event, CommChannel(op=None, group=group, description=group, kernel=kernel)
     if waits:
         return
     ranks = _ranks_of_only_group(metadata)
@@ -262,6 +271,37 @@ def _messages(events: Iterable[_Event]) -> Iterator[Message]:
                 pending.append(peer)
         elif name == _GLOO_RECEIVE and pending:
             yield Message(is_send=False, peer=pending.pop(0), moment_s=event["end"])
+
+
+def _list_calls(events: Iterable[_Event]) -> Iterator[CollectiveCall]:
+    """Yield the collectives that the engine marks: their begins, waits, and gradients.
+
+    Calls of a group are numbered, again from 0 after CALL_NUMBERS: a wait is for the latest of its
+    number. A bucket's gradients are there when the last one before its reduction was added.
+    """
+    begins: list[tuple[str, float, float]] = []  # group, begin, gradients
+    waits_s: dict[int, float] = {}
+    latest: dict[str, int] = {}
+    gradients_s: dict[str, float] = {}
+    reduced, reduced_until_s = "", -inf
+    for event in sorted(events, key=lambda event: (event["start"], -event["end"])):
+        prefix, _, name = event["name"].partition(":")
+        prefix += ":"
+        if prefix == GRADIENT_RANGE_PREFIX:
+            gradients_s[name] = event["end"]
+        elif prefix == REDUCE_RANGE_PREFIX:
+            reduced, reduced_until_s = name, event["end"]
+        elif prefix == BEGIN_RANGE_PREFIX:
+            ready_s = nan
+            if event["start"] < reduced_until_s:
+                ready_s = gradients_s.pop(reduced, nan)
+            latest[name] = len(begins)
+            begins.append((name.partition(CALL_MARK)[0], event["start"], ready_s))
+        elif prefix == WAIT_RANGE_PREFIX and name in latest:
+            waits_s[latest.pop(name)] = event["start"]
+    for number, (group, begin_s, ready_s) in enumerate(begins):
+        wait_s = waits_s.get(number, inf)
+        yield CollectiveCall(group=group, begin_s=begin_s, wait_s=wait_s, gradients_s=ready_s)
 
 
 def _ranks_of_only_group(metadata: Mapping[str, Any]) -> tuple[int, ...]:

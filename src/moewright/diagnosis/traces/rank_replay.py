@@ -1,44 +1,31 @@
 """What a step would take under a change, from the traces of all ranks of a run on CPUs.
 
-A rank works, and it waits: at a collective until the last rank of its group has come and the call
-has taken its time, and for a message until it was sent. So a change of one rank reaches the others.
-The replay without a change has every wait end where it ended: whether a wait depended on others,
-and what the call took after the last of them, is read from the times of the trace.
+A rank works, begins collectives, and waits: for a collective until the last rank of its group has
+begun it and the call has taken its time, behind the call before it on the same link; and for a
+message until it was sent. So a change of one rank reaches the others. The replay without a change
+has every wait end where it ended: what a call took is read from the waits that it ended.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from math import inf, isnan
 from statistics import median
 
 from moewright.diagnosis.traces.capture import Capture, KernelKind
+from moewright.diagnosis.traces.rank_items import (
+    PIPELINE,
+    Meeting,
+    RankItem,
+    list_rank_items,
+    time_messages,
+)
+from moewright.diagnosis.traces.rank_transfers import Transfer, measure_transfers
 from moewright.diagnosis.traces.trace_changes import HOST, NETWORK, TraceChange
-from moewright.rules.grid import group_ranks
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import StepPhase
-
-_PIPELINE = "pp"
-_GRADIENTS = ("dp_cp", "edp")
-_CLOCK_S = 1e-4  # a thread notices the end of a call so much later
-_KINDS = tuple(KernelKind)
-
-Meeting = tuple[str, tuple[int, ...], int]  # a group's name, its ranks, the number of the call
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _RankItem:
-    """A piece of a rank's step: host work before it, then an operation or a wait."""
-
-    start_s: float
-    end_s: float
-    kind: KernelKind
-    group: str = ""
-    meeting: Meeting | None = None
-    sender: tuple[int, int, int] | None = None  # who sends to whom, and the number of the message
-    sends: tuple[tuple[int, int, int], ...] = ()
-    backward: tuple[float, float, float] | None = None  # that it could run beside: from, to, share
 
 
 def can_replay_ranks(captures: Sequence[Capture], layout: Layout) -> bool:
@@ -59,15 +46,12 @@ class RankGraph:
     """The work and the waits of all ranks in their marked steps."""
 
     def __init__(self, captures: Sequence[Capture], layout: Layout) -> None:
-        self._layout = layout
         self._captures = sorted(captures, key=lambda capture: capture.rank)
         self._first_s = min(capture.steps[0][0] for capture in self._captures)
-        self._items = [list(self._list_items(capture)) for capture in self._captures]
-        self._arrivals = self._find_arrivals()
-        self._sent = {
-            key: item.start_s for items in self._items for item in items for key in item.sends
-        }
-        self._message_s = self._measure_messages()
+        self._items = time_messages(
+            [list(list_rank_items(capture, layout)) for capture in self._captures]
+        )
+        self._transfers = measure_transfers(self._items)
 
     @property
     def measured_s(self) -> float:
@@ -79,118 +63,34 @@ class RankGraph:
         """How many steps the traces mark."""
         return len(self._captures[0].steps)
 
-    def _list_items(self, capture: Capture) -> Iterator[_RankItem]:
-        """Yield the operations and waits of a rank's steps, those inside of others left out."""
-        first_s, last_s = capture.steps[0][0], capture.steps[-1][1]
-        table = capture.kernels
-        counts: dict[str, int] = defaultdict(int)
-        sent: dict[int, int] = defaultdict(int)
-        received: dict[int, int] = defaultdict(int)
-        messages = [item for item in capture.messages if first_s <= item.moment_s < last_s]
-        free_s = first_s
-        rows = [
-            row
-            for row in range(len(table.start_s))
-            if first_s <= table.start_s[row] and table.end_s[row] <= last_s
-        ]
-        reductions = self._find_reductions(capture, rows)
-        for row in rows:
-            start_s, end_s = float(table.start_s[row]), float(table.end_s[row])
-            if start_s < free_s:
-                continue
-            free_s = end_s
-            kind = _KINDS[int(table.kind_index[row])]
-            if kind is not KernelKind.COMMUNICATION:
-                yield _RankItem(start_s=start_s, end_s=end_s, kind=kind)
-                continue
-            group = capture.channels[int(table.channel_index[row])].group
-            ranks = group_ranks(self._layout, group, capture.rank)
-            if group != _PIPELINE:
-                meeting = (group, ranks, counts[group])
-                counts[group] += 1
-                yield _RankItem(
-                    start_s=start_s,
-                    end_s=end_s,
-                    kind=kind,
-                    group=group,
-                    meeting=meeting,
-                    backward=reductions.get(row),
-                )
-                continue
-            sends, sender = [], None
-            for message in list(messages):
-                peer = ranks[message.peer] if message.peer < len(ranks) else -1
-                if message.is_send and start_s <= message.moment_s <= end_s:
-                    sends.append((capture.rank, peer, sent[peer]))
-                    sent[peer] += 1
-                    messages.remove(message)
-                elif not message.is_send and message.moment_s <= end_s + _CLOCK_S:
-                    sender = (peer, capture.rank, received[peer])
-                    received[peer] += 1
-                    messages.remove(message)
-            yield _RankItem(
-                start_s=start_s,
-                end_s=end_s,
-                kind=kind,
-                group=group,
-                sender=sender,
-                sends=tuple(sends),
-            )
-
-    def _find_reductions(
-        self, capture: Capture, rows: Sequence[int]
-    ) -> dict[int, tuple[float, float, float]]:
-        """Return the waits for gradients after each step's last backward, and where it lay.
-
-        The buckets of a group are ready one after the other while the backward runs: the n-th of m
-        has seen the share n / m of it. The last of each group is ready at its end.
-        """
-        ranges = capture.host_ranges
-        table = capture.kernels
-        answer: dict[int, tuple[float, float, float]] = {}
-        if ranges is None or StepPhase.BACKWARD.value not in ranges.names:
-            return answer
-        backward = ranges.names.index(StepPhase.BACKWARD.value)
-        spans = [
-            (float(start), float(end))
-            for name, start, end in zip(
-                ranges.name_index, ranges.start_s, ranges.end_s, strict=True
-            )
-            if name == backward
-        ]
-        for begin_s, end_s in capture.steps:
-            inside = [span for span in spans if begin_s <= span[0] < end_s]
-            if not inside:
-                continue
-            last = inside[-1]
-            waits: dict[str, list[int]] = defaultdict(list)
-            for row in rows:
-                if last[1] <= table.start_s[row] < end_s and table.channel_index[row] >= 0:
-                    waits[capture.channels[int(table.channel_index[row])].group].append(row)
-            for group in _GRADIENTS:
-                for number, row in enumerate(waits[group]):
-                    answer[row] = (*last, (number + 1) / len(waits[group]))
-        return answer
-
-    def _find_arrivals(self) -> dict[Meeting, float]:
-        """Return when the last rank came to each collective that all of its group came to."""
-        came: dict[Meeting, list[float]] = defaultdict(list)
-        for items in self._items:
-            for item in items:
-                if item.meeting is not None:
-                    came[item.meeting].append(item.start_s)
-        return {
-            meeting: max(times) for meeting, times in came.items() if len(times) == len(meeting[1])
-        }
+    def time_group(self, group: str) -> float:
+        """Return the seconds that a rank's calls over a group took of their link, in all steps."""
+        return median(
+            sum(transfer.taken_s for meeting, transfer in rank.items() if meeting[0] == group)
+            for rank in self._transfers
+        )
 
     def replay(self, change: TraceChange, shares: Mapping[str, float]) -> float:
         """Return the seconds of all steps under a change.
 
         `shares` are what a collective of a group takes of its time under another degree.
+
+        Raises:
+            BadInput: gradients are to be exchanged earlier, and it is not told when they are there.
         """
+        if change.has_overlap and all(
+            isnan(item.gradients_s) for items in self._items for item in items
+        ):
+            rule = "is not carried: the traces do not mark when the gradients of a bucket are there"
+            nearest = "traces of this version of the engine, without overlap=grad"
+            raise BadInput(Reason(field="--what-if overlap", rule=rule, nearest=nearest))
         runs = [
-            _RankRun(items, capture, self, change, shares, capture.steps[0][0] - self._first_s)
-            for items, capture in zip(self._items, self._captures, strict=True)
+            _RankRun(
+                items, transfers, capture.steps, change, shares, capture.steps[0][0] - self._first_s
+            )
+            for items, transfers, capture in zip(
+                self._items, self._transfers, self._captures, strict=True
+            )
         ]
         board = _Board()
         while any(not run.is_over for run in runs):
@@ -200,39 +100,12 @@ class RankGraph:
                 board.is_open = True
         return max(run.end_s for run in runs)
 
-    def last_arrival(self, meeting: Meeting) -> float | None:
-        """Return when the last rank had come to a collective; None: it is not known."""
-        return self._arrivals.get(meeting)
-
-    def time_message(self, item: _RankItem) -> float | None:
-        """Return what the message took that an item waits for; None: nobody sent it in the steps.
-
-        Of one that was there already it is only known that it took less; it takes what others do.
-        """
-        sent_s = None if item.sender is None else self._sent.get(item.sender)
-        if sent_s is None or item.end_s < sent_s:
-            return None
-        if item.end_s - item.start_s > _CLOCK_S:
-            return item.end_s - sent_s
-        return min(item.end_s - sent_s, self._message_s)
-
-    def _measure_messages(self) -> float:
-        """Return the median of what messages took that somebody waited for; 0: of none."""
-        taken = [
-            item.end_s - self._sent[item.sender]
-            for items in self._items
-            for item in items
-            if item.sender in self._sent and item.end_s - item.start_s > _CLOCK_S
-        ]
-        return median(taken or [0.0])
-
 
 class _Board:
     """What ranks have told each other: arrivals at collectives, and messages that were sent."""
 
     def __init__(self) -> None:
         self.arrivals: dict[Meeting, list[float]] = defaultdict(list)
-        self.ends: dict[Meeting, float] = {}
         self.sent: dict[tuple[int, int, int], float] = {}
         self.is_open = False
 
@@ -242,24 +115,26 @@ class _RankRun:
 
     def __init__(
         self,
-        items: Sequence[_RankItem],
-        capture: Capture,
-        graph: RankGraph,
+        items: Sequence[RankItem],
+        transfers: Mapping[Meeting, Transfer],
+        steps: Sequence[tuple[float, float]],
         change: TraceChange,
         shares: Mapping[str, float],
         start_s: float,
     ) -> None:
         self._items = items
-        self._graph = graph
+        self._transfers = transfers
         self._change = change
         self._shares = shares
-        self._steps = capture.steps
+        self._steps = steps
         self._next = 0
         self._now_s = start_s
-        self._was_s = capture.steps[0][0]
+        self._was_s = steps[0][0]
         self._arrived = False
-        self._link_s = 0.0  # when the exchange of gradients beside a backward is over
         self._clock: list[tuple[float, float]] = [(self._was_s, start_s)]
+        self._own: dict[Meeting, float] = {}  # when this rank began each call
+        self._done: dict[Meeting, float] = {}
+        self._reduced_s = 0.0  # when the latest bucket could be reduced
 
     @property
     def is_over(self) -> bool:
@@ -279,67 +154,91 @@ class _RankRun:
             self._arrived = False
         return self._next != begin or arrived != self._arrived
 
-    def _pass(self, item: _RankItem, board: _Board) -> bool:
+    def _pass(self, item: RankItem, board: _Board) -> bool:
         if not self._arrived:
             self._now_s += self._scale_host(self._was_s, item.start_s)
             self._was_s = item.start_s
+            self._clock.append((self._was_s, self._now_s))
             self._arrived = True
-            if item.meeting is not None:
-                board.arrivals[item.meeting].append(self._ready_s(item))
+            if item.is_begin and item.meeting is not None:
+                self._own[item.meeting] = self._ready_s(item)
+                board.arrivals[item.meeting].append(self._own[item.meeting])
             for key in item.sends:
                 board.sent[key] = self._now_s
-        end_s = self._end_of(item, board)
+        end_s = self._now_s if item.is_begin else self._end_of(item, board)
         if end_s is None:
             return False
         self._now_s, self._was_s = end_s, item.end_s
         self._clock.append((self._was_s, self._now_s))
         return True
 
-    def _end_of(self, item: _RankItem, board: _Board) -> float | None:
+    def _end_of(self, item: RankItem, board: _Board) -> float | None:
         """Return when an item is over; None: others must come first."""
         length_s = item.end_s - item.start_s
         speeds = self._change.speeds
         if item.kind is not KernelKind.COMMUNICATION:
             return self._now_s + length_s / speeds.get(item.kind.value, 1.0)
         speed = speeds.get(NETWORK, 1.0)
-        share = self._shares.get(item.group, 1.0)
-        if item.sender is not None:
-            taken_s = self._graph.time_message(item)
-            if taken_s is None:
+        if item.group == PIPELINE:
+            if item.message_s is None or item.sender is None:
                 return self._now_s + length_s / speed
             if item.sender not in board.sent and not board.is_open:
                 return None
-            come_s = board.sent.get(item.sender, self._now_s) + taken_s / speed
+            come_s = board.sent.get(item.sender, self._now_s) + item.message_s / speed
             return max(self._now_s, come_s)
-        last_s = None if item.meeting is None else self._graph.last_arrival(item.meeting)
-        if last_s is None or item.meeting is None or item.end_s < last_s - _CLOCK_S:
-            return self._now_s + share * length_s / speed  # nobody else was waited for
-        arrivals = board.arrivals[item.meeting]
-        if len(arrivals) < len(item.meeting[1]) and not board.is_open:
-            return None
-        taken_s = share * max(0.0, item.end_s - last_s) / speed
-        if self._change.has_overlap and item.backward is not None:
-            self._link_s = max(self._link_s, max(arrivals)) + taken_s
-            return max(self._now_s, self._link_s)
+        share = self._shares.get(item.group, 1.0)
         if share == 0.0:  # a group of one rank
             return self._now_s
-        return max(self._now_s, max(arrivals) + taken_s)
+        if item.meeting is None or item.meeting not in self._transfers:
+            return self._now_s + share * length_s / speed  # nobody else was waited for
+        done_s = self._finish(item.meeting, board)
+        if done_s is None:
+            return None
+        transfer = self._transfers[item.meeting]
+        if transfer.is_awaited:
+            return max(self._now_s, done_s + transfer.after_s)
+        return max(self._now_s + transfer.after_s, done_s)
 
-    def _ready_s(self, item: _RankItem) -> float:
-        """Return when a collective can begin: where the rank is, or inside of its last backward."""
-        if not (self._change.has_overlap and item.backward is not None):
+    def _finish(self, meeting: Meeting, board: _Board) -> float | None:
+        """Return when a call is over on this rank, behind those before it; None: not known yet."""
+        if meeting in self._done:
+            return self._done[meeting]
+        waiting = [meeting]
+        while (behind := self._transfers[waiting[-1]].behind) is not None:
+            if behind in self._done:
+                break
+            waiting.append(behind)
+        for call in reversed(waiting):
+            transfer = self._transfers[call]
+            share = self._shares.get(call[0], 1.0)
+            arrivals = board.arrivals[call] if share else [self._own[call]]
+            if len(arrivals) < len(call[1]) and share and not board.is_open:
+                return None
+            begin_s = max(arrivals)
+            if transfer.behind is not None:
+                begin_s = max(begin_s, self._done[transfer.behind])
+            taken_s = share * transfer.taken_s / self._change.speeds.get(NETWORK, 1.0)
+            self._done[call] = begin_s + taken_s
+        return self._done[meeting]
+
+    def _ready_s(self, item: RankItem) -> float:
+        """Return when a collective can begin: where the rank is, or once its gradients are there.
+
+        Buckets are reduced in one order: one that is ready waits for those before it.
+        """
+        if not self._change.has_overlap or isnan(item.gradients_s):
             return self._now_s
-        begin_s, end_s, share = item.backward
-        return self._time_of(begin_s + share * (end_s - begin_s))
+        self._reduced_s = max(self._reduced_s, self._time_of(item.gradients_s))
+        return min(self._now_s, self._reduced_s)
 
     def _time_of(self, moment_s: float) -> float:
         """Return the changed clock at a moment of the trace that has passed."""
-        before = self._clock[0]
-        for was_s, now_s in reversed(self._clock):
-            if was_s <= moment_s:
-                before = (was_s, now_s)
-                break
-        return before[1] + moment_s - before[0]
+        place = bisect_right(self._clock, (moment_s, inf))
+        before_s, now_s = self._clock[max(0, place - 1)]
+        if place == len(self._clock):
+            return now_s
+        after_s, next_s = self._clock[place]
+        return now_s + (moment_s - before_s) / (after_s - before_s) * (next_s - now_s)
 
     def _scale_host(self, begin_s: float, end_s: float) -> float:
         """Return what host work between two moments takes."""

@@ -12,13 +12,14 @@ from moewright.diagnosis.traces.rank_replay import RankGraph
 from moewright.diagnosis.traces.schedule_change import gain_of_schedule
 from moewright.diagnosis.traces.trace_changes import NETWORK, TraceChange
 from moewright.diagnosis.traces.what_if_trace import ALL_RANKS, TraceWhatIf
+from moewright.rules.grid import group_ranks
 from moewright.rules.job import Job, plan_job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Collective
 from moewright.spec.layout import Schedule
 from moewright.spec.plan import Plan
 
-_EXPERTS = "ep"
 _EXPERT_GRADIENTS = "edp"
 _GRADIENTS = "dp_cp"
 
@@ -71,15 +72,25 @@ def _compare_volumes(job: Job, ep: int) -> tuple[dict[str, float], float]:
 
 
 def _sum_volumes(job: Job) -> dict[str, float]:
-    """Return the bytes that cross the links of the first rank in a step, by group."""
-    layout = job.layout
+    """Return the bytes that cross the links of the first rank in a step, by group.
+
+    In a ring (n-1)/n of the full buffer passes each rank, twice in an all-reduce; an exchange keeps
+    one part of n.
+    """
     volumes: dict[str, float] = defaultdict(float)
     for row in predict_rank_ledger(job, rank=0, selection=None).comm:
-        remote = 1.0
-        if row.group == _EXPERTS:  # of what is handed in, a share stays
-            remote = 1 - 1 / layout.ep
-        volumes[row.group] += remote * row.bytes
+        ranks = len(group_ranks(job.layout, row.group, 0))
+        volumes[row.group] += row.bytes * _link_share(row.op, ranks)
     return dict(volumes)
+
+
+def _link_share(op: Collective, ranks: int) -> float:
+    """Return the bytes that cross a rank's link for each byte that it hands in."""
+    if op is Collective.P2P:
+        return 1.0
+    if op is Collective.ALL_GATHER:
+        return ranks - 1.0
+    return (1 - 1 / ranks) * (2.0 if op is Collective.ALL_REDUCE else 1.0)
 
 
 def _measure_rate(graph: RankGraph, job: Job) -> float:
@@ -91,8 +102,6 @@ def _measure_rate(graph: RankGraph, job: Job) -> float:
     volumes = _sum_volumes(job)
     for group in (_EXPERT_GRADIENTS, _GRADIENTS):
         if volumes.get(group):
-            without = graph.replay(TraceChange(), {group: 0.0})
-            taken_s = graph.replay(TraceChange(), {}) - without
-            return taken_s / graph.steps / volumes[group]
+            return graph.time_group(group) / graph.steps / volumes[group]
     rule = "is not carried: experts' gradients would be exchanged, and nothing like it was traced"
     raise BadInput(Reason(field="--what-if ep", rule=rule, nearest=f"ep={job.layout.ep}"))

@@ -1,7 +1,7 @@
 """Steps of a log that grows, or is larger than memory: iterations alone, of several trainers.
 
-The file is mapped, not read, and only lines with a mark of a trainer are looked at. A line of
-Megatron-LM is taken apart at its usual places, and by the reader of whole logs where these differ.
+The file is mapped, not read, and only lines with a mark of a trainer are looked at. Lines of
+Megatron-LM are taken apart many at once, and by the reader of whole logs where they differ.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import re
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf, isfinite, nan
+from math import isfinite, nan
 from pathlib import Path
 
 import numpy as np
 
 from moewright.diagnosis.step_noise import Floats
-from moewright.diagnosis.traces.megatron_log import parse_log
+from moewright.diagnosis.traces.megatron_log import MemoryReport, parse_log
+from moewright.diagnosis.traces.megatron_pieces import ELAPSED_MS, PieceSteps, read_piece
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import GIB
 
 _ELAPSED = b"elapsed time per iteration"
-_MS = b"elapsed time per iteration (ms): "
-_LOSS = b"lm loss: "
 _LONGEST_LINE = 1 << 17  # what has no newline for so long is no line of a step
+_PIECE_BYTES = 1 << 22  # of a log that are taken apart at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,13 @@ class StepSeries:
         self.losses.append(step.loss)
         self.offsets.append(offset)
         self.total = step.total or self.total
+
+    def extend(self, steps: PieceSteps, place: int) -> None:
+        """Add the steps of a piece of the log that begins at a place of it."""
+        self.numbers.frombytes(steps.numbers.tobytes())
+        self.steps_s.frombytes(steps.steps_s.tobytes())
+        self.losses.frombytes(steps.losses.tobytes())
+        self.offsets.frombytes((steps.offsets + place).tobytes())
 
     def sort(self) -> SortedSteps:
         """Return the steps by number; of one that is printed twice the last."""
@@ -139,49 +147,41 @@ def _scan(text: mmap.mmap, series: StepSeries, stop: int) -> None:
 
 
 def _scan_usual(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
-    """Add the steps of lines that are as Megatron-LM prints them; False where none is.
+    """Add the steps of lines of Megatron-LM; False where none is.
 
-    A log may have a hundred thousand lines a second to be read: this does nothing but find the
-    number, the milliseconds and the loss. A line with another order is read as any other.
+    Pieces in which every line with a step is as Megatron-LM prints it are taken apart at once
+    (`megatron_pieces`), others line by line.
     """
-    find = text.find
-    numbers, steps_s, losses, offsets = (
-        series.numbers,
-        series.steps_s,
-        series.losses,
-        series.offsets,
-    )
-    first = len(numbers)
+    first = len(series.numbers)
     place = series.end
-    while (place := find(_MS, place, stop)) >= 0:
-        start = text.rfind(b"\n", max(0, place - _LONGEST_LINE), place) + 1
-        value = place + len(_MS)
-        place = find(b" ", value, stop)
-        begin = find(b"iteration ", start, value)
-        slash = find(b"/", begin, value)
-        try:
-            step_s = float(text[value:place]) / 1e3
-            number = int(text[begin + 10 : slash])
-            begin = find(b"\n", place, stop)
-            loss_place = find(_LOSS, place, begin) + len(_LOSS)
-            loss = nan
-            if loss_place >= len(_LOSS):
-                loss = float(text[loss_place : find(b" ", loss_place, begin)])
-        except ValueError:
-            step = _parse_whole(text[start : find(b"\n", value, stop)])
-            if step is not None:
-                series.add(step, start)
-            continue
-        if 0 < step_s < inf:
-            numbers.append(number)
-            steps_s.append(step_s)
-            losses.append(loss)
-            offsets.append(start)
-    if len(numbers) == first:
+    while place < stop:
+        end = text.rfind(b"\n", place, min(place + _PIECE_BYTES, stop)) + 1
+        if end <= place:  # a line that is longer
+            end = text.find(b"\n", place, stop) + 1
+        piece = text[place:end]
+        if ELAPSED_MS in piece:
+            steps = read_piece(piece)
+            if steps is None:
+                _add_line_by_line(piece, place, series)
+            else:
+                series.extend(steps, place)
+        place = end
+    if len(series.numbers) == first:
         return False
-    match = _OF.search(text[offsets[-1] : offsets[-1] + _LONGEST_LINE])
+    match = _OF.search(text[series.offsets[-1] : series.offsets[-1] + _LONGEST_LINE])
     series.total = int(match[1]) if match else series.total
     return True
+
+
+def _add_line_by_line(piece: bytes, place: int, series: StepSeries) -> None:
+    mark = piece.find(_ELAPSED)
+    while mark >= 0:
+        start = piece.rfind(b"\n", max(0, mark - _LONGEST_LINE), mark) + 1
+        end = piece.find(b"\n", mark)
+        step = _parse_whole(piece[start : min(end, start + _LONGEST_LINE)])
+        if step is not None:
+            series.add(step, place + start)
+        mark = piece.find(_ELAPSED, end)
 
 
 def _parse_whole(line: bytes) -> StepLine | None:
@@ -264,15 +264,45 @@ _DIALECTS: tuple[tuple[str, bytes, Callable[[bytes], StepLine | None]], ...] = (
 )
 
 
+# What lines of torchtitan, NeMo and Primus say of the allocator's memory, each with its unit.
+_STEP_MEMORY = (
+    (re.compile(r"memory:\s*(?:\x1b\[\d+m)*(\d+(?:\.\d+)?)GiB\("), GIB),
+    (re.compile(r"\bmax_memory_reserved\W+(\d+)\b"), 1),
+    (re.compile(r"\bmem usage/free/total/usage_ratio: (\d+(?:\.\d+)?)GB/"), GIB),
+)
+
+
+def read_step_memory(text: str) -> tuple[MemoryReport, ...]:
+    """Return the most of the allocator's memory that lines of steps say, () where none does."""
+    peaks_bytes = [
+        round(float(match[1]) * unit)
+        for pattern, unit in _STEP_MEMORY
+        for match in pattern.finditer(text)
+    ]
+    if not peaks_bytes:
+        return ()
+    report = MemoryReport(
+        rank=0,
+        allocated_bytes=0,
+        max_allocated_bytes=0,
+        reserved_bytes=0,
+        max_reserved_bytes=max(peaks_bytes),
+    )
+    return (report,)
+
+
 def read_head(path: Path) -> str:
     """Return the beginning of a log, in which its trainer has told its arguments."""
-    text = bytearray()
     with path.open("rb") as file:
-        text += file.read(_HEAD_BYTES)
+        text = file.read(_HEAD_BYTES)
+    first = text.find(_ELAPSED)
+    if first >= 0:
+        text = text[: first + _EARLY_BYTES]
     return text.decode("utf-8", "replace")
 
 
 _HEAD_BYTES = 4 << 20  # a trainer prints a thousand arguments in less
+_EARLY_BYTES = 1 << 17  # behind the first step, in which memory is reported once
 
 
 def read_lines_between(path: Path, begin: int, end: int) -> str:

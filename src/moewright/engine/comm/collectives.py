@@ -69,9 +69,13 @@ class Group:
         nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         return self.counters.hand_to_library(Collective.ALL_TO_ALL, self.name, nbytes)
 
-    def measure_wait(self, name: str) -> AbstractContextManager[None]:
+    def begin_call(self) -> str:
+        """Note that a collective begins; return what its wait is marked with."""
+        return self.counters.wait_clock.begin_call(self.name)
+
+    def measure_wait(self, name: str, mark: str = "") -> AbstractContextManager[None]:
         """Measure the call `name` inside, which blocks until the group's other ranks have come."""
-        return self.counters.wait_for(self.name, name)
+        return self.counters.wait_for(self.name, name, mark)
 
 
 def communicator_address(group: Group, device: torch.device) -> int:
@@ -155,7 +159,8 @@ class TimedWork:
     """An asynchronous call over a group; the time that `wait` blocks is measured for that group.
 
     `tensors` are those that a thread of gloo holds, each with its uses before the call. `recorded`
-    is what is to be put on the group's tape, and where.
+    is what is to be put on the group's tape, and where. `mark` tells its wait from others' in a
+    trace.
     """
 
     work: dist.Work | None
@@ -163,11 +168,12 @@ class TimedWork:
     name: str
     tensors: tuple[tuple[torch.Tensor, int], ...] = ()
     recorded: tuple[int, torch.Tensor] | None = None
+    mark: str = ""
 
     def wait(self) -> bool:
         if self.work is None:
             return True
-        with self.group.measure_wait(self.name):
+        with self.group.measure_wait(self.name, self.mark):
             is_done = bool(self.work.wait())
         self.work = None  # which holds the tensors too
         _unreleased.extend((weakref.ref(tensor), uses) for tensor, uses in self.tensors)
@@ -197,8 +203,9 @@ def _start(
         recorded = group.tape.reserve(), tensors[0]
     is_held = dist.get_backend(group.handle) == _GLOO
     uses = tuple((tensor, count_uses(tensor)) for tensor in tensors if is_held)
+    mark = group.begin_call()
     work = call(*tensors, group=group.handle, async_op=True, **options)
-    return TimedWork(work, group, name, uses, recorded)
+    return TimedWork(work, group, name, uses, recorded, mark)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

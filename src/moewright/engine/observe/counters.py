@@ -156,12 +156,15 @@ class Counters:
             row[1] += 1
 
     @contextmanager
-    def wait_for(self, group: str, name: str) -> Iterator[None]:
-        """Measure and note a call inside, which blocks until the others of a group have come."""
+    def wait_for(self, group: str, name: str, mark: str = "") -> Iterator[None]:
+        """Measure and note a call inside, which blocks until the others of a group have come.
+
+        `mark` is that of a collective which has begun before (`WaitClock.begin_call`).
+        """
         scope = self.scopes.current
         place = "" if scope.layer is None else f" of layer {scope.layer}"
         self.note(f"{name} over {group}, in {scope.module}{place}", is_waiting=True)
-        with self.wait_clock.measure(group):
+        with self.wait_clock.measure(group, mark):
             yield
         self.note(f"after {name} over {group}, in {scope.module}{place}")
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,16 @@ from moewright.engine.torch_private import is_profiling
 from moewright.rules.grid import group_ranks
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase, TimeRow
-from moewright.spec.run import WAIT_RANGE_PREFIX, DeviceSample, GroupWait, HostTime, RankTiming
+from moewright.spec.run import (
+    BEGIN_RANGE_PREFIX,
+    CALL_MARK,
+    CALL_NUMBERS,
+    WAIT_RANGE_PREFIX,
+    DeviceSample,
+    GroupWait,
+    HostTime,
+    RankTiming,
+)
 
 # Microseconds of every wait of a step, by group, in the order of the calls.
 CallsByGroup = Mapping[str, Sequence[int]]
@@ -58,19 +67,33 @@ class WaitClock:
         # A clock for each thread: a backward beside a forward has one of its own.
         self._thread = threading.local()
         self._waits: dict[str, list[float]] = defaultdict(list)
+        self._begun: dict[str, int] = defaultdict(int)
+
+    def begin_call(self, group: str) -> str:
+        """Note in a trace that a collective begins; return what its wait is marked with."""
+        if not self._blocking:
+            return ""
+        mark = f"{CALL_MARK}{self._begun[group]}"
+        self._begun[group] = (self._begun[group] + 1) % CALL_NUMBERS
+        with self.open_range(BEGIN_RANGE_PREFIX + group + mark):
+            pass
+        return mark
+
+    def open_range(self, name: str) -> AbstractContextManager[object]:
+        """Return a range of a trace for what is inside; nothing where no trace needs it."""
+        return record_function(name) if self._blocking and is_profiling() else nullcontext()
 
     @contextmanager
-    def measure(self, group: str) -> Iterator[None]:
-        """Count the time inside as one wait for `group`."""
+    def measure(self, group: str, mark: str = "") -> Iterator[None]:
+        """Count the time inside as one wait for `group`, for the call of a mark in traces."""
         if not self._blocking:
             yield
             return
         started = time.perf_counter()
         scheduler = self._find_scheduler()
         _, queued_before = scheduler.read()
-        is_profiled = is_profiling()
         try:
-            with record_function(WAIT_RANGE_PREFIX + group) if is_profiled else nullcontext():
+            with self.open_range(WAIT_RANGE_PREFIX + group + mark):
                 yield
         finally:
             elapsed = time.perf_counter() - started

@@ -35,6 +35,7 @@ from moewright.rules.shapes.fsdp import (
 from moewright.rules.shapes.shards import gradient_group
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import MemoryRow
+from moewright.spec.run import GRADIENT_RANGE_PREFIX, REDUCE_RANGE_PREFIX
 from moewright.spec.workload import Dtype, MatrixUpdate, Workload
 
 # The scale of the loss in fp16, where small gradients would vanish and large ones overflow.
@@ -183,6 +184,7 @@ class DistributedOptimizer:
         self._gathers_in_update = self._overlaps_param_gather and is_adamw
         self._gathers_started: set[int] = set()
         self._grad_tracker = self._build_grad_tracker()
+        self._open_range = runtime.counters.wait_clock.open_range
         self._add_hooks()
 
     def _order_buckets(self, parameters: Sequence[NamedParameter]) -> list[int]:
@@ -220,16 +222,19 @@ class DistributedOptimizer:
         waiting = self._find_replicated_buckets()
         for index, bucket in enumerate(self.buckets):
             reduces_early = overlaps_reduce and index not in waiting
+            # Buckets that wait for replicas are reduced after the backward in any case.
+            mark = "" if index in waiting else f"{GRADIENT_RANGE_PREFIX}{index}"
             for parameter, grad_view in bucket.grad_views:
-                hook = self._build_grad_hook(parameter.name, grad_view, reduces_early)
+                hook = self._build_grad_hook(parameter.name, grad_view, reduces_early, mark)
                 parameter.parameter.register_post_accumulate_grad_hook(hook)
                 if self._overlaps_param_gather:
                     parameter.owner.ensure_ready = partial(self._wait_for_bucket, index)
 
     def _build_grad_hook(
-        self, name: str, grad_view: torch.Tensor, reduces_early: bool
+        self, name: str, grad_view: torch.Tensor, reduces_early: bool, mark: str
     ) -> Callable[[torch.Tensor], None]:
         graphs = self._runtime.part_graphs
+        open_range = self._open_range
 
         def accumulate(weight: torch.Tensor) -> None:
             if weight.grad is None:
@@ -244,6 +249,9 @@ class DistributedOptimizer:
             if reduces_early:
                 # A graph adds gradients; the host reduces buckets.
                 graphs.call_outside(partial(self._grad_tracker.mark_ready, name))
+            elif mark:
+                with open_range(mark):  # the last of a bucket: with overlap it would be reduced
+                    pass
 
         return accumulate
 
@@ -297,7 +305,8 @@ class DistributedOptimizer:
             if parameter.name in self._stale:
                 grad_view.zero_()
         self.before_reduce(self.buckets[index])
-        with self._runtime.mesh.tape.pause():  # a reduction is no part of a micro-batch
+        in_trace = self._open_range(f"{REDUCE_RANGE_PREFIX}{index}")
+        with self._runtime.mesh.tape.pause(), in_trace:  # it is no part of a micro-batch
             self._reductions[index] = self.buckets[index].start_reduce()
 
     def reduce_gradients(self) -> torch.Tensor:

@@ -1,0 +1,99 @@
+"""Steps of logs of Megatron-LM read many at once, beside the reader of single lines."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moewright.diagnosis.traces.megatron_log import parse_log
+from moewright.diagnosis.traces.megatron_pieces import read_piece
+from moewright.diagnosis.traces.step_lines import StepSeries, read_new_steps
+
+OTHERS = (
+    "(min, max) time across ranks (ms):",
+    "    forward-backward ...............................: (24000.00, 24001.00)",
+    "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 60210.1",
+    " validation loss at iteration 100 | lm loss value: 2.1E+00 | lm loss PPL: 8.0E+00 | ",
+    "saving checkpoint at iteration     100 to /a|b/c in torch_dist format",
+    "",
+    "|||",
+)
+
+
+def draw_line(rng: random.Random, number: int, *, is_usual: bool) -> str:
+    """Return a line of an iteration; one that is not usual has other fields, in another order."""
+    ms = rng.choice((f"{rng.uniform(0.1, 99999):.1f}", f"{rng.randrange(1, 10**6)}"))
+    fields = [
+        f" consumed samples: {number * 512:12d} ",
+        f" elapsed time per iteration (ms): {ms} ",
+        f" learning rate: {rng.uniform(0, 1e-3):.6E} ",
+        " global batch size:   512 ",
+    ]
+    loss = f" lm loss: {rng.uniform(0, 12):.6E} "
+    head = rng.choice((f"{number:8d}", f"{number:6d}", f"{number}"))
+    if is_usual:
+        head = f"{number:8d}"
+        fields.append(loss)
+    else:
+        kind = rng.randrange(7)
+        if kind == 0:
+            fields.insert(0, loss)
+        elif kind == 1:
+            fields.append(f" loss: {rng.uniform(0, 12):.4f} ")
+        elif kind == 2:
+            fields[1] = f" elapsed time per iteration (ms): {rng.choice(('nan', 'x', '-1.0'))} "
+        elif kind == 3:
+            rng.shuffle(fields)
+            fields.append(loss)
+        elif kind == 4:
+            fields.append(" lm loss: nan ")
+        elif kind == 5:  # the latest, and the mean
+            fields[1] = f" elapsed time per iteration (ms):   {ms}/{float(ms) * 1.1:.1f} "
+            fields.append(f" lm loss:  {rng.uniform(0, 12):.6E} ")
+    fields.append(" number of nan iterations:   0 ")
+    stamp = rng.choice(("", " [2026-03-01 12:00:00]", "7: [2026-03-01 12:00:00.123]"))
+    if is_usual:
+        stamp = " [2026-03-01 12:00:00]"
+    return f"{stamp} iteration {head}/{500000:8d} |" + "|".join(fields) + "|"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5])
+@pytest.mark.parametrize("with_others", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_read_many_at_once_are_those_of_single_lines(
+    tmp_path: Path, share: float, with_others: bool, seed: int
+) -> None:
+    rng = random.Random(f"{share} {with_others} {seed}")
+    lines = []
+    for number in range(1, 200):
+        lines.append(draw_line(rng, number, is_usual=rng.random() >= share))
+        if with_others and rng.random() < 0.3:
+            lines.append(rng.choice(OTHERS))
+    text = "\n".join(lines) + "\n"
+    path = tmp_path / "run.log"
+    path.write_text(text)
+    series = StepSeries()
+    read_new_steps(path, series)
+    wanted = [item for line in lines for item in parse_log(line).iterations if item.step_s > 0]
+    assert list(series.numbers) == [item.number for item in wanted]
+    assert np.array_equal(series.steps_s, [item.step_s for item in wanted])
+    assert np.array_equal(series.losses, [item.loss for item in wanted], equal_nan=True)
+    for number, offset in zip(series.numbers, series.offsets, strict=True):
+        line = text[offset : text.index("\n", offset)]
+        assert line == lines[lines.index(line)]
+        assert f"{number}/" in line
+
+
+def test_a_piece_of_usual_lines_needs_no_reader_of_single_lines() -> None:
+    rng = random.Random(1)
+    lines = [draw_line(rng, number, is_usual=True) for number in range(900, 1100)]
+    piece = ("\n".join(lines) + "\n").encode()
+    steps = read_piece(piece)
+    assert steps is not None
+    assert steps.numbers.tolist() == list(range(900, 1100))
+    mixed = read_piece(("\n".join([*lines, OTHERS[0], lines[0]]) + "\n").encode())
+    assert mixed is not None
+    assert len(mixed.numbers) == 201
