@@ -69,9 +69,9 @@ def test_a_bar_of_what_if_leads_to_its_job(studio, open_page):
     bars.first.wait_for(state="attached")
     show_folded(page)
     assert page.locator("#what-if h3").all_inner_texts() == [
-        *("Devices", "Kind of device", "Network", "Precision", "Sequence")
+        *("Devices", "Kind of device", "Memory", "Network", "Precision", "Sequence")
     ]
-    assert page.locator("#what-if [aria-current]").count() == 5
+    assert page.locator("#what-if [aria-current]").count() == 6
     assert "does not multiply in it" in page.locator("#what-if .none").first.inner_text()
     speed = bars.get_by_text("H200").locator("xpath=..").locator("b").inner_text()
     bars.get_by_text("H200").click()

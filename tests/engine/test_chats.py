@@ -13,7 +13,7 @@ from chat_folders import CHATML, MARKED, THINKING, write_chat_folder, write_chat
 from moewright.engine.data.build_chats import build_chats
 from moewright.engine.data.build_corpus import BuildOutcome
 from moewright.engine.data.chat_encoder import ChatEncoder, ChatOptions, mark_spans
-from moewright.engine.data.chats import parse_chat
+from moewright.engine.data.chats import parse_record
 from moewright.engine.data.corpus import read_corpus
 from moewright.engine.data.packing import (
     open_chats,
@@ -39,7 +39,8 @@ CHAT = [
 def encode(folder: Path, record: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each sample of a record, and which are learnt."""
     encoder = ChatEncoder(ChatOptions(tokenizer=folder))
-    (samples,) = encoder.encode([("chats.jsonl:1", parse_chat(record, "chats.jsonl:1"))])
+    (chat,) = parse_record(record, "chats.jsonl:1")
+    (samples,) = encoder.encode([("chats.jsonl:1", chat)])
     return [(sample.tokens.tolist(), sample.is_learnt.tolist()) for sample in samples]
 
 
@@ -206,10 +207,10 @@ def chat_line(*roles: str) -> str:
         (['{"text": "x"}'], "bad.jsonl:3: has no field 'messages'"),
         ([chat_line("user", "user")], "bad.jsonl:3: has no turn of the assistant"),
         (['{"messages": []}'], "bad.jsonl:3: messages: must be a list of messages"),
-        (['{"messages": [{"content": "x"}]}'], "bad.jsonl:3: messages, message 1: has no 'role'"),
-        (['{"messages": [{"role": "user"}]}'], "message 1: has neither 'content'"),
-        (['{"messages": [{"role": "user", "content": null}]}'], "message 1: has neither 'content'"),
-        (['{"messages": [{"role": "user", "content": 5}]}'], "message 1: content: must be text"),
+        (['{"messages": [{"content": "x"}]}'], "bad.jsonl:3: messages, turn 1: has no 'role'"),
+        (['{"messages": [{"role": "user"}]}'], "turn 1: has neither 'content'"),
+        (['{"messages": [{"role": "user", "content": null}]}'], "turn 1: has neither 'content'"),
+        (['{"messages": [{"role": "user", "content": 5}]}'], "turn 1: content: must be text"),
         (
             ['{"conversations": [{"from": "humn", "value": "x"}]}'],
             "bad.jsonl:3: conversations, turn 1: from=humn: is none of",

@@ -10,6 +10,7 @@ import pytest
 from moewright.api.catalogues import models as list_models
 from moewright.codec import write_toml
 from moewright.intake import catalogue
+from moewright.intake.devices import device_names, find_memory_gb
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware, Op
 from moewright.spec.units import GIB, SourceKind
@@ -238,6 +239,23 @@ def test_files_without_the_mx_formats_of_their_part_get_its_rate(name: str, tmp_
 )
 def test_devices_are_counted_as_people_write_them(text: str, count: int) -> None:
     assert catalogue.hardware(text).count == count
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_a_device_with_another_memory_is_the_same_device_by_the_name_that_it_has(name: str) -> None:
+    own = catalogue.hardware(f"16x{name}")
+    other = catalogue.hardware(f"16x{name} with {2 * find_memory_gb(own):g} GB")
+    assert catalogue.hardware(f"{other.count}x{other.device.name}") == other
+    assert other.device.memory_bytes.value == pytest.approx(2 * own.device.memory_bytes.value)
+    same = replace(other.device, name=own.device.name, memory_bytes=own.device.memory_bytes)
+    assert replace(other, device=same) == own
+
+
+@pytest.mark.parametrize("text", ["8xH100 with 0GB", "8xH100 with 99999GB", "8xH1 with 96GB"])
+def test_a_memory_that_no_device_has_is_refused(text: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        catalogue.hardware(text)
+    assert caught.value.reasons[0].nearest
 
 
 @pytest.mark.parametrize("text", ["2 nodes 3 nodes H100", "0 nodes H100", "2 nodes X9"])

@@ -131,8 +131,9 @@ def test_predictions_run_nothing_and_say_so(
     assert "measured" not in report + output
     assert output.count("\n") <= 40
     answer = output[output.index("Winner: ") :].splitlines()
-    assert "less time a step (predicted)" in answer[1]
-    assert answer[2].endswith("nothing ran: every figure is predicted.")
+    assert answer[1].startswith("As text: ")
+    assert "less time a step (predicted)" in answer[2]
+    assert answer[3].endswith("nothing ran: every figure is predicted.")
     assert str(tmp_path / "plan.json") in answer[-1]
     assert not (tmp_path / "journal.jsonl").exists()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moewright.codec import format_layout
+from moewright.codec.layout_words import describe_layout
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Estimate, Plan
 from moewright.spec.record import Record, Row
@@ -21,7 +22,8 @@ class PlanComparison(Record):
     def title(self) -> str:
         """Return the layout of each plan, and what the table shows."""
         layouts = [
-            f"plan {number}: {format_layout(plan.layout)}"
+            f"plan {number}: {describe_layout(plan.layout).sentence}\n"
+            f"  {format_layout(plan.layout)}"
             for number, plan in enumerate(self.plans, 1)
         ]
         return "\n".join((*layouts, "seconds by part, GiB by component"))

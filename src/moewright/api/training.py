@@ -24,6 +24,7 @@ from moewright.codec import (
     parse_layout,
     read_json,
 )
+from moewright.codec.layout_words import describe_layout
 from moewright.engine.observe.display import STEP_LINES, RunDisplay
 from moewright.engine.run.early_checks import refuse_too_many_processes
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
@@ -256,7 +257,8 @@ def _choose_plan(job: JobFile, request: TrainingRequest, hardware: Hardware, tel
             _refuse_other_model(old_plan, job.model, request.run_dir)
         tell(f"{path} is not of this job ({', '.join(changes)}): planning again")
     plan = plan_for_training(request_training(job, hardware), request.path)
-    tell(f"planned {format_layout(plan.layout)} over {job.nproc} processes")
+    tell(f"planned for {job.nproc} processes: {describe_layout(plan.layout).sentence}")
+    tell(f"as text {format_layout(plan.layout)}")
     return plan
 
 

@@ -28,6 +28,7 @@ from moewright.codec import format_layout, parse_layout, read_json
 from moewright.codec.layout_words import describe_layout
 from moewright.diagnosis.judgement import QUICK_PART, Judgement, judge_plan
 from moewright.intake import catalogue
+from moewright.intake.devices import find_memory_gb
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.search.explain import explain_beside
 from moewright.search.misfit import Misfit
@@ -312,6 +313,7 @@ def view_what_if(query: ViewQuery) -> WhatIfView:
         axes=(
             WhatIfAxis(title="Devices", key="on", points=tuple(_scale_devices(query, own))),
             WhatIfAxis(title="Kind of device", key="on", points=tuple(_swap_devices(query, own))),
+            WhatIfAxis(title="Memory", key="on", points=tuple(_resize_memory(query, own))),
             WhatIfAxis(title="Network", key="network", points=tuple(_swap_networks(query, own))),
             WhatIfAxis(title="Precision", key="precision", points=tuple(_narrow(query, own))),
             WhatIfAxis(title="Sequence", key="seq_len", points=tuple(_stretch(query, own))),
@@ -333,6 +335,17 @@ def _swap_devices(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
         value = f"{own.hardware.count}x{device}"
         changed = replace(query, on=value)
         yield _try_query(changed, own, device, value, is_own=device == name)
+
+
+def _resize_memory(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
+    """Yield the device with other memories, which say what fits and change no speed."""
+    hardware = own.hardware
+    name, _, _ = hardware.device.name.partition(" with ")
+    for scale in _SCALES:
+        memory_gb = f"{find_memory_gb(hardware) * scale:g}"
+        value = f"{hardware.count}x{name} with {memory_gb}GB"
+        changed = replace(query, on=value)
+        yield _try_query(changed, own, f"{memory_gb} GB", value, is_own=scale == 1)
 
 
 def _swap_networks(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:

@@ -97,8 +97,13 @@ def reserve_stdout(json: Path | None) -> Iterator[None]:
 
 
 def print_now(line: str) -> None:
-    """Print a line about progress at once."""
-    print(line, flush=True)
+    """Print what a verb tells, at once; on a terminal its lines end between words."""
+    if sys.stdout.isatty():
+        from moewright.report.console import make_console
+
+        make_console(sys.stdout).print(line)
+    else:
+        print(line, flush=True)
 
 
 def print_nothing(line: str) -> None:

@@ -43,7 +43,7 @@ def bench_machine(
 
     refuse_too_many_processes(nproc, field="--nproc")
     if out.exists() and not force and describes_this_machine(out, nproc=nproc):
-        print(f"{out} describes this machine already; --force measures it again")
+        print_now(f"{out} describes this machine already; --force measures it again")
     else:
         write_machine_file(out, nproc=nproc, tell=print_now)
     _print_bandwidths(out)
@@ -61,15 +61,15 @@ def bench_search() -> int:
         measure_search_rates,
     )
 
-    print(f"{'search':<34}{'wall':>9}{'layouts':>13}{'a second and core':>20}")
+    print_now(f"{'search':<34}{'wall':>9}{'layouts':>13}{'a second and core':>20}")
     for rate in measure_search_rates():
         case = f"{rate.model} on {rate.hardware}"
         figures = f"{rate.wall_s:>7.2f} s{rate.layouts:>13,}{rate.per_core_s:>20,.0f}"
-        print(f"{case:<34}{figures}", flush=True)
-    print(COUNTING_RULE)
-    print("other planners, measured on a machine of two cores:")
+        print_now(f"{case:<34}{figures}")
+    print_now(COUNTING_RULE)
+    print_now("other planners, measured on a machine of two cores:")
     for planner in PEER_PLANNERS:
-        print(f"{planner.name:<34}{'':>22}{planner.layouts_per_s:>20}  {planner.what}")
+        print_now(f"{planner.name:<34}{'':>22}{planner.layouts_per_s:>20}  {planner.what}")
     return 0
 
 
@@ -90,7 +90,7 @@ def _print_bandwidths(path: Path) -> None:
         )
         if bandwidth.is_slow:
             line += "  SLOW beside the others"
-        print(line)
+        print_now(line)
     for slow in find_slow_links(hardware):
         line = (
             f"SLOW link between ranks {slow.link.first} and {slow.link.second}: "
@@ -99,7 +99,7 @@ def _print_bandwidths(path: Path) -> None:
         )
         if slow.rank >= 0:
             line += f"; rank {slow.rank} is on more of them"
-        print(line)
+        print_now(line)
 
 
 _HERE = TrialOptions()
@@ -144,7 +144,7 @@ def bench_sweep(
         with reserve_stdout(json):
             tables = read_sweep_tables(sweep, folder, predict=predict, tell=print_now, place=trials)
     except TrialStoppedError:
-        print(f"stopped; the same command goes on with {folder}", flush=True)
+        print_now(f"stopped; the same command goes on with {folder}")
         return STOPPED
     files = tables.render_files()
     for name, content in files.items():

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from moewright.cli.answers import print_now
 from moewright.cli.option_types import Flag
 from moewright.cli.progress import show_bytes
 from moewright.spec.errors import BadInput, Reason
@@ -67,7 +68,7 @@ def convert_import(
             checkpoint = run_megatron_import(
                 megatron_plan, report_progress=lambda done: report(completed=done)
             )
-        print(f"wrote {checkpoint}")
+        print_now(f"wrote {checkpoint}")
         return 0
     for option, path in (("--config", config), ("--job", job)):
         if path is not None:
@@ -77,7 +78,7 @@ def convert_import(
     plan = plan_import(hf_dir, read_config(hf_dir), out)
     with _progress_bar(f"import {hf_dir}", plan.nbytes) as advance:
         checkpoint = run_import(plan, advance)
-    print(f"wrote {checkpoint}")
+    print_now(f"wrote {checkpoint}")
     return 0
 
 
@@ -150,11 +151,11 @@ def convert_export(
             base=plan_companions(source, None).base,
         )
         for part, count in weights.left_out.items():
-            tensors = plural(count, "tensor")
-            print(f"left out: {tensors} of {part}; the language model alone goes to Megatron-LM")
+            left_out = f"{plural(count, 'tensor')} of {part}"
+            print_now(f"left out: {left_out}; the language model alone goes to Megatron-LM")
         with _progress_bar(f"export {weights.checkpoint}", weights.nbytes) as advance:
             run_megatron_export(weights, out, advance)
-        print(f"wrote {out}")
+        print_now(f"wrote {out}")
         return 0
 
     plan = plan_export(
@@ -165,7 +166,7 @@ def convert_export(
     )
     with _progress_bar(f"export {plan.checkpoint}", plan.nbytes) as advance:
         plan.run(out, advance)
-    print(f"wrote {out}")
+    print_now(f"wrote {out}")
     return 0
 
 

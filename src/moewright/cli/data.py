@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import Parameter
 
+from moewright.cli.answers import print_now
 from moewright.cli.option_types import Count, Flag
 from moewright.cli.progress import show_bytes
 from moewright.spec.errors import BadInput, Reason
@@ -201,19 +202,19 @@ def _print_chat_report(out: Path, result: BuildReport) -> None:
 
     corpus = result.corpus
     if result.outcome is BuildOutcome.REUSED:
-        print(f"{out} already holds these chats; --force builds them again")
+        print_now(f"{out} already holds these chats; --force builds them again")
     heldout = "nothing held out"
     if corpus.heldout.documents:
         heldout = f"{count_samples(corpus, corpus.heldout)} held out"
     learnt = corpus.train.learnt_tokens / max(1, corpus.train.tokens)
-    print(
+    print_now(
         f"{out}: {count_samples(corpus, corpus.train)} of {corpus.train.tokens:,} tokens to train "
         f"on, of which {learnt:.0%} are the assistant's; {heldout}; the longest sample has "
         f"{corpus.longest.tokens:,} tokens ({corpus.longest.where}); "
         f"{format_seconds(result.seconds)}"
     )
     if corpus.bad_records:
-        print(f"{corpus.bad_records:,} bad records left out: {out / BAD_FILE}")
+        print_now(f"{corpus.bad_records:,} bad records left out: {out / BAD_FILE}")
 
 
 def _print_report(out: Path, options: CorpusOptions, result: BuildReport) -> None:
@@ -222,7 +223,7 @@ def _print_report(out: Path, options: CorpusOptions, result: BuildReport) -> Non
 
     corpus = result.corpus
     if result.outcome is BuildOutcome.REUSED:
-        print(f"{out} already holds this corpus; --force builds it again")
+        print_now(f"{out} already holds this corpus; --force builds it again")
     else:
         line = f"read {format_bytes(corpus.text_bytes)} from {corpus.files} files"
         line += f" of {corpus.source}"
@@ -232,19 +233,20 @@ def _print_report(out: Path, options: CorpusOptions, result: BuildReport) -> Non
             line += f", {corpus.skipped_files} skipped as not UTF-8 text"
         if corpus.empty_documents:
             line += f", {corpus.empty_documents:,} empty documents left out"
-        print(line)
+        print_now(line)
         if result.resumed_documents:
-            print(f"went on after {result.resumed_documents:,} documents of an interrupted build")
+            resumed = f"{result.resumed_documents:,} documents of an interrupted build"
+            print_now(f"went on after {resumed}")
         else:
             rate = corpus.text_bytes / 1e6 / max(result.encode_s, 1e-9)
-            print(f"encoded at {rate:,.1f} MB/s")
+            print_now(f"encoded at {rate:,.1f} MB/s")
     heldout = "nothing held out"
     if corpus.heldout.documents:
         heldout = (
             f"{corpus.heldout.tokens:,} held out, "
             f"unigram entropy {corpus.unigram_entropy:.3f} nats a token"
         )
-    print(
+    print_now(
         f"{out}: {corpus.train.tokens:,} tokens to train on, {heldout}; "
         f"vocabulary {corpus.vocab_size} ({corpus.tokenizer}); {format_seconds(result.seconds)}"
     )

@@ -98,7 +98,7 @@ def train(
             written = [write_page(report, out / "report.html")]
             if report.comparisons:
                 written.append(write_comparisons(report, out))
-            print(*describe_outcome(report, out, written), sep="\n")
+            print_now("\n".join(describe_outcome(report, out, written)))
         return code
 
     return answer_stops(run)
@@ -197,7 +197,7 @@ def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: Count
     before = count_parameters(source)
     after = count_parameters(model)
     width = model.moe.ffn_size if model.moe else 0
-    print(
+    print_now(
         f"wrote {out}: {model.moe_layer_count} of {model.layers} layers with {options.experts} "
         f"experts of width {width}, top {options.top_k}; {after.total:,} parameters, "
         f"{after.active:,} active ({before.total:,} before)"

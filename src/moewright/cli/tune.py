@@ -82,7 +82,7 @@ def tune(
                 display=open_display(is_quiet=trials.quiet, is_kept=False),
             )
     except TrialStoppedError:
-        print(f"stopped; the same command goes on with {folder}", flush=True)
+        print_now(f"stopped; the same command goes on with {folder}")
         return STOPPED
     basis = Basis.PREDICTED if predict else Basis.MEASURED
     if trials.html is not None:
@@ -95,9 +95,9 @@ def tune(
             pass
     report_path = folder / tuning.REPORT_FILE
     if answer.plan is None:
-        print(f"no layout was found valid; {report_path} tells why")
+        print_now(f"no layout was found valid; {report_path} tells why")
         return NOTHING_VALID
     plan_path = folder / PLAN_FILE
-    print("\n".join(summarize_tuning(answer.result, basis=basis)))
-    print(f"{report_path} tells what was tried, {plan_path} is its plan")
+    print_now("\n".join(summarize_tuning(answer.result, basis=basis)))
+    print_now(f"{report_path} tells what was tried, {plan_path} is its plan")
     return 0

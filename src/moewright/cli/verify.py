@@ -88,7 +88,7 @@ def _verify_training(path: Path, out: Path, run: VerifiedRun, overrides: tuple[s
     print_sections(open_console(None), map(build_training_check, answer.checks), verbose=True)
     if answer.code:
         return answer.code
-    print(f"wrote {out / CHECK_FILE}")
+    print_now(f"wrote {out / CHECK_FILE}")
     return exit_code(holds=answer.holds)
 
 
@@ -132,7 +132,7 @@ def _verify_checkpoint(
     )
     code = int(run_verify(job, out))
     if code == 0:
-        print(f"wrote {out / 'tensors.safetensors'} and {out / 'curve.json'}")
+        print_now(f"wrote {out / 'tensors.safetensors'} and {out / 'curve.json'}")
     return code
 
 

@@ -18,9 +18,10 @@ from moewright.intake.devices import (
     build_hardware,
     device_names,
     find_device,
+    give_memory,
     read_devices,
 )
-from moewright.intake.hardware_text import parse_hardware_text
+from moewright.intake.hardware_text import HardwareText, parse_hardware_text
 from moewright.intake.networks import (
     apply_network,
     check_new_names,
@@ -251,8 +252,9 @@ def hardware(text: str, network: str = "") -> Hardware:
     """Return the hardware of "256xH800", "H800x256", "2xpath/machine.toml" or "path/machine.toml".
 
     A hardware file without a count before it keeps its own count; a device without one is one
-    device. A driver's name of the device is read too: "8 x NVIDIA H100 80GB HBM3". `network` names
-    kinds of network in place of the hardware's own (intake.networks).
+    device. A driver's name of the device is read too: "8 x NVIDIA H100 80GB HBM3"; "8xH100 with
+    96GB" is the same device with another memory. `network` names kinds
+    of network in place of the hardware's own (intake.networks).
 
     Raises:
         BadInput: the device is not known, with the nearest; the count is not legal; the file cannot
@@ -261,14 +263,22 @@ def hardware(text: str, network: str = "") -> Hardware:
     return apply_network(_read_hardware(text), network)
 
 
-def _read_hardware(text: str) -> Hardware:
-    request = parse_hardware_text(text)
+def _find_hardware(request: HardwareText) -> Hardware | None:
+    """Return the hardware of a text, with the device's own memory; None where it is not known."""
     if request.is_file:
         machine = read_hardware_file(request.name)
         return machine if request.count is None else replace(machine, count=request.count)
     device = find_device(request.name)
-    if device is not None:
-        return build_hardware(device, count=1 if request.count is None else request.count)
+    if device is None:
+        return None
+    return build_hardware(device, count=1 if request.count is None else request.count)
+
+
+def _read_hardware(text: str) -> Hardware:
+    request = parse_hardware_text(text)
+    machine = _find_hardware(request)
+    if machine is not None:
+        return give_memory(machine, request.memory_gb) if request.memory_gb else machine
     names = device_names()
     short_name = request.name[:60]
     nearest = closest_match(short_name.upper().removeprefix("NVIDIA "), names)

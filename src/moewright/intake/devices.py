@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import TypeVar
@@ -267,6 +267,19 @@ def build_hardware(entry: DeviceEntry, *, count: int) -> Hardware:
             constants=constants,
         )
     )
+
+
+def find_memory_gb(hardware: Hardware) -> float:
+    """Return the memory of a device as its vendor prints it, which is more than what is usable."""
+    return round(hardware.device.memory_bytes.value / (_read_device_table().usable_share * GIB), 1)
+
+
+def give_memory(hardware: Hardware, memory_gb: float) -> Hardware:
+    """Return hardware whose devices have another memory, by the vendor's number, and its name."""
+    value = _read_device_table().usable_share * memory_gb * GIB
+    memory = Sourced(value=value, kind=SourceKind.ASSUMED, source=f"stated: {memory_gb:g} GB")
+    name = f"{hardware.device.name} with {memory_gb:g}GB"
+    return replace(hardware, device=replace(hardware.device, name=name, memory_bytes=memory))
 
 
 def _split_words(name: str) -> frozenset[str]:

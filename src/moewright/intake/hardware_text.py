@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moewright.intake.devices import device_names, find_device
 from moewright.spec.errors import BadInput, Reason
@@ -21,6 +21,10 @@ _NODES = re.compile(
 # H100x8, H100 x 8, H100*8, H100:8
 _COUNT_LAST = re.compile(r"(.*\S)\s*[xX×*:]\s*([\d_]+)")
 
+# 16xH100 with 96GB: the same device with another memory
+_MEMORY = re.compile(r"(.*\S)\s+with\s+(\d{1,6}(?:\.\d+)?)\s*gi?b(?: each)?", re.IGNORECASE)
+_MOST_MEMORY_GB = 10_000
+
 _PLURAL = re.compile(r"s$", re.IGNORECASE)  # 16 H100s
 
 _SHORTEST = 2  # letters that may begin many a name, as RT does
@@ -30,11 +34,13 @@ _SHORTEST = 2  # letters that may begin many a name, as RT does
 class HardwareText:
     """What a text says of hardware: the name of a device or the path of a file, and a count.
 
-    The count is None where the text has none.
+    The count is None where the text has none; `memory_gb`, a device's memory in place of its own,
+    is 0 there.
     """
 
     name: str
     count: int | None
+    memory_gb: float = 0.0
 
     @property
     def is_file(self) -> bool:
@@ -45,11 +51,18 @@ def parse_hardware_text(text: str) -> HardwareText:
     """Split "8xH100", "H100x8", "2xpath/machine.toml" or "NVIDIA H20" into a count and a name.
 
     "2 nodes of 8xH100" and "2x8xH100" are 16; without a count "2 nodes H100" takes the device's
-    nodes. "16 H100s" and "16 H100 GPUs" are 16 H100.
+    nodes. "16 H100s" and "16 H100 GPUs" are 16 H100; "16xH100 with 96GB" are of another memory.
 
     Raises:
-        BadInput: the count is not a whole number in 1..MAX_DEVICES.
+        BadInput: the count is not a whole number in 1..MAX_DEVICES, or no device has such a memory.
     """
+    other = _MEMORY.fullmatch(text.strip())
+    if other is not None and find_device(text.strip()) is None:
+        memory_gb = float(other[2])
+        if not 0 < memory_gb <= _MOST_MEMORY_GB:
+            rule = f"the memory must be above 0 and at most {_MOST_MEMORY_GB:,} GB"
+            raise _refusal(text, rule, f"{other[1][:60]} with 80GB")
+        return replace(parse_hardware_text(other[1]), memory_gb=memory_gb)
     split = _split_count(text.strip(), text)
     single = _PLURAL.sub("", split.name)
     if find_device(split.name) is None and find_device(single) is not None:

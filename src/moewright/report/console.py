@@ -17,7 +17,7 @@ _WIDEST = 10_000  # no table has as many columns of letters
 _APART = (0, 1)  # spaces above and beside a cell
 _CLOSE = (0, 1, 0, 0)
 NAME_WIDTH = 10  # of the name before a fact
-_INDENT = re.compile(r" *(?:- |\d+\. )?")
+_INDENT = re.compile(r" *(?:- |\d+\. |[a-z]+ {2,})?")
 _WORD = re.compile(r"\S+")
 _ASCII_BARS = str.maketrans("█░", "#.")
 
@@ -96,7 +96,7 @@ def wrap_words(line: Text, width: int) -> list[Text]:
     """Return a line in parts of at most a width, broken between words alone.
 
     So a word that is longer than that is still copied whole. What follows stands below the first
-    word, behind the spaces, dash or number that the line begins with.
+    word, behind the spaces, dash, number or name (with two spaces) that the line begins with.
     """
     head = _INDENT.match(line.plain)
     assert head is not None  # it may be empty

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from statistics import fmean
 
 from moewright.codec import format_layout
+from moewright.codec.layout_words import describe_layout
 from moewright.diagnosis.judgement import Judgement, Quality
 from moewright.report.document import (
     Column,
@@ -56,7 +57,8 @@ def build_verdict(plan: Plan, judgement: Judgement) -> DocumentSection:
     return DocumentSection(
         title=job_title(plan),
         facts=(
-            ("layout", Phrase(text=format_layout(plan.layout), face=Face.CODE)),
+            ("layout", describe_layout(plan.layout).sentence),
+            ("as text", Phrase(text=format_layout(plan.layout), face=Face.CODE)),
             ("verdict", _verdict_line(plan.estimate)),
             ("speed", Phrase(text=judgement.speed, tone=tone)),
             ("measured", judgement.measured),

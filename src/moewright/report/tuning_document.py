@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import exp, log
 from statistics import fmean, stdev
 
+from moewright.codec.layout_words import describe_layout
 from moewright.report.document import (
     Document,
     DocumentSection,
@@ -179,7 +180,9 @@ def _list_verdict(result: TuningResult, basis: Basis) -> Iterator[Line]:
     if result.winner is None:
         yield Phrase(text="No layout was found that runs and is valid.", face=Face.STRONG)
         return
-    yield Phrase(text="Winner:", face=Face.STRONG), " ", _code(result.winner)
+    words = describe_layout(result.winner.layout).sentence
+    yield Phrase(text="Winner:", face=Face.STRONG), f" {words}"
+    yield "As text: ", _code(result.winner)
     start = next((item for item in result.decisions if item.ruling is Ruling.START), None)
     if result.total_interval is not None:
         start_point = start.point if start else result.start

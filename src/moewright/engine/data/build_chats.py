@@ -37,6 +37,7 @@ from moewright.engine.data.build_corpus import (
 from moewright.engine.data.chat_encoder import ChatEncoder, ChatOptions, ChatSample
 from moewright.engine.data.chat_forms import parse_columns
 from moewright.engine.data.chat_template import TEMPLATE_FILE
+from moewright.engine.data.chat_trees import join_trees
 from moewright.engine.data.chats import Chat, ChatSchema, parse_record
 from moewright.engine.data.corpus import (
     CORPUS_FILE,
@@ -62,7 +63,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DataSpec
 
 # A part of the stamp: raise it when the same input gives other files.
-_BUILD_VERSION = 2
+_BUILD_VERSION = 3
 _BATCH_CHATS = 256
 BAD_FILE = "bad_records.txt"  # a line for each that was left out
 # Files of a dataset's folder that describe it, and names of splits that nobody trains on.
@@ -357,7 +358,7 @@ class _SplitWriter:
 
 def _iterate_records(source: TextSource, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
     for path in source.files:
-        yield from read_rows(path, keeps_broken=keeps_broken)
+        yield from join_trees(read_rows(path, keeps_broken=keeps_broken))
 
 
 def _hash_record(record: Any) -> int:

@@ -20,7 +20,8 @@ from moewright.engine.data.chat_template import (
     find_template,
     read_special_tokens,
 )
-from moewright.engine.data.chats import ASSISTANT, USER, Chat, Message
+from moewright.engine.data.chat_turns import ASSISTANT, USER, Message
+from moewright.engine.data.chats import Chat
 from moewright.engine.data.tokenizer import load_tokenizer
 from moewright.spec.errors import BadInput, Reason
 

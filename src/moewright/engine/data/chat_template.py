@@ -24,7 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from moewright.codec import read_json_data, read_text
 from moewright.codec.files import as_table
 from moewright.codec.foreign import budget, read_apart
-from moewright.engine.data.chats import ASSISTANT, Chat, Message
+from moewright.engine.data.chat_turns import ASSISTANT, Message
+from moewright.engine.data.chats import Chat
 from moewright.engine.data.tokenizer import TOKENIZER_CONFIG_FILE
 from moewright.spec.errors import BadInput, Reason
 

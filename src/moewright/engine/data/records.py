@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from moewright.codec.foreign import Account, budget
+from moewright.engine.data.chat_turns import holds_chat
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 
@@ -147,6 +148,8 @@ def _read_json(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
     lists = [data] if isinstance(data, list) else []
     if isinstance(data, dict):
         lists = [value for value in data.values() if _holds_records(value)] or [[data]]
+    elif isinstance(data, list) and holds_chat(data):
+        lists = [[data]]
     if len(lists) != 1:
         rule = f"must hold one list of records, and holds {len(lists)}"
         raise BadInput(Reason(field=str(path), rule=rule, nearest="a list of objects"))
@@ -155,6 +158,9 @@ def _read_json(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
         if isinstance(record, dict):
             yield where, record
             continue
+        if holds_chat(record):
+            yield where, {"messages": record}
+            continue
         reason = Reason(field=where, rule=f"is no JSON object but {type(record).__name__}")
         if not keeps_broken:
             raise BadInput(reason)
@@ -162,7 +168,9 @@ def _read_json(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_records(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    """Return whether a value is a list of records: of objects, which are not one chat's turns."""
+    is_list = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return is_list and not holds_chat(value)
 
 
 def _read_table(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
@@ -250,6 +258,8 @@ def _read_batch(
 
 def _parse_object(line: bytes, where: str) -> Any:
     record = _parse_line(line, where)
+    if holds_chat(record):
+        return {"messages": record}
     if not isinstance(record, dict):
         raise BadInput(Reason(field=where, rule="is no JSON object; each line must be one"))
     return record
