@@ -177,8 +177,8 @@ def _read_preference(record: Record, where: str) -> Exchange | None:
             if not isinstance(record[name], str) or not record[name].strip():
                 rule = "must be text, and not empty"
                 raise BadInput(Reason(field=f"{where}: {name}", rule=rule))
-        answers = tuple(({"role": ASSISTANT, "content": record[name]},) for name in names)
-        return Exchange(turns=prompt.turns, answers=answers, is_plain=prompt.is_plain)
+        texts = tuple(({"role": ASSISTANT, "content": record[name]},) for name in names)
+        return Exchange(turns=prompt.turns, answers=texts, is_plain=prompt.is_plain)
     answers = tuple(_read_answer(record[name], f"{where}: {name}") for name in names)
     whole = _split_shared(answers)
     # Both answers may begin with the prompt.
