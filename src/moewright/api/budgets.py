@@ -15,6 +15,7 @@ from moewright.api.calendar import read_operations
 from moewright.api.planning import find_best, workload_options
 from moewright.api.requests import PlanRequest, read_plan_request
 from moewright.codec import format_layout
+from moewright.codec.layout_words import describe_layout
 from moewright.codec.numbers import parse_count
 from moewright.cost.calendar_time import CalendarTime, Operations, estimate_calendar
 from moewright.cost.estimate import estimate
@@ -392,7 +393,7 @@ def _build_figures(budget: Budget) -> DocumentSection:
 def _list_layouts(budget: Budget) -> DocumentSection:
     items = tuple(
         (
-            f"{plural(line.devices, 'device')}: ",
+            f"{plural(line.devices, 'device')}: {describe_layout(line.plan.layout).sentence}: ",
             Phrase(text=format_layout(line.plan.layout), face=Face.CODE),
         )
         for line in budget.lines

@@ -140,8 +140,13 @@ def _report(text: str, code: int) -> int:
 
     # Where nobody can be told, the exit code still says it.
     with suppress(OSError):
-        text = escape_controls(" ".join(text.split()))
-        print(f"moewright: {text}", file=sys.stderr, flush=True)
+        text = f"moewright: {escape_controls(' '.join(text.split()))}"
+        if sys.stderr.isatty():  # which would end its lines within words
+            from moewright.report.console import make_console
+
+            make_console(sys.stderr).print(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
     return code
 
 

@@ -94,7 +94,8 @@ def print_plans(
         print_sections(console, _rejections(rejected), verbose=True)
         return
     console.print(Text(job_title(plans[0]), style="bold"))
-    console.print(Text(f"First: {_lower(describe_layout(plans[0].layout).sentence)}."))
+    words = describe_layout(plans[0].layout).sentence
+    console.print(Text(f"First: {words[0].lower()}{words[1:]}."))
     if verbose:
         console.print(_ranking_table(console, plans, plans[:1]))
     else:
@@ -112,11 +113,6 @@ def print_plans(
         console.print()
     sections = (build_assumptions(plans[0].estimate.assumptions), *_rejections(rejected))
     print_sections(console, sections, verbose=verbose)
-
-
-def _lower(sentence: str) -> str:
-    """Return a sentence as it stands behind a colon."""
-    return sentence[0].lower() + sentence[1:]
 
 
 def _describe_order(rule: RankingRule) -> str:
@@ -218,8 +214,7 @@ def describe_recommendations(plan: Plan, width: int) -> Iterable[str]:
         yield f"Proven: the same; {_count_runs(plan.proven)}."
     else:
         expected = _describe_expectation(plan.proven, first=plan.fast)
-        words = _lower(describe_layout(plan.proven.layout).sentence)
-        yield f"Proven: {expected}; {_count_runs(plan.proven)}: {words}:"
+        yield f"Proven: {expected}; {_count_runs(plan.proven)}:"
         text = format_layout(plan.proven.layout)
         yield from (f"{_INDENT}{line}" for line in _break_at_commas(text, width - len(_INDENT)))
 
