@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -54,7 +55,14 @@ class _FittingTable(Table):
             self.padding = padding
             least = self.__rich_measure__(console, options.update(max_width=_WIDEST)).minimum
             if least <= options.max_width:
-                yield from super().__rich_console__(console, options)
+                parts = iter(super().__rich_console__(console, options))
+                edge = next(parts, None)
+                # The upper edge of the box is a line of spaces, which the header needs not.
+                if isinstance(edge, Segment) and not edge.text.strip():
+                    next(parts, None)
+                elif edge is not None:
+                    yield edge
+                yield from parts
                 return
         if self.title:
             yield keep_whole(Text(str(self.title), style="bold"))

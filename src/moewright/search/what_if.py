@@ -64,7 +64,7 @@ def find_fewest(
 
 
 NETWORK_SPEEDUP = 2.0  # the next generation of a network
-_WORTH_SAYING = 0.002  # of the step
+_WORTH_SAYING = 0.005  # of the step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
