@@ -74,7 +74,7 @@ mw.render.TimetableView = (view, root) => {
     return {
       grid: {left: 8, right: 10, top: 26, bottom: 8, containLabel: true},
       xAxis: {type: "value", min: state.from, max: state.to, ...mw.axis({axisLabel: {formatter: mw.seconds, hideOverlap: true}})},
-      yAxis: {type: "value", name: `GiB on rank ${rank}`, max: range => Math.ceil(Math.max(range.max, view.capacity_bytes / gib) * 1.05), ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}}), nameTextStyle: {align: "left", color: mw.colour("quiet")}},
+      yAxis: {type: "value", name: `GiB on rank ${rank}`, max: range => Math.ceil(Math.max(range.max, view.capacity_bytes / gib) * 1.05), ...mw.axis({axisLabel: {formatter: value => mw.digits(value), showMaxLabel: false}}), nameTextStyle: {align: "left", color: mw.colour("quiet")}},
       tooltip: {...mw.tooltip(items => `${mw.seconds(items[0].value[0])}: ${mw.bytes(items[0].value[1] * gib)}`), axisPointer: {type: "line"}},
       series: [{type: "line", step: "end", symbol: "none", sampling: "max", areaStyle: {color: mw.palette.memory.activations, opacity: .35}, lineStyle: {color: mw.palette.memory.activations, width: 1.2}, data,
         markLine: {symbol: "none", silent: true, label: {show: false}, lineStyle: {color: mw.colour("bad"), type: "solid", width: 2}, data: [{yAxis: view.capacity_bytes / gib}]}}],
