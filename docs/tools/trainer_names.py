@@ -4,7 +4,8 @@ docs/tools/trainer_names.toml says where each trainer names its options. `make t
 CHECKOUTS=DIR` reads the commit that each checkout below DIR stands at, and writes a table a trainer
 to src/moewright/intake/megatron/data/trainers: the name, its default, how many values it takes
 where a command has it, its group in the parser or its record, the file, and the file of the core
-that reads it. Nothing else is kept.
+that reads it. The arguments that releases of Megatron-LM had and its parser has no more go to
+former_arguments.csv with their defaults, for the dumps of logs. Nothing else is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from moewright.codec.yaml_text import parse_yaml
+from moewright.intake.megatron.options import option_table
 from moewright.intake.megatron.parser_source import (
+    ParsedOption,
     constant_text,
     core_use,
     is_core_file,
@@ -35,9 +38,11 @@ from moewright.spec.errors import BadInput
 
 TABLES = Path(__file__).parents[2] / "src/moewright/intake/megatron/data/trainers"
 CONVERTED = Path(__file__).parents[2] / "src/moewright/exporters/data/bridge_models.csv"
+FORMER = TABLES.parent / "former_arguments.csv"
 SOURCES = Path(__file__).with_suffix(".toml")
 _COLUMNS = ("name", "default", "values", "group", "source", "core")
 _PATCHED_OPTION = re.compile(r"^\+.*add_argument\(\s*['\"](--[\w-]+)['\"](.*)$", re.MULTILINE)
+_NEGATIONS = frozenset(("no", "disable"))  # in the name of a switch that clears its argument
 _SWITCHES = ("store_true", "store_false", "store_const")
 # A test's or another model's own configuration names no option of pre-training.
 _LEFT_OUT = ("*inference*", "*/test*")
@@ -82,6 +87,11 @@ class Checkout:
     def read(self, name: str) -> str:
         """Return the text of a file."""
         return self._run("show", f"HEAD:{name}")
+
+    def read_release(self, tag: str, names: Sequence[str]) -> str:
+        """Return the text of the first of some files that a release has."""
+        listed = self._run("ls-tree", "--name-only", tag, *names).splitlines()
+        return self._run("show", f"{tag}:{listed[0]}") if listed else ""
 
     def _run(self, *words: str) -> str:
         command = ("git", "-C", str(self.folder), *words)
@@ -292,6 +302,47 @@ def write_converted(folder: Path) -> Iterator[str]:
     CONVERTED.write_text(text.getvalue(), encoding="utf-8")
 
 
+def list_former_arguments(
+    checkout: Checkout, entry: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield the arguments of past releases that today's parser has not, with their defaults."""
+    today = {option.dest for option in option_table().values()}
+    defaults: dict[str, dict[str, None]] = {}
+    for release in entry["releases"]:
+        for option in parse_options(checkout.read_release(release, entry["files"])):
+            if option.dest not in today:
+                defaults.setdefault(option.dest, {})[_printed_default(option)] = None
+    yield from ((name, "|".join(defaults[name])) for name in sorted(defaults))
+
+
+def _printed_default(option: ParsedOption) -> str:
+    """Return the default of an argument as a log prints it; what is computed counts as none."""
+    if option.values == "0":
+        is_other = option.dest != option.name.lstrip("-").replace("-", "_")
+        return option.default or str(is_other and not _NEGATIONS.isdisjoint(option.name.split("-")))
+    return option.default or "None"
+
+
+def write_former_arguments(folder: Path) -> Iterator[str]:
+    """Write the table of the arguments that releases of Megatron-LM had; yield what changed."""
+    entry = tomllib.loads(SOURCES.read_text(encoding="utf-8"))["former"]
+    checkout = find_checkout(folder, entry["repository"])
+    if checkout is None:
+        yield f"{entry['repository']} is not below {folder}; its table of former arguments stays"
+        return
+    old = FORMER.read_text(encoding="utf-8") if FORMER.is_file() else "name,defaults"
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("name", "defaults"))
+    writer.writerows(list_former_arguments(checkout, entry))
+    before = {row["name"] for row in csv.DictReader(old.splitlines())}
+    after = {row["name"] for row in csv.DictReader(text.getvalue().splitlines())}
+    yield f"{entry['repository']} had {len(after)} arguments in releases that its parser has not"
+    yield from (f"  + {name}" for name in sorted(after - before))
+    yield from (f"  - {name}" for name in sorted(before - after))
+    FORMER.write_text(text.getvalue(), encoding="utf-8")
+
+
 def write_tables(folder: Path) -> Iterator[str]:
     """Write the table of each trainer that is below a folder; yield what changed, line by line."""
     commits = dict(_read_commits())
@@ -323,5 +374,6 @@ def _read_commits() -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 if __name__ == "__main__":
-    for printed in (*write_tables(Path(sys.argv[1])), *write_converted(Path(sys.argv[1]))):
-        print(printed)
+    for write in (write_tables, write_converted, write_former_arguments):
+        for printed in write(Path(sys.argv[1])):
+            print(printed)

@@ -462,7 +462,7 @@ def _read_logged_job(
         return None, (f"the log's arguments make no job that can be planned: {error}",)
     if reading is None:
         return None, ()
-    return reading.plan, ()
+    return reading.plan, reading.notes
 
 
 def read_run(folder: Path | str) -> RunRecord:

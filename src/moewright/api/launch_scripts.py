@@ -291,7 +291,7 @@ def read_logged_flags(
     text = rebuild_command(arguments)
     if not text:
         return None
-    command = find_launch(read_commands(text, {}))
+    command = replace(find_launch(read_commands(text, {})), is_logged=True)
     return plan_launch(command, log, model=model, on=on, network=network)
 
 

@@ -136,10 +136,13 @@ class MegatronLog:
     def find_size(self, name: str) -> int | None:
         """Return a whole number that the log states of its job; None where it does not.
 
-        Of the batch the lines of its iterations come before its arguments.
+        Of the batch the lines of its iterations come before its arguments, which have the one that
+        a schedule begins with.
         """
-        if name == "global_batch_size" and self.global_batch:
-            return self.global_batch
+        if name == "global_batch_size":
+            is_growing = self.find_argument("step_batch_size_schedule") not in ("", "None")
+            if self.global_batch or is_growing:
+                return self.global_batch or None
         text = self.find_argument(name)
         return int(text) if is_whole_number(text) else None
 

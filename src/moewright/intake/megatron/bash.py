@@ -31,9 +31,11 @@ from moewright.intake.megatron.bash_tokens import ShellToken, TokenReader, synta
 from moewright.intake.megatron.called_scripts import (
     CalledScript,
     find_called_script,
+    find_script_file,
     is_environment_script,
     read_script_file,
 )
+from moewright.intake.megatron.launchers import split_launcher
 from moewright.intake.megatron.unknown import UnknownValue, show_unknown
 from moewright.spec.errors import BadInput, Reason
 
@@ -66,12 +68,13 @@ def read_commands(
     beside which others are looked for.
 
     Raises:
-        BadInput: names a line that cannot be read.
+        BadInput: names a line that cannot be read, before which no command stands.
     """
     commands: list[Command] = []
     interpreter = _Interpreter(environment, arguments, script)
     interpreter.variables.set_constants(constants)
     exit_line = 0
+    fault: BadInput | None = None
     try:
         for command in interpreter.run(_quote_placeholders(text), first_line=1):
             commands.append(command)
@@ -80,9 +83,17 @@ def read_commands(
     except RecursionError:
         rule = "holds commands inside of commands, too deep to be read"
         raise BadInput(Reason(field="script", rule=rule)) from None
+    except BadInput as error:
+        if not any(split_launcher(command.words) for command in commands):
+            raise
+        fault = error
     notes = (*dict.fromkeys(interpreter.notes), *_note_assumed(interpreter.variables.assumed_unset))
     return ShellReading(
-        commands=tuple(commands), notes=notes, exit_line=exit_line, files=dict(interpreter.files)
+        commands=tuple(commands),
+        notes=notes,
+        exit_line=exit_line,
+        files=dict(interpreter.files),
+        fault=fault,
     )
 
 
@@ -250,7 +261,7 @@ class _Interpreter(ShellGrammar):
                 yield command  # the reader of commands may find that nothing else trains
                 return
             text = file_text
-            script = self.folder / called.path
+            script = find_script_file(called.path, self.folders()) or self.folder / called.path
             if (script, called.arguments) in self.started and not self._is_resubmitted(called):
                 raise syntax_refusal(command.line, f"{called.path[:60]} starts itself")
         environment = {name: values[0] for name, values in self.inherited().items() if values}

@@ -27,6 +27,7 @@ _LOOPS = ("while", "until", "for", "select")
 # What may train, or start what does.
 _TRAINS = re.compile(r"python|torchrun|deepspeed|srun|mpirun|pretrain|\.sh\b|--[a-z]|eval|source")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=")
+_FILES = "which files there are"
 _MAX_ROUNDS = 10_000  # of a loop
 _CASE_ENDS = (";;", ";&", ";;&", "esac")
 
@@ -122,7 +123,7 @@ class ShellGrammar(ShellBranches):
         try:
             for command in self.element(reader, live):
                 commands.append(command)
-        except (ScriptExit, FunctionReturn, LoopJump):
+        except (ScriptExit, FunctionReturn, LoopJump, BadInput):
             yield from commands  # they were started before the script went elsewhere
             raise
         is_pipe = False
@@ -310,10 +311,14 @@ class ShellGrammar(ShellBranches):
         body = reader.position
 
         def rounds() -> Iterator[bool]:
+            notes = len(self.notes)
             while True:
                 reader.position = begin
                 for _ in self.block(reader, ("do",), True):
                     pass
+                if len(self.notes) > notes:  # of a file that is taken to be there
+                    del self.notes[notes:]
+                    raise DecisionNeeded(UnknownValue(origin=_FILES), keyword.line)
                 if self.status is None:
                     raise DecisionNeeded(self.decision, keyword.line)
                 if self.status != (keyword.unquoted == "while"):

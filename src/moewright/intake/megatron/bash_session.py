@@ -11,6 +11,7 @@ from moewright.intake.megatron.bash_builtins import Condition, read_words, take_
 from moewright.intake.megatron.bash_expansion import ShellVariables
 from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, show_unknown
+from moewright.spec.errors import BadInput
 from moewright.spec.units import whole_number
 
 MAX_DEPTH = 12  # of evals, functions and scripts inside each other
@@ -44,13 +45,14 @@ class ShellReading:
     """The commands that a script starts, and notes on what was taken for granted.
 
     `exit_line` is the line at which the script leaves before its end, 0 where it does not; `files`
-    are the texts that it writes itself, by path.
+    are the texts that it writes itself, by path. `fault` is why it could be read no further.
     """
 
     commands: tuple[Command, ...]
     notes: tuple[str, ...] = ()
     exit_line: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
+    fault: BadInput | None = None
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ _TASK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _SRUN_PLACES = 3
 _MAX_BYTES = 1 << 20
 _TAIL_PARTS = 2  # of a path on another machine that name a file: its folder and itself
-_LEVELS = 4  # folders above a script where it may be started from
+_LEVELS = 6  # folders above a script where it may be started from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,29 +127,47 @@ def is_environment_script(name: str) -> bool:
 def read_script_file(name: str, folders: Sequence[Path], written: Mapping[str, str]) -> str | None:
     """Return the text of a script; None where it is neither written by the script nor beside it.
 
-    Scripts of a folder are often started from one above, of which their paths are told; a path of
-    another machine (/root/slime/scripts/models/x.sh) is looked for by its last parts.
-
     Raises:
         BadInput: the file is no text, or too long for a script.
     """
-    plain = UNKNOWN_VALUE.sub("", name).lstrip("/") if UNKNOWN_VALUE.search(name) else name
-    plain = plain.removeprefix("./")
+    plain = _plain_path(name)
     if plain in written:
         return written[plain]
+    path = find_script_file(name, folders)
+    if path is None:
+        return None
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            rule = f"is longer than {_MAX_BYTES} bytes, so it is no script"
+            raise BadInput(Reason(field=str(path)[:80], rule=rule))
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
+def find_script_file(name: str, folders: Sequence[Path]) -> Path | None:
+    """Return the file of a script; None where it is not there.
+
+    Scripts of a folder are often started from one above, of which their paths are told; a path of
+    another machine (/root/slime/scripts/models/x.sh) is looked for by its last parts.
+    """
+    plain = _plain_path(name)
     above = [parent for folder in folders for parent in (folder, *folder.parents)[:_LEVELS]]
     places = [folder / plain for folder in dict.fromkeys((*folders, *above))]
     parts = Path(plain).parts
     if Path(plain).is_absolute() and len(parts) > _TAIL_PARTS:
         tails = [Path(*parts[first:]) for first in range(2, len(parts) - _TAIL_PARTS + 1)]
         places += [folder / tail for tail in tails for folder in dict.fromkeys(above)]
-    for path in places:
-        try:
-            if path.is_file():
-                if path.stat().st_size > _MAX_BYTES:
-                    rule = f"is longer than {_MAX_BYTES} bytes, so it is no script"
-                    raise BadInput(Reason(field=str(path)[:80], rule=rule))
-                return path.read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            continue
-    return None
+    return next(filter(_is_file, places), None)
+
+
+def _plain_path(name: str) -> str:
+    plain = UNKNOWN_VALUE.sub("", name).lstrip("/") if UNKNOWN_VALUE.search(name) else name
+    return plain.removeprefix("./")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False

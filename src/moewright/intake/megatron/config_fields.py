@@ -44,14 +44,19 @@ _QUERY_GROUPS = "--num-query-groups"
 
 @dataclass(slots=True)
 class ChosenOptions:
-    """The options of a configuration, by name."""
+    """The options of a configuration, by name.
+
+    `cleared` are the switches that it sets to false.
+    """
 
     options: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    cleared: set[str] = field(default_factory=set)
 
     def words(self) -> list[str]:
         """Return the options as words of a command."""
         groups = self.options.get(_QUERY_GROUPS)
-        if groups and groups != self.options.get("--num-attention-heads"):
+        is_grouped = "--group-query-attention" not in self.cleared
+        if is_grouped and groups and groups != self.options.get("--num-attention-heads"):
             self.options["--group-query-attention"] = ()
         return [word for name, values in self.options.items() for word in (name, *values)]
 
@@ -118,6 +123,7 @@ class SettingReader:
         for option in options:
             if is_on == option.clears:
                 chosen.options.pop(option.name, None)
+                chosen.cleared.add(option.name)
         setting = next((option for option in options if is_on != option.clears), None)
         if setting is not None:
             chosen.options[setting.name] = ()

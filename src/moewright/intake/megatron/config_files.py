@@ -42,6 +42,7 @@ from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.intake.megatron.unread import last_name, read_table, sort_settings
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
+from moewright.spec.units import whole_number
 
 _OPTION_SECTIONS = ("MODEL_ARGS", "model_args", "")
 _ENVIRONMENT_SECTION = "ENV_VARS"
@@ -212,6 +213,7 @@ def configure(
     notes += _take_precision(reader, tree, chosen)
     notes += _take_turbo(reader, tree, chosen)
     _settle(tree, chosen.options)
+    _take_multiple(unknown, chosen.options)
     notes += verl_batches(tree, chosen.options)
     if tree.matches("policy.megatron_cfg.*"):
         notes += nemo_rl_batches(tree, chosen.options)
@@ -259,6 +261,25 @@ def configure(
         notes=(*notes, *noted),
         missing_files=missing,
     )
+
+
+def _take_multiple(unknown: dict[str, Value], options: dict[str, tuple[str, ...]]) -> None:
+    """Set the width of gated layers as FlagScale does that is told a multiple of it alone."""
+    told = {name.rpartition(".")[2]: name for name in unknown}
+    if "multiple_of" not in told:
+        return
+    multiple = whole_number(str(unknown.pop(told["multiple_of"])))
+    factor = str(unknown.pop(told.get("hidden_dim_multiplier", ""), ""))
+    hidden = whole_number("".join(options.get("--hidden-size", ())))
+    if "--ffn-hidden-size" in options or "--swiglu" not in options or not multiple * hidden:
+        return
+    try:
+        width = int(int(4 * hidden * 2 / 3) * float(factor or 1))
+    except ValueError:
+        rule = "must be a number"
+        name = told["hidden_dim_multiplier"]
+        raise BadInput(Reason(field=name, value=factor[:60], rule=rule)) from None
+    options["--ffn-hidden-size"] = (str(-(-width // multiple) * multiple),)
 
 
 def _keep_chosen(dialect: ConfigDialect, settings: Mapping[str, Value]) -> dict[str, Value]:

@@ -337,8 +337,11 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--use-legacy-models": _refused("is gone, and legacy models with it; leave it out"),
         "--num-experts-per-token": _refused("is --moe-router-topk", 1),
         "--expert-parallel-size": _refused("is --expert-model-parallel-size", 1),
-        "--moe-expert-parallel-size": _refused(
-            "is Megatron-DeepSpeed's; in Megatron-LM it is --expert-model-parallel-size", 1
+        "--moe-expert-parallel-size": ForeignOption(
+            treatment=Treatment.RENAMED,
+            reason="is Megatron-DeepSpeed's; in Megatron-LM it is --expert-model-parallel-size",
+            value_count=1,
+            meanings={"1": {}},
         ),
         # Of the fork of Megatron-LM that databricks/megablocks' exp/ starts: left out, a model with
         # experts would be planned as a dense one.

@@ -90,7 +90,9 @@ _OTHER_TRAINERS = (
 # A variable that a script leaves without.
 _NEEDED_VARIABLE = re.compile(
     r"\b([A-Z][A-Z0-9_]{2,})\b[^.;A-Z]{0,20}(?:must be|required|not set|unset|missing|is empty)"
+    r"|\b(?:[Pp]lease|[Mm]ust) (?:set|provide|export|specify) ([A-Z][A-Z0-9_]{2,})\b"
 )
+_COLOURS = re.compile(r"\\(?:033|e|x1b)\[[\d;]*m|\\n")  # as echo -e and printf have them
 _NO_OVERRIDES = ScriptOverrides()
 
 
@@ -109,6 +111,10 @@ def find_launch(
     Raises:
         BadInput: no command does, or one of its options is not legal.
     """
+    if reading.fault is not None:
+        # What stands behind the training changes nothing of it.
+        ending = f"{reading.fault}; what stands behind the training is not read"
+        reading = replace(reading, notes=(*reading.notes, ending))
     training = [command for command in reading.commands if _trains(command, folder)]
     if training:
         return _read_training(training, reading, folder, overrides, scheduled)
@@ -123,7 +129,7 @@ def find_launch(
             words = [*words, *overrides.settings]
             configured = configure_words(words, environment, folder or Path())
             return parse_configured(configured, environment, reading.notes, overrides)
-    raise BadInput(_explain_refusal(reading, folder))
+    raise reading.fault or BadInput(_explain_refusal(reading, folder))
 
 
 def _read_training(
@@ -186,7 +192,7 @@ def _explain_refusal(reading: ShellReading, folder: Path | None) -> Reason:
         if "usage" in printed.casefold():
             nearest = '--script-args "..."'
         elif needed is not None:
-            nearest = f"--set {needed[1]}=..."
+            nearest = f"--set {needed[1] or needed[2]}=..."
     return Reason(field="script", rule=rule, nearest=nearest)
 
 
@@ -218,10 +224,11 @@ def _check_decision(training: Sequence[Command]) -> list[str]:
 
 def _last_words(commands: Sequence[Command]) -> str:
     """Return what a script prints before it leaves, the line of its usage first; "" for nothing."""
-    printed = [" ".join(command.words[1:]) for command in commands if command.words[0] == "echo"]
+    printers = ("echo", "printf")
+    printed = [" ".join(c.words[1:]) for c in commands if c.words[0] in printers]
     usage = [text for text in printed if "usage" in text.casefold()]
     text = next(iter(usage[-1:] + printed[-1:]), "")
-    return " ".join(show_unknown(text).split())[:120]
+    return " ".join(_COLOURS.sub(" ", show_unknown(text)).split())[:120]
 
 
 def parse_configured(

@@ -19,6 +19,7 @@ from moewright.intake.megatron.options import (
     WHOLE_NUMBER,
     MegatronOption,
     check_values,
+    list_former_defaults,
     option_table,
     take_values,
 )
@@ -33,7 +34,10 @@ from moewright.intake.megatron.unread import (
     find_fork_option,
     find_harmless,
     find_topic,
+    is_void,
+    last_name,
     order_forks,
+    read_table,
 )
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import mention, whole_number
@@ -72,6 +76,10 @@ _IS_GONE = "is of Megatron-LM before 2021, which says that it is gone"
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _ELLIPSIS = "..."
 _TOKENIZER = "--tokenizer-type"
+# An option of all parsers of Megatron-LM, and that of layers, which those before 2023 lack.
+_LAYERS_MARK = "--num-layers"
+_LAYERS = "--transformer-impl"
+_DEEPSPEED_MARKS = ("--deepspeed", "--deepspeed-config", "--deepspeed_config", "--zero-stage")
 _FORK_TABLES = ("pai", "mindspeed", "mindspeed_core", "slime", "miles", "megatron_deepspeed")
 # Options that a fork hands on to an engine of generation, whatever their names are.
 _HANDED_ON = ("--sglang-", "--vllm-")
@@ -91,7 +99,8 @@ class LaunchCommand:
     words, and files below a configuration, of which only running tells what they hold.
     `written_files` are texts by path that the script writes itself. `model` is the name of the
     model, where a configuration gives no sizes. `rank_account` says who says the ranks, or why they
-    are not known.
+    are not known. `is_logged` tells that the options are all arguments of a run, as its log has
+    them, of whose environment nothing is known.
     """
 
     nodes: int
@@ -105,6 +114,7 @@ class LaunchCommand:
     unknown_words: tuple[UnknownValue, ...] = ()
     written_files: Mapping[str, str] = field(default_factory=dict)
     rank_account: str = ""
+    is_logged: bool = False
 
     @property
     def world_size(self) -> int:
@@ -177,6 +187,9 @@ class _LaunchParser:
             else:
                 self._take_option(word)
         self._take_own_defaults()
+        if self.options.get("--num-experts") == ("1",) and self._is_deepspeed():
+            del self.options["--num-experts"]
+            self.notes.append("--num-experts 1 is a dense model to Megatron-DeepSpeed")
         if self.faults:
             raise BadInput(*self.faults)
 
@@ -332,6 +345,10 @@ class _LaunchParser:
                 values = values[: int(fork.values)]
             self.position += len(values)
         self.unknown_options.append(name)
+        is_former = last_name(name) in list_former_defaults()
+        if is_former and is_void(name, {word.partition("=")[0] for word in self.words}):
+            self.fork_notes.setdefault("of no effect beside the others", []).append(name)
+            return
         if name.startswith(_HANDED_ON):
             self.fork_notes.setdefault("of an engine of generation", []).append(name)
             return
@@ -358,14 +375,17 @@ class _LaunchParser:
         own = self.own_source.options.get(name)
         if own is None:
             return None
-        listed = find_fork_option(name, self.forks)
+        listed = find_fork_option(name, self.forks) or find_fork_option(own.dest, self.forks)
         trainer = "" if listed is None else listed.trainer
         return TrainerOption(
             trainer=trainer, default=own.default, values=own.values, group=own.group
         )
 
     def _take_fork_option(self, name: str, fork: TrainerOption, values: Sequence[str]) -> None:
-        harmless = find_harmless(name, (fork.trainer,), fork.group)
+        own = self.own_source.options.get(name)
+        spellings = (name, own.dest) if own is not None else (name,)  # --no-x is of x
+        covering = (find_harmless(spelled, (fork.trainer,), fork.group) for spelled in spellings)
+        harmless = next(filter(None, covering), None)
         topic = find_topic(name)
         is_default = bool(fork.default) and list(values) == [fork.default]
         if is_default:
@@ -391,20 +411,41 @@ class _LaunchParser:
     def _take_own_defaults(self) -> None:
         """Take the defaults that the script's own trainer has in place of Megatron-LM's."""
         taken = []
+        defaults = self._list_own_defaults()
         for name, option in self.table.items():
-            own = self.own_source.options.get(name)
-            if own is None or option.default in _NO_DEFAULTS or not own.default:
+            default = defaults.get(name, "")
+            if option.default in _NO_DEFAULTS or not default:
                 continue
             if self.options.keys() & {other.name for other in self.by_dest[option.dest]}:
                 continue
-            is_same = _same_value(own.default, option.default)
+            is_same = _same_value(default, option.default)
             is_read = find_harmless(name, ("megatron",)) is None
-            if is_same or not is_read or any(check_values(option, [own.default])):
+            if is_same or not is_read or any(check_values(option, [default])):
                 continue
-            self.options[name] = (own.default,)
-            taken.append(f"{name} {own.default}")
+            self.options[name] = (default,)
+            taken.append(f"{name} {default}")
         if taken:
-            self.fork_notes["defaults of the script's own checkout"] = taken
+            where = "the script's own checkout"
+            if self.own_source.root is None:
+                where = "Megatron-DeepSpeed"
+            self.fork_notes[f"defaults of {where}"] = taken
+
+    def _is_deepspeed(self) -> bool:
+        return not self.foreign_options.keys().isdisjoint(_DEEPSPEED_MARKS)
+
+    def _list_own_defaults(self) -> Mapping[str, str]:
+        """Return the defaults of the script's own trainer, by option.
+
+        They are those of its checkout; where it lies in none and has options of DeepSpeed's, those
+        of Megatron-DeepSpeed. Layers are a trainer's own where its parser offers no others.
+        """
+        own = self.own_source.options
+        if self.own_source.root is None:
+            table = read_table("megatron_deepspeed") if self._is_deepspeed() else {}
+            return {name: row.default for name, row in table.items()}
+        defaults = {name: option.default for name, option in own.items()}
+        has_parser = _LAYERS_MARK in own
+        return {_LAYERS: "local", **defaults} if has_parser else defaults
 
     def _nearest_option(self, name: str, cutoff: float) -> str:
         """Return the option that was meant; none that says the opposite."""
@@ -427,8 +468,18 @@ class _LaunchParser:
     def _take_megatron_option(self, name: str, inline: str | None) -> None:
         option = self.table[name]
         if inline is None:
-            values = take_values(option, self._following_words())
+            following = self._following_words()
+            values = take_values(option, following)
+            if (
+                option.value_count == "1"
+                and len(following) > 1
+                and all(map(str.isdecimal, following))
+            ):
+                rule = "takes one value; one for each of some layers cannot be planned here"
+                self.faults.append(Reason(field=name, value=" ".join(following)[:60], rule=rule))
+                values = following
             self.position += len(values)
+            values = values[: len(take_values(option, values))]
         else:
             values = [inline]
         foreign = FOREIGN_VALUES.get((name, next(iter(values), "")))

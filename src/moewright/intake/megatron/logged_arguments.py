@@ -1,101 +1,54 @@
 """The arguments that a Megatron-LM log prints at its start, as the command that they come from.
 
-The dump holds every argument after the trainer's own checks, defaults and derived ones among them.
-Only those that shape a job are taken; the rest would say again what follows from them.
+The dump holds every argument after the trainer's own checks: what was said, defaults, and what
+follows from others. One that is not at its default is written as the option that sets it, unless it
+follows from others; so none is lost, and the readers of commands account for each.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
 
-from moewright.intake.megatron.options import MegatronOption, option_table
-from moewright.spec.units import is_whole_number
+from moewright.intake.megatron.options import (
+    MegatronOption,
+    list_former_defaults,
+    option_table,
+)
+from moewright.intake.megatron.unread import find_fork_option, find_harmless
+from moewright.spec.units import is_whole_number, whole_number
 
-_SHAPING_ARGUMENTS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "group_query_attention",
-    "num_query_groups",
-    "kv_channels",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_base",
-    "normalization",
-    "norm_epsilon",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "vocab_size",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "mtp_num_layers",
-    "num_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_expert_capacity_factor",
-    "moe_router_force_load_balancing",
-    "moe_token_dispatcher_type",
-    "moe_flex_dispatcher_backend",
-    "seq_length",
-    "micro_batch_size",
-    "global_batch_size",
-    "bf16",
-    "fp16",
-    "fp8",
-    "fp8_recipe",
-    "fp4",
-    "fp4_recipe",
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "context_parallel_size",
-    "cp_comm_type",
-    "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "pipeline_model_parallel_layout",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "tp_comm_overlap",
-    "overlap_moe_expert_parallel_comm",
-    "delay_wgrad_compute",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "fine_grained_activation_offloading",
-    "offload_modules",
-    "activation_offload_fraction",
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "use_precision_aware_optimizer",
+_NOTHING = ("None", "", "[]", "{}", "False", "()")
+# What tells of the process that prints, and what always follows from other arguments.
+_DERIVED = frozenset(
+    (
+        *("rank", "local_rank", "world_size", "data_parallel_size", "padded_vocab_size"),
+        *("params_dtype", "model_type", "virtual_pipeline_model_parallel_size"),
+        *("variable_seq_lengths", "consumed_train_samples", "consumed_valid_samples"),
+        *("skipped_train_samples", "do_train", "do_valid", "do_test"),
+        *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+    )
+)
+# What Megatron-LM's checks (training/arguments.py) set to another argument where nobody says it.
+_FOLLOWS: Mapping[str, str] = MappingProxyType(
+    {
+        "encoder_num_layers": "num_layers",
+        "encoder_seq_length": "seq_length",
+        "transformer_pipeline_model_parallel_size": "pipeline_model_parallel_size",
+        "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
+        "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+        "inprocess_active_world_size": "world_size",
+        "eval_global_batch_size": "global_batch_size",
+        "eval_micro_batch_size": "micro_batch_size",
+    }
+)
+_ENUM = re.compile(r"<\w+\.(\w+): [^>]*>")
+_DTYPES: Mapping[str, str] = MappingProxyType(
+    {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8", "int8": "int8"}
 )
 
 
@@ -105,38 +58,104 @@ def rebuild_command(arguments: Sequence[tuple[str, str]]) -> str:
     world_size = values.get("world_size", "")
     if not is_whole_number(world_size):
         return ""
-    # The tokenizer's own size is often not among the arguments.
-    if is_whole_number(values.get("padded_vocab_size", "")):
-        values["vocab_size"] = values["padded_vocab_size"]
-    # Of the options that set one argument, the last speaks for it.
-    options = {option.dest: option for option in option_table().values()}
+    if values.get("step_batch_size_schedule", "None") != "None":
+        values.pop("global_batch_size", "")  # the batch that the schedule begins with
     words = [
         word
-        for dest, option in options.items()
-        if dest in values and dest in _SHAPING_ARGUMENTS
-        for word in _option_words(option, values[dest])
+        for name, value in values.items()
+        if name not in _DERIVED and value != values.get(_FOLLOWS.get(name, ""))
+        for word in _argument_words(name, value)
     ]
+    padded = values.get("padded_vocab_size", "")
+    if is_whole_number(padded) and not _is_padded(values):
+        # The tokenizer's own size is often not among the arguments.
+        words += ["--vocab-size", padded]
     return f"torchrun --nproc_per_node={world_size} pretrain_gpt.py {shlex.join(words)}\n"
 
 
-def _option_words(option: MegatronOption, value: str) -> Iterator[str]:
-    """Yield the option as one would write it; nothing for one that was not set."""
-    if option.value_count == "0":
-        # Such an option makes its argument False.
-        is_negative = option.name.startswith(("--no-", "--disable-"))
-        if value == str(not is_negative):
-            yield option.name
-    elif value not in ("None", "", "[]"):
-        yield option.name
-        if option.value_count in ("+", "*"):
-            yield from _list_items(value)
-        else:
-            yield value
+def _is_padded(values: Mapping[str, str]) -> bool:
+    """Whether the padded vocabulary is that of the arguments, to the multiple that they give."""
+    names = ("vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size")
+    sizes = [whole_number(values.get(name, "")) for name in (*names, "padded_vocab_size")]
+    if not all(sizes):
+        return False
+    vocabulary, divisor, tp, padded = sizes
+    return -(-vocabulary // (divisor * tp)) * divisor * tp == padded
+
+
+def _argument_words(name: str, value: str) -> Iterator[str]:
+    """Yield the words that set an argument; none for a default."""
+    spelled = f"--{name.replace('_', '-')}"
+    options = _list_setters().get(name)
+    if options is None and value in (*_NOTHING, *list_former_defaults().get(name, ())):
+        return
+    options = options or tuple(filter(None, (option_table().get(spelled),)))
+    if not options:
+        yield from _other_words(spelled, name, value)
+    elif not _same_value(value, options[0].default):
+        yield from _option_words(options, value)
+
+
+@cache
+def _list_setters() -> Mapping[str, tuple[MegatronOption, ...]]:
+    """Return the options that set each argument."""
+    setters: dict[str, tuple[MegatronOption, ...]] = {}
+    for option in option_table().values():
+        setters[option.dest] = (*setters.get(option.dest, ()), option)
+    return MappingProxyType(setters)
+
+
+def _same_value(value: str, default: str) -> bool:
+    try:
+        return float(value) == float(default)
+    except ValueError:
+        return value == default or tuple(_list_items(value)) == tuple(_list_items(default))
+
+
+def _option_words(options: Sequence[MegatronOption], value: str) -> Iterator[str]:
+    """Yield the option as a user would write it; nothing for one that was not set."""
+    switches = [option for option in options if option.value_count == "0"]
+    if switches and value in ("True", "False"):
+        is_false = value == "False"
+        matching = [option.name for option in switches if option.clears == is_false]
+        yield from matching[-1:]
+        return
+    taking = [option for option in options if option.value_count != "0"]
+    if value in ("None", "", "[]") or not taking:
+        return
+    option = taking[-1]
+    yield option.name
+    member = value.rpartition(".")[2]  # a member of an enumeration is printed with its class
+    if member in option.choices:
+        yield member
+    elif option.value_count in ("+", "*"):
+        yield from _list_items(value)
+    else:
+        yield _spell_item(value)
+
+
+def _other_words(spelled: str, name: str, value: str) -> Iterator[str]:
+    """Yield an argument that is not Megatron-LM's as the option of a fork that sets it."""
+    option = find_fork_option(spelled)
+    if option is not None and _same_value(value, option.default):
+        return
+    if option is None and find_harmless(name, ("megatron",)) is not None:
+        return
+    yield spelled
+    if value != "True":
+        yield from _list_items(value)
 
 
 def _list_items(value: str) -> tuple[str, ...]:
     try:
-        items = ast.literal_eval(value)
+        items = ast.literal_eval(_ENUM.sub(r"'\1'", value))
     except (ValueError, SyntaxError):
-        return (value,)
-    return tuple(map(str, items)) if isinstance(items, list | tuple) else (str(items),)
+        return (_spell_item(value),)
+    items = items if isinstance(items, list | tuple) else (items,)
+    return tuple(_spell_item(str(item)) for item in items)
+
+
+def _spell_item(value: str) -> str:
+    """Return a value as the parser takes it: Python prints torch's dtypes otherwise."""
+    module, _, name = value.rpartition(".")
+    return _DTYPES.get(name, value) if module == "torch" else value

@@ -90,6 +90,9 @@ class Arguments:
 def _ask_value(name: str, unknown: UnknownValue) -> Reason:
     """Return the Reason that asks for the value of an option which only running tells."""
     nearest = f"--set {unknown.name or name}=..."
+    if not unknown.origin and unknown.name.isdecimal():
+        rule = f"is argument {unknown.name} of the script, which is not given"
+        return Reason(field=name, rule=rule, nearest='--script-args "..."')
     if not unknown.origin:
         rule = f"takes the value of {unknown.name}, which only running the script tells"
         return Reason(field=name, rule=rule, nearest=nearest)
@@ -142,6 +145,14 @@ def option_table() -> Mapping[str, MegatronOption]:
         for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines())
     }
     return MappingProxyType(options)  # one for all callers
+
+
+@cache
+def list_former_defaults() -> Mapping[str, tuple[str, ...]]:
+    """Return the defaults of arguments that former releases had and today's parser has not."""
+    file = resources.files("moewright.intake.megatron").joinpath("data/former_arguments.csv")
+    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+    return MappingProxyType({row["name"]: tuple(row["defaults"].split("|")) for row in rows})
 
 
 def _clears(flag: str, kind: str) -> bool:

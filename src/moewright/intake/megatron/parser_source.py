@@ -6,7 +6,7 @@ import ast
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -100,14 +100,15 @@ def _group_title(node: ast.expr) -> str:
 
 def _added_options(call: ast.Call, function: str, titles: dict[str, str]) -> Iterator[ParsedOption]:
     keywords = {word.arg: word.value for word in call.keywords}
-    is_switch = constant_text(keywords.get("action")) in _SWITCHES
+    is_pair = getattr(keywords.get("action"), "attr", "") == "BooleanOptionalAction"
+    is_switch = is_pair or constant_text(keywords.get("action")) in _SWITCHES
     values = "0" if is_switch else constant_text(keywords.get("nargs")) or "1"
     parser = getattr(call.func, "value", None)
     group = titles.get(parser.id, function) if isinstance(parser, ast.Name) else function
     for argument in call.args:
         name = argument.value if isinstance(argument, ast.Constant) else ""
         if isinstance(name, str) and name.startswith("--"):
-            yield ParsedOption(
+            option = ParsedOption(
                 name=name,
                 dest=constant_text(keywords.get("dest")) or name.lstrip("-").replace("-", "_"),
                 default=constant_text(keywords.get("default")),
@@ -115,6 +116,9 @@ def _added_options(call: ast.Call, function: str, titles: dict[str, str]) -> Ite
                 group=group,
                 help=_help_text(keywords.get("help")),
             )
+            yield option
+            if is_pair:
+                yield replace(option, name=f"--no-{name.removeprefix('--')}")
 
 
 def _help_text(node: ast.expr | None) -> str:

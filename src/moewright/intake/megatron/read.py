@@ -128,14 +128,18 @@ def interpret_launch(
     is_pipelined = arguments.size(LAYOUT_OPTIONS["pp"]) > 1
     zero, zero_note = _read_deepspeed_zero(command, folder, is_pipelined=is_pipelined)
     layout, layout_notes = read_layout(arguments, script_model.model, world_size, zero)
-    queues = command.exported.get(_QUEUES, "")
-    queue_notes = _check_queues(queues, layout, is_deepspeed=zero is not None)
+    queue_notes: tuple[str, ...] = ()
+    if not command.is_logged:
+        queues = command.exported.get(_QUEUES, "")
+        queue_notes = _check_queues(queues, layout, is_deepspeed=zero is not None)
     _check_data_parallel(command, layout)
     batch, batch_notes = _read_global_batch(arguments, command, layout)
     workload, workload_notes = read_workload(arguments, layout, batch, command.exported)
-    unread_notes = account_for_options(
+    approximations, void, left = account_for_options(
         arguments.unread_names, arguments.options, command.foreign_options
     )
+    # A log has every argument, so that those without meaning for a plan are not worth a line.
+    unread_notes = approximations if command.is_logged else (*approximations, void, left)
     notes = (
         script_model.note,
         *command.notes,

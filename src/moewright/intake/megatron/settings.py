@@ -279,6 +279,8 @@ class SettingTree:
 
 SUFFIXES = (".yaml", ".yml")
 _PARENTS = ("defaults", "extends", "bases", "includes")
+_CHOOSES = "override "
+_CHOICE = re.compile(r"\$\{(\w+)\}")
 _OWN_PACKAGES = ("_here_", "_global_")  # Hydra's, of the file itself
 _MOST_PARENTS = 8
 _MOST_FILES = 200  # parents that each name two others are 2^8
@@ -295,12 +297,17 @@ def read_settings(path: Path) -> dict[str, Value]:
     Raises:
         BadInput: a file cannot be read, or names its parents in a circle, or too many.
     """
-    settings = _read_inherited(path, 0, [])
+    settings = _read_inherited(path, 0, [], {})
     return {**_read_presets(settings, path), **settings}
 
 
-def _read_inherited(path: Path, depth: int, files: list[Path]) -> dict[str, Value]:
-    """Return the settings of a file with those of its parents; `files` are those read so far."""
+def _read_inherited(
+    path: Path, depth: int, files: list[Path], choices: Mapping[str, str]
+) -> dict[str, Value]:
+    """Return the settings of a file with those of its parents; `files` are those read so far.
+
+    `choices` are what a file above it chose of Hydra's groups, which win over its own.
+    """
     data = _parse_text(path)
     if not isinstance(data, Mapping):
         raise BadInput(Reason(field=str(path), rule="is no configuration: a mapping"))
@@ -313,12 +320,13 @@ def _read_inherited(path: Path, depth: int, files: list[Path]) -> dict[str, Valu
         raise BadInput(Reason(field=str(files[0]), rule=rule))
     settings: dict[str, Value] = {}
     missing: list[str] = []
-    for parent, package in _parents(data):
+    choices = {**_choices(data), **choices}
+    for parent, package in _parents(data, choices):
         file = path.parent / parent
         if not file.is_file():
             missing.append(parent)
         else:
-            inherited = _read_inherited(file, depth + 1, files)
+            inherited = _read_inherited(file, depth + 1, files, choices)
             prefix = mention("{}.", package)
             settings |= {f"{prefix}{name}": value for name, value in inherited.items()}
     own = {key: value for key, value in data.items() if key not in _PARENTS}
@@ -343,11 +351,22 @@ def _parse_text(path: Path) -> Any:
     return parse_yaml(text, where=str(path))
 
 
-def _parents(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _choices(data: Mapping[str, Any]) -> dict[str, str]:
+    """Return what Hydra's defaults choose of each group: `override engine: core` is the last."""
+    names = data.get("defaults", [])
+    entries = [entry for entry in names if isinstance(entry, Mapping)] if names else []
+    pairs = [(str(group), choice) for entry in entries for group, choice in entry.items()]
+    pairs.sort(key=lambda pair: pair[0].startswith(_CHOOSES))
+    return {
+        group.removeprefix(_CHOOSES): choice for group, choice in pairs if isinstance(choice, str)
+    }
+
+
+def _parents(data: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield each file that a configuration builds on, and the section that it stands in.
 
     Hydra's `train: 8x7b` is the file train/8x7b.yaml in the section train, and `engine@megatron:
-    core` the file engine/core.yaml in the section megatron.
+    core` the file engine/core.yaml in the section megatron; ${engine} is what `choices` have of it.
     """
     for key in _PARENTS:
         names = data.get(key, [])
@@ -358,11 +377,14 @@ def _parents(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 file, _, section = name.partition("@")
                 yield f"{file}.yaml", "" if section in _OWN_PACKAGES else section
             elif isinstance(name, Mapping):
-                for group, choices in name.items():
+                for group, own in name.items():
                     folder, at, section = str(group).rpartition(" ")[2].partition("@")
-                    for choice in choices if isinstance(choices, list) else [choices]:
+                    if str(group).startswith(_CHOOSES):
+                        continue  # of a group that a parent has
+                    for choice in own if isinstance(own, list) else [choices.get(group, own)]:
                         if isinstance(choice, str) and choice:
-                            yield f"{folder}/{choice}.yaml", section if at else folder
+                            chosen = _CHOICE.sub(lambda m: choices.get(m[1], m[0]), choice)
+                            yield f"{folder}/{chosen}.yaml", section if at else folder
 
 
 def _read_presets(settings: Mapping[str, Value], path: Path) -> dict[str, Value]:
@@ -379,7 +401,7 @@ def _read_presets(settings: Mapping[str, Value], path: Path) -> dict[str, Value]
                 file = above / folder / framework / name.rpartition(":")[2].rstrip("}")
                 if file.is_file():
                     prefix = f"modules.{module}.{_PRESET_SECTION}."
-                    for key_inside, value in _read_inherited(file, 1, []).items():
+                    for key_inside, value in _read_inherited(file, 1, [], {}).items():
                         presets[f"{prefix}{key_inside}"] = value
                     break
     return presets

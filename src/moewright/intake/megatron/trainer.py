@@ -68,13 +68,14 @@ def _read_attention_backend(
 ) -> AttentionBackend:
     """Return the backend that the command ends up with.
 
-    Megatron-LM's own layers have one of their own. Transformer Engine takes what is asked for, else
-    the first that its environment does not switch off.
+    Megatron-LM's own layers have one of their own, or FlashAttention's where they are asked for it,
+    as those of forks and of releases before 2024 take it. Transformer Engine takes what is asked
+    for, else the first that its environment does not switch off.
     """
-    arguments.ignore("--use-flash-attn")
+    asks_for_flash = arguments.has("--use-flash-attn")
     backend = arguments.text("--attention-backend", "auto").rpartition(".")[2]
     if arguments.text("--transformer-impl", "transformer_engine") == "local":
-        return AttentionBackend.LOCAL
+        return AttentionBackend.FLASH if asks_for_flash else AttentionBackend.LOCAL
     if backend != "auto":
         return AttentionBackend(backend)
     for switch, tiled in _TILED_BACKENDS:

@@ -203,6 +203,11 @@ def find_fork_option(name: str, forks: Sequence[str] = ()) -> TrainerOption | No
     return None
 
 
+def is_void(name: str, others: Container[str]) -> bool:
+    """Whether an option says nothing beside others."""
+    return any(entry.covers(name, others) for entry in list_void())
+
+
 @cache
 def _last_names(trainer: str) -> frozenset[str]:
     return frozenset(map(last_name, read_table(trainer)))
@@ -309,10 +314,12 @@ def sort_settings(
 
 def account_for_options(
     names: Iterable[str], options: Mapping[str, tuple[str, ...]], foreign: Iterable[str]
-) -> tuple[str, ...]:
+) -> tuple[tuple[str, ...], str, str]:
     """Return notes on Megatron-LM's own options that no reader of a plan looked at.
 
-    `foreign` are the options beside them that are not Megatron-LM's.
+    The first are of those that a plan leaves out although they change something, then one of those
+    without effect, and one of those that change no plan. `foreign` are the options beside them that
+    are not Megatron-LM's.
 
     Raises:
         BadInput: one of them sets something that a plan consists of.
@@ -326,7 +333,7 @@ def account_for_options(
         if name not in table or " ".join(options[name]) == table[name].default:
             continue
         others = (*options, *foreign)
-        if any(entry.covers(name, others) for entry in list_void()):
+        if is_void(name, others):
             void.append(name)
             continue
         harmless = find_harmless(name, ("megatron",))
@@ -341,7 +348,7 @@ def account_for_options(
     if refused:
         raise BadInput(*refused)
     return (
-        *noted,
+        tuple(noted),
         mention("of no effect beside the others: {}", " ".join(void)),
         mention("not part of a plan: {}", " ".join(left)),
     )

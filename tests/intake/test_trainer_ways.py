@@ -1,0 +1,153 @@
+"""What trainers do by themselves: layers, defaults, choices and paths that no word says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moewright.api.launch_scripts import read_flags
+from moewright.intake.megatron.parser_source import parse_options
+from moewright.intake.megatron.settings import read_settings
+from moewright.spec.errors import BadInput
+from moewright.spec.workload import AttentionBackend
+
+SIZES = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --max-position-embeddings 2048 "
+REST = "--seq-length 2048 --micro-batch-size 1 --global-batch-size 64 --bf16 --vocab-size 32000 "
+START = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES}{REST}"
+
+
+def write(folder: Path, text: str, name: str = "run.sh") -> Path:
+    script = folder / name
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(text)
+    return script
+
+
+def refusal(script: Path):
+    with pytest.raises(BadInput) as caught:
+        read_flags(script, on="8xH100")
+    return caught.value.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [
+        ("", AttentionBackend.FLASH),  # Transformer Engine's
+        ("--transformer-impl local", AttentionBackend.LOCAL),
+        ("--transformer-impl local --use-flash-attn", AttentionBackend.FLASH),
+        ("--deepspeed --zero-stage 1", AttentionBackend.LOCAL),
+        ("--deepspeed --zero-stage 1 --use-flash-attn-v2", AttentionBackend.FLASH),
+        (
+            "--deepspeed --zero-stage 1 --transformer-impl transformer_engine",
+            AttentionBackend.FLASH,
+        ),
+    ],
+)
+def test_attention_is_that_of_the_layers_which_the_trainer_has(words, backend, tmp_path):
+    reading = read_flags(write(tmp_path, f"{START}{words}\n"), on="8xH100")
+    assert reading.plan.workload.trainer.attention_backend is backend
+
+
+def test_a_checkout_whose_parser_offers_no_layers_has_its_own(tmp_path):
+    parser = "def add(p):\n    p.add_argument('--num-layers', type=int, default=None)\n"
+    write(tmp_path, parser, "megatron/arguments.py")
+    reading = read_flags(write(tmp_path, f"{START}\n"), on="8xH100")
+    assert reading.plan.workload.trainer.attention_backend is AttentionBackend.LOCAL
+    assert any("checkout: --transformer-impl local" in note for note in reading.notes)
+
+
+FLAGSCALE = """
+system: {{tensor_model_parallel_size: 1, precision: {{bf16: true}}}}
+model:
+  num_layers: 8
+  hidden_size: 4096
+  num_attention_heads: 32
+  {more}
+  swiglu: true
+  seq_length: 512
+  max_position_embeddings: 512
+  micro_batch_size: 1
+  global_batch_size: 64
+data: {{tokenizer: {{vocab_size: 32000}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "kv_heads", "ffn"),
+    [
+        ("num_query_groups: 8", 8, 10880),
+        ("{group_query_attention: true, num_query_groups: 8}", 8, 10880),
+        ("{group_query_attention: false, num_query_groups: 8}", 32, 10880),
+        ("multiple_of: 256", 32, 11008),
+        ("{multiple_of: 4096, hidden_dim_multiplier: 1.3}", 32, 16384),
+        ("{multiple_of: 256, ffn_hidden_size: 5504}", 32, 5504),
+    ],
+)
+def test_a_configuration_says_sizes_as_its_trainer_takes_them(more, kv_heads, ffn, tmp_path):
+    lines = more.strip("{}").replace(", ", "\n  ")
+    script = write(tmp_path, FLAGSCALE.format(more=lines), "train.yaml")
+    model = read_flags(script, on="8xH100").plan.model
+    assert model.attention.kv_heads == kv_heads
+    assert model.dense_ffn_size == ffn
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "while kill -0 $PID; do bash upload.sh --all; sleep 60; done",
+        'if [ "$(squeue -h | wc -l)" -gt 2 ]; then x() { x; }; x; fi\nfor ((;;)); do A=1; done',
+        "(while ps -p $!; do python watch.py; done) &",
+    ],
+)
+def test_what_a_script_does_behind_its_training_changes_nothing_of_it(behind, tmp_path):
+    plain = read_flags(write(tmp_path, f"{START}\n"), on="8xH100")
+    script = write(tmp_path, f"{START} &\nPID=$!\n{behind}\n", "watched.sh")
+    assert read_flags(script, on="8xH100").plan == plain.plan
+
+
+def test_a_loop_over_files_that_may_be_there_ends(tmp_path):
+    loop = 'while [ -d "$OUT" ]; do OUT="${OUT}_$N"; ((N++)); done'
+    text = f"OUT=/data/run\n{loop}\n{START} --save $OUT\n"
+    assert read_flags(write(tmp_path, text), on="8xH100").plan.model.layers == 8
+
+
+def test_an_argument_of_a_script_is_asked_for_as_such(tmp_path):
+    reason = refusal(write(tmp_path, f"TP=$3\n{START} --tensor-model-parallel-size $TP\n"))
+    assert "argument 3 of the script" in reason.rule
+    assert reason.nearest == '--script-args "..."'
+
+
+def test_a_script_of_a_deep_folder_is_started_from_the_root(tmp_path):
+    write(tmp_path, f"{START}\n", "tests/a/b/c/train.sh")
+    script = write(tmp_path, "cd /workspace\n./tests/a/b/c/train.sh\n", "tests/a/b/c/job.sh")
+    assert read_flags(script, on="8xH100").plan.model.layers == 8
+
+
+def test_experts_by_layer_are_refused_in_one_line(tmp_path):
+    with pytest.raises(BadInput) as caught:
+        read_flags(write(tmp_path, f"{START} --num-experts 32 32 64\n"), on="8xH100")
+    (reason,) = caught.value.reasons
+    assert (reason.field, reason.value) == ("--num-experts", "32 32 64")
+
+
+def test_one_expert_is_a_dense_model_to_deepspeed_alone(tmp_path):
+    words = "--num-experts 1 --moe-expert-parallel-size 1 --deepspeed --zero-stage 1"
+    assert read_flags(write(tmp_path, f"{START} {words}\n"), on="8xH100").plan.model.moe is None
+
+
+def test_a_pair_of_switches_has_both_names():
+    text = "p.add_argument('--offload', action=argparse.BooleanOptionalAction, default=True)\n"
+    options = {option.name: option for option in parse_options(text)}
+    assert {option.dest for option in options.values()} == {"offload"}
+    assert options.keys() == {"--offload", "--no-offload"}
+
+
+def test_the_last_choice_of_a_group_of_hydra_names_its_files(tmp_path):
+    write(tmp_path, "degree: 4\n", "actor/core_actor.yaml")
+    write(tmp_path, "degree: 1\n", "actor/dp_actor.yaml")
+    base = "defaults:\n  - engine: dp\n  - actor@actor: ${engine}_actor\n  - _self_\nrounds: 3\n"
+    write(tmp_path, base, "base.yaml")
+    own = "defaults:\n  - base\n  - override engine: core\n  - _self_\n"
+    assert read_settings(write(tmp_path, own, "own.yaml"))["actor.degree"] == "4"
+    assert read_settings(tmp_path / "base.yaml")["actor.degree"] == "1"
