@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from moewright.codec import read_json_data, write_text
+from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
+from moewright.engine.observe.profile import merge_traces
 from moewright.engine.run.watch import WatchedRank, read_process_stat
 from moewright.engine.run.worker import Heartbeat, RankInfo, Timeouts, rank_file_path
 from moewright.spec.hardware import DeviceKind
@@ -40,6 +43,19 @@ def test_a_trace_may_be_written_for_as_long_as_others_wait(tmp_path: Path) -> No
     assert rank.patience_s() == TIMEOUTS.collective_s + MARGIN_S
     heartbeat.beat(3)
     assert rank.patience_s() == TIMEOUTS.hang_s + MARGIN_S
+
+
+def test_traces_may_be_merged_for_as_long_as_others_wait(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(rank_file_path(tmp_path, "beat", 0))
+    rank = watch_rank(tmp_path, os.getpid())
+    heartbeat.beat(1)
+    heartbeat.beat(2)
+    merge_traces(tmp_path, heartbeat.note)  # there are none
+    assert rank.patience_s() == TIMEOUTS.hang_s + MARGIN_S
+    write_text(tmp_path / TRACE_FOLDER / "rank00000.json", '{"traceEvents": [{"name": "a"}]}')
+    merge_traces(tmp_path, heartbeat.note)
+    assert rank.patience_s() == TIMEOUTS.collective_s + MARGIN_S
+    assert read_json_data(tmp_path / MERGED_TRACE_FILE)["traceEvents"] == [{"name": "a"}]
 
 
 @pytest.mark.parametrize("kind", ["before the first beat", "at a start"])

@@ -128,10 +128,14 @@ def _label_with_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
     return {**trace, "distributedInfo": {**info, "rank": rank}}
 
 
-def merge_traces(run_dir: Path) -> None:
-    """Merge all ranks' traces into one file, a track for each rank and stream, if there are any."""
+def merge_traces(run_dir: Path, note: NoteActivity) -> None:
+    """Merge all ranks' traces into one file, a track for each rank and stream, if there are any.
+
+    `note` is told first: files of many steps take longer than a rank may be silent.
+    """
     paths = sorted((run_dir / TRACE_FOLDER).glob("rank*.json"))
     if paths:
+        note("merges the traces of all ranks", is_slow=True)
         events = [event for path in paths for event in read_json_data(path)["traceEvents"]]
         write_text(
             run_dir / MERGED_TRACE_FILE,

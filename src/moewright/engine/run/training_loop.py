@@ -334,7 +334,7 @@ def _write_rank_timings(
     calls = [data["calls"] for data in gathered]
     linked = add_links(plan.layout, timings, calls)
     write_rank_timings(run_dir, plan.layout, linked)
-    merge_traces(run_dir)
+    merge_traces(run_dir, context.note)
     return linked
 
 
