@@ -384,25 +384,25 @@ def _run_rank(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
 
 def prove_job(plan: Plan, folder: Path) -> None:
     """Assert that a plan's ledger is exact, and its computation where one process has the same."""
-    if is_layout_free(plan):
+    if is_layout_free(plan_job(plan)):
         prove_layout(plan, folder)
     else:
         count_layout(plan, folder)
 
 
-def is_layout_free(plan: Plan) -> bool:
+def is_layout_free(job: Job) -> bool:
     """Return whether a job computes the same in every layout, but for the rounding of fp32.
 
     It does not where numbers are rounded to fewer bits, or where a source of rows decides by itself
     which rows a capacity drops. Nor do ranks that share a batch know of each other's rows what a
     global balance loss counts so far.
     """
-    workload = plan.workload
-    if workload.loss.global_aux_coeff and plan.layout.dp > 1:
+    workload = job.workload
+    if workload.loss.global_aux_coeff and job.layout.dp > 1:
         return False
     dtypes = (workload.precision, workload.grad_dtype, *workload.optimizer.moment_dtypes)
     is_wide = all(dtype is Dtype.FP32 for dtype in dtypes)
-    return is_wide and not plan.layout.capacity
+    return is_wide and not job.layout.capacity
 
 
 def count_layout(plan: Plan, folder: Path) -> None:

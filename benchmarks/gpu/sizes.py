@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.workloads import QUICKSTART_MODEL
+from moewright.codec import parse_layout
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state
@@ -17,7 +18,6 @@ from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.intake import catalogue
 from moewright.rules.job import Job
-from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, LossSpec, OptimizerSpec, TensorScaling, Workload
 
@@ -115,9 +115,10 @@ class DrawnTokens:
         return build_micro_batch(runtime, self.tokens_BS[:, :-1], self.tokens_BS[:, 1:], None)
 
 
-def build_job(sizes: GpuSizes, model: ModelSpec) -> Job:
-    """Build the job of a measured step: one device, no feature on."""
-    layout = Layout(world_size=1, mbs=sizes.layer_sequences)
+def build_job(sizes: GpuSizes, model: ModelSpec, features: str = "") -> Job:
+    """Build the job of a measured step: one device, and the features of a layout text."""
+    layout = parse_layout(features, world_size=1)
+    layout = replace(layout, mbs=sizes.layer_sequences)
     return Job(model=model, workload=sizes.workload, layout=layout)
 
 
@@ -128,10 +129,10 @@ def draw_tokens(sizes: GpuSizes, model: ModelSpec) -> torch.Tensor:
     return torch.randint(0, model.vocab_size, shape, generator=generator).to(sizes.device)
 
 
-def build_engine_state(sizes: GpuSizes, model: ModelSpec) -> TrainState:
+def build_engine_state(sizes: GpuSizes, model: ModelSpec, features: str = "") -> TrainState:
     """Build the engine's model and optimizer on the device."""
     return build_train_state(
-        build_job(sizes, model),
+        build_job(sizes, model, features),
         DrawnTokens(tokens_BS=draw_tokens(sizes, model)),
         rank=0,
         device=sizes.device,

@@ -20,7 +20,7 @@ ROOT = Path(gpu.__file__).parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.gpu"]
 
 
-@pytest.mark.parametrize("name", ["kernels", "memory", "profile"])
+@pytest.mark.parametrize("name", ["kernels", "memory", "graphs", "profile"])
 def test_parts_run_on_a_cpu(name: str) -> None:
     section = PARTS[name].measure(rehearsal_sizes())
     if name == "kernels":
@@ -30,6 +30,9 @@ def test_parts_run_on_a_cpu(name: str) -> None:
     elif name == "memory":
         states, counted = _memory_row(section)[1:3]
         assert states == counted
+    elif name == "graphs":
+        assert section.count("| quickstart | ") == 3
+        assert "| rank_capacity=1,graphs=full | " in section
     else:
         assert "aten::" in section
 

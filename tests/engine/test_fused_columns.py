@@ -13,7 +13,7 @@ import torch
 from test_fused_convert import DEVICE, RECIPES, assert_same_bits, draw, recipe_of
 
 from moewright.engine.kernels import columns
-from moewright.engine.kernels.columns import ColumnForm, NarrowGradient
+from moewright.engine.kernels.columns import ColumnForm, NarrowGradient, NarrowInput
 from moewright.engine.kernels.fused.table import triton_kernels
 from moewright.engine.kernels.low_precision import (
     ONE_GROUP,
@@ -71,6 +71,28 @@ def test_columns_have_the_bits_of_the_reference(name: str) -> None:
             expected = columns.convert_columns(x, reference)
             assert_same_bits(result, expected)
             assert result.groups.of_columns == expected.groups.of_columns
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_what_was_kept_of_an_input_is_turned_to_the_bits_of_the_input(name: str) -> None:
+    """Dense and of experts, of rows and columns that fill no tile."""
+    kernels = triton_kernels()
+    operand = recipe_of(name).inputs
+    for shape in (*SHAPES, (0, 64)):
+        x = draw(*shape) if shape[0] else torch.zeros(shape).bfloat16()
+        x = x.float() if shape == SHAPES[0] else x
+        rows = kernels.convert(x.to(DEVICE), operand, ONE_GROUP, None)
+        kept = NarrowInput(dtype=x.dtype, rows=rows)
+        for is_spread in (False, True) if shape[0] else (False,):
+            forms = [ColumnForm(operand=operand) for _ in range(2)]
+            if is_spread:
+                forms = [
+                    replace(form, padding=spread_experts(len(x), operand.block, device))
+                    for form, device in zip(forms, (DEVICE, torch.device("cpu")), strict=True)
+                ]
+            result = kernels.convert_columns(kept, forms[0], None)
+            expected = columns.convert_columns(x, replace(forms[1], kept=operand))
+            assert_same_bits(result, expected)
 
 
 @pytest.mark.parametrize("name", BLOCKED)

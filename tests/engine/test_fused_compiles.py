@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from moewright.engine.kernels.columns import ColumnForm
+from moewright.engine.kernels.columns import ColumnForm, NarrowInput
 from moewright.engine.kernels.fused.router_losses import RouterLossTerms
 from moewright.engine.kernels.low_precision import Groups, pad_groups
 from moewright.rules.low_precision import find_recipe
@@ -97,6 +97,10 @@ def call_all() -> None:
             form = ColumnForm(operand=recipe.gradients, padding=spread, hadamard_rows=rotated)
             kernels.convert_gradient(x, form)
             kernels.convert_columns(x, replace(form, kept=kept), generator)
+            if not rotated:
+                rows = kernels.convert(x, recipe.inputs, Groups(), None)
+                form = replace(form, operand=recipe.inputs)
+                kernels.convert_columns(NarrowInput(dtype=x.dtype, rows=rows), form, None)
         for operand in (recipe.inputs, recipe.gradients):
             kernels.convert(x, operand, Groups(), None).widen(torch.bfloat16)
 

@@ -68,13 +68,41 @@ class NarrowGradient:
     padding: GroupPadding | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NarrowInput:
+    """An input [R,K] as it was kept for backward: `rows`, converted along its columns.
+
+    `dtype`, `shape` and `device` are those of the input.
+    """
+
+    dtype: torch.dtype
+    rows: NarrowTensor
+
+    def __len__(self) -> int:
+        return len(self.rows.codes)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self), self.rows.columns))
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.codes.device
+
+    def widen(self) -> torch.Tensor:
+        """Return the numbers that were kept."""
+        return self.rows.widen(self.dtype)
+
+
 def convert_columns(
-    x_RK: torch.Tensor,
+    x_RK: torch.Tensor | NarrowInput,
     form: ColumnForm,
     generator: torch.Generator | None = None,
     by: Convert = convert,
 ) -> NarrowTensor:
     """Convert a tensor along its rows, an operation at a time: [K,P]."""
+    if isinstance(x_RK, NarrowInput):
+        x_RK = x_RK.widen()
     rows = len(x_RK)
     if form.kept is not None:
         x_RK = by(x_RK, form.kept, ONE_GROUP, None).widen(x_RK.dtype)
@@ -93,5 +121,7 @@ def convert_gradient(g_RN: torch.Tensor, form: ColumnForm) -> NarrowGradient | N
     return None
 
 
-ConvertColumns = Callable[[torch.Tensor, ColumnForm, torch.Generator | None], NarrowTensor]
+ConvertColumns = Callable[
+    [torch.Tensor | NarrowInput, ColumnForm, torch.Generator | None], NarrowTensor
+]
 ConvertGradient = Callable[[torch.Tensor, ColumnForm], NarrowGradient | None]

@@ -15,10 +15,17 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.kernels.columns import NarrowGradient
+from moewright.engine.kernels.columns import NarrowGradient, NarrowInput
 from moewright.engine.kernels.low_precision import Groups, NarrowTensor, NarrowWeight, cast_groups
 from moewright.engine.kernels.matmul import grouped_matmul
-from moewright.engine.kernels.products import Gradient, multiply_by_weights
+from moewright.engine.kernels.products import (
+    NOTHING_KEPT,
+    Gradient,
+    HeldInput,
+    Input,
+    KeptInputs,
+    multiply_by_weights,
+)
 from moewright.engine.kernels.scaled_products import multiply
 from moewright.engine.kernels.weight_copies import WeightCopies
 from moewright.rules.delayed_scaling import SCALES_OF_LINEAR, ScaledLinear
@@ -71,23 +78,40 @@ class DelayedProducts:
         scales: LinearScales,
         is_first_forward: Callable[[], bool],
         copies: WeightCopies,
+        kept: KeptInputs,
     ) -> None:
         self._recipe = recipe
         self._scales = scales
         self._copies = copies
+        self._kept = kept
         self._is_first_forward = is_first_forward
 
     def forward(
         self, x_RK: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
+        return self.forward_each(x_RK, [w], ends)[0]
+
+    def forward_each(
+        self,
+        x_RK: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        ends: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         is_new = self._is_first_forward()
-        x = self._cast(OperandKind.INPUT, x_RK, Groups(ends=ends), is_new=is_new)
-        kept = self._find_copies(w)
-        weights = self._cast_weights(w, is_new=is_new) if kept is None else kept.forward
-        return multiply_by_weights(x, weights, w.shape, ends, x_RK.dtype)
+        x = self._kept.find_converted(x_RK, self)
+        if x is None:
+            x = self._cast(OperandKind.INPUT, x_RK, Groups(ends=ends), is_new=is_new)
+        elif is_new:
+            self._scales.note_largest(OperandKind.INPUT, Groups(ends=ends).largest(x_RK.float()))
+        products = []
+        for w in weights:
+            copies = self._find_copies(w)
+            narrow = self._cast_weights(w, is_new=is_new) if copies is None else copies.forward
+            products.append(multiply_by_weights(x, narrow, w.shape, ends, x_RK.dtype))
+        return products
 
     def begin_backward(
-        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: torch.Tensor, x_RK: Input, ends: torch.Tensor | None = None
     ) -> Gradient:
         g = self._cast(OperandKind.GRADIENT, g_RN, Groups(ends=ends), is_new=True)
         return NarrowGradient(dtype=g_RN.dtype, rows=g, columns=None, padding=None)
@@ -101,17 +125,35 @@ class DelayedProducts:
         return multiply_by_weights(g, weights, w.mT.shape, ends, g_RN.dtype)
 
     def weight_grad(
-        self, g_RN: Gradient, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, x_RK: Input, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
+        return self.weight_grad_each([g_RN], x_RK, ends)[0]
+
+    def weight_grad_each(
+        self,
+        gradients: Sequence[Gradient],
+        x_RK: Input,
+        ends: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         dtype = x_RK.dtype
-        g = self._take_rows(g_RN, ends, is_new=False)
-        x = self._cast(OperandKind.INPUT, x_RK, Groups(ends=ends), is_new=False)
-        if ends is None:
-            return multiply(g.transpose(), x.transpose(), dtype)
-        return grouped_matmul(g.widen(dtype).T, x.widen(dtype), ends)
+        if isinstance(x_RK, NarrowInput):
+            x = x_RK.rows
+        else:
+            x = self._cast(OperandKind.INPUT, x_RK, Groups(ends=ends), is_new=False)
+        products = []
+        for g_RN in gradients:
+            g = self._take_rows(g_RN, ends, is_new=False)
+            if ends is None:
+                products.append(multiply(g.transpose(), x.transpose(), dtype))
+            else:
+                products.append(grouped_matmul(g.widen(dtype).T, x.widen(dtype), ends))
+        return products
 
     def convert_input(self, x_RK: torch.Tensor, ends: torch.Tensor | None = None) -> NarrowTensor:
         return self._cast(OperandKind.INPUT, x_RK, Groups(ends=ends), is_new=False)
+
+    def hold_input(self, x_RK: torch.Tensor) -> HeldInput | None:
+        return self._kept.hold_converted(x_RK, self)
 
     def begin_step(self, step: int) -> None:
         pass
@@ -184,8 +226,10 @@ class DelayedScaling:
         device: torch.device,
         is_first_forward: Callable[[], bool],
         copies: WeightCopies | None = None,
+        kept: KeptInputs = NOTHING_KEPT,
     ) -> None:
         self._copies = copies or WeightCopies()
+        self._kept = kept
         self._is_first_forward = is_first_forward
         self._spec = spec
         self._recipe = recipe
@@ -237,7 +281,9 @@ class DelayedScaling:
         if numbers != tuple(range(len(amaxes))):
             experts = torch.tensor(numbers, dtype=torch.int64, device=amaxes.device)
         scales = LinearScales(name=name, scales=self._scales[place], amaxes=amaxes, experts=experts)
-        return DelayedProducts(self._recipe, scales, self._is_first_forward, self._copies)
+        return DelayedProducts(
+            self._recipe, scales, self._is_first_forward, self._copies, self._kept
+        )
 
     def begin_step(self) -> None:
         """Forget the amaxes of what ran since the last update."""

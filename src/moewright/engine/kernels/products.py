@@ -10,6 +10,7 @@ Shapes: R rows, K in, N out, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from moewright.engine.kernels.columns import (
     ConvertColumns,
     ConvertGradient,
     NarrowGradient,
+    NarrowInput,
     convert_columns,
     convert_gradient,
 )
@@ -55,6 +57,8 @@ from moewright.rules.low_precision import NarrowFormat, OperandFormat, Recipe
 
 # The gradient of an output: as it came, or converted for both products that read it.
 Gradient = torch.Tensor | NarrowGradient
+# The input of a weight gradient: as it came, or as it was kept.
+Input = torch.Tensor | NarrowInput
 
 
 class Products(Protocol):
@@ -66,8 +70,14 @@ class Products(Protocol):
         """Return x w^T [R,N], for w [N,K] or [E,N,K]."""
         ...
 
+    def forward_each(
+        self, x_RK: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return x w^T [R,N] for each w [N,K]; the input is converted once."""
+        ...
+
     def begin_backward(
-        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: torch.Tensor, x_RK: Input, ends: torch.Tensor | None = None
     ) -> Gradient:
         """Return a gradient for `input_grad` and `weight_grad`, which both read it now.
 
@@ -82,15 +92,26 @@ class Products(Protocol):
         ...
 
     def weight_grad(
-        self, g_RN: Gradient, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, x_RK: Input, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return g^T x [N,K] or [E,N,K]."""
+        ...
+
+    def weight_grad_each(self, gradients: Sequence[Gradient], x_RK: Input) -> list[torch.Tensor]:
+        """Return g^T x [N,K] for each g [R,N]; the input is converted once."""
         ...
 
     def convert_input(
         self, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> NarrowTensor | None:
         """Return what is kept of an input for backward; None for the input itself."""
+        ...
+
+    def hold_input(self, x_RK: torch.Tensor) -> HeldInput | None:
+        """Return what backward takes an input from as it is kept; None where it is kept as it is.
+
+        An operation that holds it saves nothing else of it.
+        """
         ...
 
     def begin_step(self, step: int) -> None:
@@ -108,8 +129,13 @@ class WideProducts:
             return matmul(x_RK, w.T)
         return grouped_matmul(x_RK, w.mT, ends)
 
+    def forward_each(
+        self, x_RK: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        return [matmul(x_RK, w.T) for w in weights]
+
     def begin_backward(
-        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: torch.Tensor, x_RK: Input, ends: torch.Tensor | None = None
     ) -> Gradient:
         return g_RN
 
@@ -122,16 +148,23 @@ class WideProducts:
         return grouped_matmul(g_RN, w, ends)
 
     def weight_grad(
-        self, g_RN: Gradient, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, x_RK: Input, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert isinstance(g_RN, torch.Tensor)
+        assert isinstance(x_RK, torch.Tensor)
         if ends is None:
             return matmul(g_RN.T, x_RK)
         return grouped_matmul(g_RN.T, x_RK, ends)
 
+    def weight_grad_each(self, gradients: Sequence[Gradient], x_RK: Input) -> list[torch.Tensor]:
+        return [self.weight_grad(g_RN, x_RK) for g_RN in gradients]
+
     def convert_input(
         self, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> NarrowTensor | None:
+        return None
+
+    def hold_input(self, x_RK: torch.Tensor) -> HeldInput | None:
         return None
 
     def begin_step(self, step: int) -> None:
@@ -139,6 +172,43 @@ class WideProducts:
 
 
 WIDE_PRODUCTS = WideProducts()
+
+
+class HeldInput(Protocol):
+    """An input that is kept in fewer bits, for one operation's backward."""
+
+    def take(self) -> NarrowInput:
+        """Return it as it is kept, once."""
+        ...
+
+    def take_wide(self) -> torch.Tensor:
+        """Return it in the dtype that it had, once."""
+        ...
+
+
+class KeptInputs(Protocol):
+    """The inputs that the forward which runs keeps in fewer bits."""
+
+    def find_converted(self, x: torch.Tensor, products: Products) -> NarrowTensor | None:
+        """Return what is kept of a tensor by these products' conversion; None for nothing."""
+        ...
+
+    def hold_converted(self, x: torch.Tensor, products: Products) -> HeldInput | None:
+        """Keep what is kept of a tensor for one more operation; None where nothing is."""
+        ...
+
+
+class _NothingKept:
+    """No input is kept in fewer bits."""
+
+    def find_converted(self, x: torch.Tensor, products: Products) -> NarrowTensor | None:
+        return None
+
+    def hold_converted(self, x: torch.Tensor, products: Products) -> HeldInput | None:
+        return None
+
+
+NOTHING_KEPT = _NothingKept()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,10 +231,12 @@ class NarrowProducts:
         seed: int,
         conversions: Conversions | None = None,
         copies: WeightCopies | None = None,
+        kept: KeptInputs = NOTHING_KEPT,
     ) -> None:
         self._recipe = recipe
         self._conversions = conversions or Conversions()
         self._copies = copies or WeightCopies()
+        self._kept = kept
         self._seed = seed
         self._generator = torch.Generator(device).manual_seed(seed)
 
@@ -174,13 +246,27 @@ class NarrowProducts:
     def forward(
         self, x_RK: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x = self._convert(x_RK, self._recipe.inputs, Groups(ends=ends))
-        kept = self._find_copies(w)
-        weights = self._convert_weights(w) if kept is None else kept.forward
-        return multiply_by_weights(x, weights, w.shape, ends, x_RK.dtype)
+        return self._multiply_rows(self._take_rows(x_RK, ends), w, ends, x_RK.dtype)
+
+    def forward_each(
+        self, x_RK: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        x = self._take_rows(x_RK, None)
+        return [self._multiply_rows(x, w, None, x_RK.dtype) for w in weights]
+
+    def _multiply_rows(
+        self,
+        x_RK: NarrowTensor,
+        w: torch.Tensor,
+        ends: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        copies = self._find_copies(w)
+        weights = self._convert_weights(w) if copies is None else copies.forward
+        return multiply_by_weights(x_RK, weights, w.shape, ends, dtype)
 
     def begin_backward(
-        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: torch.Tensor, x_RK: Input, ends: torch.Tensor | None = None
     ) -> Gradient:
         if not self._recipe.gradients.block:
             return NarrowGradient(
@@ -205,63 +291,97 @@ class NarrowProducts:
         return multiply_by_weights(g, weights, w.mT.shape, ends, g_RN.dtype)
 
     def weight_grad(
-        self, g_RN: Gradient, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+        self, g_RN: Gradient, x_RK: Input, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         if not self._recipe.inputs.block:
-            return self._contract_rows(g_RN, x_RK, ends)
-        inputs = self._recipe.inputs
-        rows, dtype = len(x_RK), x_RK.dtype
-        narrow_g: NarrowTensor | None = None
+            return self._contract_rows(g_RN, self._take_rows(x_RK, ends), ends, x_RK.dtype)
         if isinstance(g_RN, NarrowGradient):
-            narrow_g = g_RN.columns
-            grouped = self._find_gradient_product(g_RN.rows.columns, x_RK, ends)
+            product = self._find_gradient_product(g_RN.rows.columns, x_RK, ends)
             padding = g_RN.padding
         else:
-            grouped = self._find_gradient_product(g_RN.shape[1], x_RK, ends)
-            padding = self._plan_padding(grouped, rows, ends)
-        # A kept input is converted already, which changes nothing; one that was made again is not,
-        # and would give other gradients.
-        kept = None if inputs.number is NarrowFormat.E2M1 else inputs
-        rotated_rows = self._recipe.hadamard_rows
-        form = ColumnForm(operand=inputs, kept=kept, padding=padding, hadamard_rows=rotated_rows)
-        narrow_x = self._conversions.convert_columns(x_RK, form, None)
-        if narrow_g is None:
-            assert isinstance(g_RN, torch.Tensor)
-            form = self._gradient_form(padding)
-            narrow_g = self._conversions.convert_columns(g_RN, form, self._generator)
-        if grouped is not None:
-            return contract_groups(grouped, narrow_g, narrow_x, rows)
-        has_padding = ends is not None or narrow_x.columns > rows
-        product = None if has_padding else find_product(narrow_g, narrow_x, dtype)
+            product = self._find_gradient_product(g_RN.shape[1], x_RK, ends)
+            padding = self._plan_padding(product, len(x_RK), ends)
+        x = self._convert_input_columns(x_RK, padding)
         if product is not None:
-            return multiply_scaled(product, narrow_g, narrow_x, dtype)
+            g = self._take_columns(g_RN, padding)
+            return contract_groups(product, g, x, len(x_RK))
+        return self._contract_columns(g_RN, x, (len(x_RK), x_RK.dtype), padding, ends)
+
+    def weight_grad_each(self, gradients: Sequence[Gradient], x_RK: Input) -> list[torch.Tensor]:
+        rows, dtype = len(x_RK), x_RK.dtype
+        if not self._recipe.inputs.block:
+            x = self._take_rows(x_RK, None)
+            return [self._contract_rows(g_RN, x, None, dtype) for g_RN in gradients]
+        x = self._convert_input_columns(x_RK, None)
+        return [self._contract_columns(g_RN, x, (rows, dtype), None, None) for g_RN in gradients]
+
+    def _convert_input_columns(self, x_RK: Input, padding: GroupPadding | None) -> NarrowTensor:
+        """Convert an input along its rows."""
+        inputs = self._recipe.inputs
+        # What was kept is converted already, which changes nothing; an input that was made again is
+        # not, and would give other gradients.
+        is_rounded = isinstance(x_RK, NarrowInput) or inputs.number is NarrowFormat.E2M1
+        form = ColumnForm(
+            operand=inputs,
+            kept=None if is_rounded else inputs,
+            padding=padding,
+            hadamard_rows=self._recipe.hadamard_rows,
+        )
+        return self._conversions.convert_columns(x_RK, form, None)
+
+    def _take_columns(self, g_RN: Gradient, padding: GroupPadding | None) -> NarrowTensor:
+        """Return a gradient converted along its rows."""
+        if isinstance(g_RN, NarrowGradient):
+            assert g_RN.columns is not None
+            return g_RN.columns
+        form = self._gradient_form(padding)
+        return self._conversions.convert_columns(g_RN, form, self._generator)
+
+    def _contract_columns(
+        self,
+        g_RN: Gradient,
+        x: NarrowTensor,
+        rows_and_dtype: tuple[int, torch.dtype],
+        padding: GroupPadding | None,
+        ends: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return g^T x of an input that is converted along its rows, as many as `rows`."""
+        rows, dtype = rows_and_dtype
+        rotated_rows = self._recipe.hadamard_rows
+        narrow_g = self._take_columns(g_RN, padding)
+        has_padding = ends is not None or x.columns > rows
+        product = None if has_padding else find_product(narrow_g, x, dtype)
+        if product is not None:
+            return multiply_scaled(product, narrow_g, x, dtype)
         wide_dtype = torch.float32 if rotated_rows else dtype
-        converted = [narrow.widen(wide_dtype).T for narrow in (narrow_x, narrow_g)]
+        converted = [narrow.widen(wide_dtype).T for narrow in (x, narrow_g)]
         if rotated_rows:
             # Back again, so that the rows that pad groups need not be multiplied.
             converted = [rotate_rows(t, rotated_rows, is_inverse=True) for t in converted]
         places = slice(rows) if padding is None else padding.places
-        x, g = (t[places].to(dtype) for t in converted)
+        wide_x, wide_g = (t[places].to(dtype) for t in converted)
         if ends is None:
-            return matmul(g.T, x)
-        return grouped_matmul(g.T, x, ends)
+            return matmul(wide_g.T, wide_x)
+        return grouped_matmul(wide_g.T, wide_x, ends)
 
     def _contract_rows(
-        self, g_RN: Gradient, x_RK: torch.Tensor, ends: torch.Tensor | None
+        self,
+        g_RN: Gradient,
+        x_RK: NarrowTensor,
+        ends: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         """Return g^T x of operands that have a scale a group, whichever dim is contracted."""
-        dtype = x_RK.dtype
-        x = self._convert(x_RK, self._recipe.inputs, Groups(ends=ends))
         if isinstance(g_RN, NarrowGradient):
             g = g_RN.rows
         else:
             g = self._convert_gradient(g_RN, Groups(ends=ends))
         if ends is None:
-            return multiply(g.transpose(), x.transpose(), dtype)
-        return grouped_matmul(g.widen(dtype).T, x.widen(dtype), ends)
+            return multiply(g.transpose(), x_RK.transpose(), dtype)
+        return grouped_matmul(g.widen(dtype).T, x_RK.widen(dtype), ends)
 
     def _find_gradient_product(
-        self, width: int, x_RK: torch.Tensor, ends: torch.Tensor | None
+        self, width: int, x_RK: Input, ends: torch.Tensor | None
     ) -> ScaledProduct | None:
         """Return torch's product for the weight gradients of experts of `width` columns."""
         if ends is None:
@@ -289,6 +409,18 @@ class NarrowProducts:
     def convert_input(
         self, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> NarrowTensor | None:
+        return self._convert(x_RK, self._recipe.inputs, Groups(ends=ends))
+
+    def hold_input(self, x_RK: torch.Tensor) -> HeldInput | None:
+        return self._kept.hold_converted(x_RK, self)
+
+    def _take_rows(self, x_RK: Input, ends: torch.Tensor | None) -> NarrowTensor:
+        """Return an input converted along its columns: as it is kept, where it is."""
+        if isinstance(x_RK, NarrowInput):
+            return x_RK.rows
+        kept = self._kept.find_converted(x_RK, self)
+        if kept is not None:
+            return kept
         return self._convert(x_RK, self._recipe.inputs, Groups(ends=ends))
 
     def _convert(

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.kernels.columns import NarrowInput
 from moewright.engine.kernels.low_precision import (
     GroupPadding,
     NarrowTensor,
@@ -156,7 +157,7 @@ def _with_group_scales(narrow: NarrowTensor, tiles: torch.Tensor) -> list[torch.
 
 
 def find_gradient_product(
-    g: OperandFormat, x: OperandFormat, width: int, x_RK: torch.Tensor
+    g: OperandFormat, x: OperandFormat, width: int, x_RK: torch.Tensor | NarrowInput
 ) -> ScaledProduct | None:
     """Return torch's product for the weight gradients of experts, of formats along their rows.
 

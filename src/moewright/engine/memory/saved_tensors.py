@@ -24,7 +24,9 @@ from typing import Any
 
 import torch
 
+from moewright.engine.kernels.columns import NarrowInput
 from moewright.engine.kernels.low_precision import NarrowTensor
+from moewright.engine.kernels.products import Products
 from moewright.engine.memory.host_copies import HostCopies, build_host_copies
 from moewright.engine.observe.counters import Counters
 from moewright.engine.torch_private import storage_id
@@ -214,12 +216,13 @@ class SavedTensorManager:
 
     @contextmanager
     def keep_converted(
-        self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], NarrowTensor | None]
+        self, tensor: torch.Tensor, products: Products, ends: torch.Tensor | None = None
     ) -> Iterator[None]:
-        """Keep convert(tensor) where operations inside the with block save the tensor.
+        """Keep a tensor as products convert it where operations inside the with block save it.
 
-        Backward widens it again. What `offload` keeps on the host goes there converted. Nothing
-        changes where `convert` returns None, nor for tensors that are recomputed.
+        They multiply what is kept, and take it for the weight's gradient; for others backward
+        widens it again. What `offload` keeps on the host goes there converted. Nothing changes
+        where products convert nothing, nor for tensors that are recomputed.
         """
         key = storage_id(tensor)
         before = self._replacements.get(key)
@@ -227,18 +230,32 @@ class SavedTensorManager:
         if not self._is_active(True) or not (before is None or is_sent):
             yield
             return
-        narrow = convert(tensor.detach())
+        narrow = products.convert_input(tensor.detach(), ends)
         if narrow is None:
             yield
             return
         keep = self._send if is_sent else self.count_saved
-        self._replacements[key] = _Converted(narrow, keep, tensor, self._counters)
+        self._replacements[key] = _Converted(narrow, keep, (tensor, products), self._counters)
         try:
             yield  # `tensor` is alive here, so no other storage has its id
         finally:
             del self._replacements[key]
             if before is not None:
                 self._replacements[key] = before
+
+    def find_converted(self, x: torch.Tensor, products: Products) -> NarrowTensor | None:
+        """Return what is kept of a tensor by these products' conversion; None for nothing."""
+        kept = self._replacements.get(storage_id(x))
+        if isinstance(kept, _Converted) and kept.is_of(x, products):
+            return kept.find_numbers()
+        return None
+
+    def hold_converted(self, x: torch.Tensor, products: Products) -> _HeldInput | None:
+        """Keep what is kept of a tensor for one more operation; None where nothing is."""
+        kept = self._replacements.get(storage_id(x))
+        if isinstance(kept, _Converted) and kept.is_of(x, products):
+            return kept.hold()
+        return None
 
     @contextmanager
     def offload_saved(
@@ -366,35 +383,90 @@ class _Recomputed(_Replacement):
 class _Converted(_Replacement):
     """A replacement that keeps a tensor in numbers of fewer bits.
 
-    The first operation that saves the tensor makes `keep` keep its parts, on the device or on the
-    host.
+    The first operation that saves or holds the tensor makes `keep` keep its parts, on the device or
+    on the host. They last until the last that holds it has taken them; others share a widened copy.
     """
 
     def __init__(
         self,
         narrow: NarrowTensor,
         keep: Callable[[torch.Tensor], torch.Tensor | _SavedView],
-        like: torch.Tensor,
+        source: tuple[torch.Tensor, Products],
         counters: Counters,
     ) -> None:
         super().__init__(counters)
+        like, self._products = source
         self._narrow = narrow
         self._keep = keep
         self._parts: tuple[torch.Tensor | _SavedView, ...] = ()
         self._dtype = like.dtype
         self._offset = like.storage_offset()
+        self._geometry = _geometry(like)
+        self._pending_holds = 0
+
+    def is_of(self, x: torch.Tensor, products: Products) -> bool:
+        """Tell whether it is this view of its storage, as these products convert it."""
+        return products is self._products and _geometry(x) == self._geometry
+
+    def find_numbers(self) -> NarrowTensor | None:
+        """Return the numbers; None where they have left for the host."""
+        if not self._parts:
+            return self._narrow
+        parts = [part for part in self._parts if isinstance(part, torch.Tensor)]
+        if len(parts) < len(self._parts):
+            return None
+        return self._narrow.with_tensors(parts)
 
     def add_view(self, tensor: torch.Tensor) -> _SavedView:
-        if not self._parts:
-            self._parts = tuple(map(self._keep, self._narrow.tensors))
-            self._narrow = self._narrow.without_data()  # what was sent must not stay as well
+        self._keep_parts()
         view = super().add_view(tensor)
         return replace(view, offset=view.offset - self._offset)
 
+    def hold(self) -> _HeldInput:
+        """Keep it for one operation that takes the numbers as they are."""
+        self._keep_parts()
+        self._pending_holds += 1
+        return _HeldInput(self)
+
+    def _keep_parts(self) -> None:
+        if not self._parts:
+            self._parts = tuple(map(self._keep, self._narrow.tensors))
+            self._narrow = self._narrow.without_data()  # what was sent must not stay as well
+
     def restore(self) -> torch.Tensor:
-        narrow = self._narrow.with_tensors(map(_unpack, self._parts))
-        self._parts = ()
-        return narrow.widen(self._dtype)
+        return self._take_numbers(is_last=not self._pending_holds).widen(self._dtype)
+
+    def release(self) -> NarrowInput:
+        """Return the numbers for one operation that held them."""
+        self._pending_holds -= 1
+        awaits_restore = self._pending_views > 0 and self._value is None
+        is_last = not self._pending_holds and not awaits_restore
+        with torch.no_grad(), self._counters.scopes.enter(self._scope):
+            return NarrowInput(dtype=self._dtype, rows=self._take_numbers(is_last=is_last))
+
+    def _take_numbers(self, *, is_last: bool) -> NarrowTensor:
+        parts = tuple(map(_unpack, self._parts))
+        self._parts = () if is_last else parts
+        return self._narrow.with_tensors(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldInput:
+    """What one operation's backward takes of a tensor that is kept in numbers of fewer bits."""
+
+    kept: _Converted
+
+    def take(self) -> NarrowInput:
+        """Return the numbers as they are kept, once."""
+        return self.kept.release()
+
+    def take_wide(self) -> torch.Tensor:
+        """Return the tensor with these numbers, once."""
+        return self.kept.release().widen()
+
+
+def _geometry(x: torch.Tensor) -> tuple[object, ...]:
+    return x.shape, x.stride(), x.storage_offset()
 
 
 class _OffloadedLayer:

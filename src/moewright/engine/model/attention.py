@@ -402,7 +402,7 @@ class Attention(nn.Module):
         weights = self.q.weight, self.k.weight, self.v.weight
         with (
             manager.offload(x_tH, enabled=is_offloaded),
-            manager.keep_converted(x_tH, self.q.products.convert_input),
+            manager.keep_converted(x_tH, self.q.products),
         ):
             q, k, v = ColumnParallelLinear.apply(
                 x_tH, tp, self.q.products, runtime.weight_grads, *weights

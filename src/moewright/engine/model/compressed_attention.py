@@ -104,7 +104,7 @@ class CompressedAttention(nn.Module):
             whole = context.for_sequences()
             x_tQ = self.q_down_norm(project_replicated(runtime, x_tH, self.q_down))
             # A compressor takes x_tH in 16 bits, so no product keeps it in fewer.
-            keeping = manager.keep_converted(x_tQ, self.q_up.products.convert_input)
+            keeping = manager.keep_converted(x_tQ, self.q_up.products)
             chosen_BSK: torch.Tensor | None = None
             inputs: IndexInputs | None = None
             with keeping:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -137,11 +136,9 @@ class RoutedExperts(nn.Module):
         first = self._first
         first_products = take_products(first)
         down_products = take_products(self.down)
-        convert_rows = partial(first_products.convert_input, ends=ends_E)
-        convert_active = partial(down_products.convert_input, ends=ends_E)
         with (
             manager.offload(rows_RH, enabled=runtime.offloads(Offload.EXPERT_FC1)),
-            manager.keep_converted(rows_RH, convert_rows),
+            manager.keep_converted(rows_RH, first_products, ends_E),
         ):
             weight = take_weight(first).flatten(1, -2)
             hidden = self._multiply(rows_RH, weight, ends_E, first_products)
@@ -159,7 +156,7 @@ class RoutedExperts(nn.Module):
                     *activation_weights,
                     enabled=runtime.recomputes(Recompute.MOE_ACT),
                 ),
-                manager.keep_converted(active, convert_active),
+                manager.keep_converted(active, down_products, ends_E),
             ):
                 out = self._multiply(active, take_weight(self.down), ends_E, down_products)
                 out = add_grouped_adapter(runtime, self.down, out, active, ends_E)

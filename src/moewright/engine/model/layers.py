@@ -118,7 +118,7 @@ def project_replicated(
 
 def project_out(runtime: Runtime, rows: torch.Tensor, linear: Weight) -> torch.Tensor:
     """Project rows [T, columns of this rank] by `linear`, which TP cuts by columns: [t,H]."""
-    with runtime.saved_tensors.keep_converted(rows, linear.products.convert_input):
+    with runtime.saved_tensors.keep_converted(rows, linear.products):
         projected = RowParallelLinear.apply(
             rows,
             linear.weight,
@@ -240,8 +240,7 @@ class Mlp(nn.Module):
         kept_for = first.products
         if self.ledger_module is Module.SHARED_EXPERTS:
             kept_for = WIDE_PRODUCTS
-        convert = kept_for.convert_input
-        with runtime.saved_tensors.keep_converted(x_tH, convert):
+        with runtime.saved_tensors.keep_converted(x_tH, kept_for):
             (hidden,) = ColumnParallelLinear.apply(
                 x_tH,
                 runtime.mesh.tensor_parallel,

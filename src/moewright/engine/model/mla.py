@@ -79,7 +79,7 @@ class LatentAttention(nn.Module):
         with (
             runtime.counters.scopes.enter(Module.ATTENTION),
             manager.offload(x_tH, enabled=runtime.offloads(Offload.QKV_LINEAR)),
-            manager.keep_converted(x_tH, first.products.convert_input),
+            manager.keep_converted(x_tH, first.products),
         ):
             x_tQ = x_tH
             if self._spec.q_lora_rank:
@@ -94,8 +94,8 @@ class LatentAttention(nn.Module):
                 return self._expand_kv(x_tC, down_tCR, context)
 
             with (
-                manager.keep_converted(x_tQ, self._query_up.products.convert_input),
-                manager.keep_converted(x_tC, self.kv_up.products.convert_input),
+                manager.keep_converted(x_tQ, self._query_up.products),
+                manager.keep_converted(x_tC, self.kv_up.products),
             ):
                 q_BShD = expand_queries(x_tQ)
                 kv_BShDV = expand_kv(x_tC, down_tCR)

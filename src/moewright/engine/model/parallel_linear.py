@@ -20,7 +20,7 @@ import torch
 
 from moewright.engine.comm.collectives import Group, RingShift, TensorParallel
 from moewright.engine.kernels.matmul import matmul
-from moewright.engine.kernels.products import Gradient, Products
+from moewright.engine.kernels.products import Gradient, HeldInput, Input, Products
 from moewright.engine.memory.weight_gradients import Operands, WeightGradStore
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.observe.counters import Counters
@@ -35,17 +35,18 @@ from moewright.engine.observe.counters import Counters
 #
 # Shapes: t, T tokens of this rank and of its group, K in, N out.
 
-# A product of rows and a weight, such as a linear layer's forward.
+# A product of rows and a weight, such as a linear layer's forward; or with each of some weights.
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+MultiplyEach = Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def gather_and_multiply(
-    x_tK: torch.Tensor, weights: Sequence[torch.Tensor], tp: TensorParallel, multiply: Multiply
+    x_tK: torch.Tensor, weights: Sequence[torch.Tensor], tp: TensorParallel, multiply: MultiplyEach
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return x [T,K] gathered over the group, and its product with each weight [T,N]."""
     if not tp.is_pipelined:
         x_TK = tp.gather(x_tK)
-        return x_TK, tuple(multiply(x_TK, weight) for weight in weights)
+        return x_TK, tuple(multiply(x_TK, weights))
     size, own = tp.group.size, tp.group.index
     rows = x_tK.contiguous()
     rows_by_rank = [rows] * size
@@ -54,8 +55,8 @@ def gather_and_multiply(
         rank = (own - step) % size
         rows_by_rank[rank] = rows
         shift = RingShift(rows, tp.group) if step < size - 1 else None
-        for product, weight in zip(products, weights, strict=True):
-            product[rank] = multiply(rows, weight)
+        for product, part in zip(products, multiply(rows, weights), strict=True):
+            product[rank] = part
         if shift is not None:
             rows = shift.wait()
     return torch.cat(rows_by_rank), tuple(torch.cat(product) for product in products)
@@ -77,8 +78,45 @@ def multiply_and_reduce(
     return sum_tN
 
 
+def _save_input(ctx: Any, x: torch.Tensor, *tensors: torch.Tensor, is_whole: bool = True) -> None:
+    """Save what backward reads: the input, where the weight trains, and `tensors`.
+
+    An input that the products keep in fewer bits is held as it is kept, where it `is_whole` what
+    they multiply. Called when they have multiplied it: what is held may leave for the host.
+    """
+    ctx.held_input = ctx.products.hold_input(x) if ctx.is_trained and is_whole else None
+    ctx.save_for_backward(x if ctx.is_trained and ctx.held_input is None else None, *tensors)
+
+
+def _take_input(ctx: Any, saved: torch.Tensor | None) -> Input | None:
+    """Return the input that `_save_input` saved or holds; None where the weight does not train.
+
+    What waits for its W row waits as a tensor.
+    """
+    held_input: HeldInput | None = ctx.held_input
+    if held_input is None:
+        return saved
+    return held_input.take_wide() if ctx.weight_grads.is_deferring else held_input.take()
+
+
+def _compute_or_defer(
+    ctx: Any,
+    weights: slice,
+    x: Input,
+    others: Operands,
+    compute: Callable[[Input, Operands], Sequence[torch.Tensor]],
+) -> Sequence[torch.Tensor | None]:
+    """Return compute(x, others), the gradients of `weights`, or None for those wanted later."""
+    if isinstance(x, torch.Tensor):
+        return CountedFunction.compute_or_defer_grads(
+            ctx, weights, (x, *others), lambda kept: compute(kept[0], kept[1:])
+        )
+    with ctx.counters.scopes.enter(ctx.scope):  # nothing is deferred that is held as it is kept
+        return compute(x, others)
+
+
 def _begin_backward(
-    ctx: Any, g: torch.Tensor, x: torch.Tensor | None, ends: torch.Tensor | None = None
+    ctx: Any, g: torch.Tensor, x: Input | None, ends: torch.Tensor | None = None
 ) -> Gradient:
     """Return the gradient of an output for the products of its backward.
 
@@ -113,19 +151,19 @@ class ColumnParallelLinear(CountedFunction):
         ctx.products = products
         ctx.weight_grads = weight_grads
         ctx.is_trained = any(ctx.needs_input_grad[4:])
-        ctx.save_for_backward(*((x_tK,) if ctx.is_trained else ()), *weights)
-        _, outputs = gather_and_multiply(x_tK, weights, tp, products.forward)
+        _, outputs = gather_and_multiply(x_tK, weights, tp, products.forward_each)
+        _save_input(ctx, x_tK, *weights, is_whole=tp.group.size == 1)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weights = list(ctx.saved_tensors)
-        x_tK = weights.pop(0) if ctx.is_trained else None
+        saved, *weights = ctx.saved_tensors
+        x_tK = _take_input(ctx, saved)
         tp: TensorParallel = ctx.tp
         # In bulk: the gather for the weight gradients runs beside the products of the input's
         # gradient, and the sum of that beside the weight gradients.
         is_bulk = tp.is_pipelined and not ctx.weight_grads.is_deferring
-        gathered = tp.start_gather(x_tK) if is_bulk and x_tK is not None else None
+        gathered = tp.start_gather(x_tK) if is_bulk and isinstance(x_tK, torch.Tensor) else None
         products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
             shared = [_begin_backward(ctx, g_TN, x_tK) for g_TN in grads]
@@ -140,14 +178,15 @@ class ColumnParallelLinear(CountedFunction):
             if not is_bulk:
                 reduced.wait()
 
-        def compute_weight_grads(operands: Operands) -> list[torch.Tensor]:
-            x_TK = tp.gather(operands[0]) if gathered is None else gathered.wait()
-            return [products.weight_grad(g_TN, x_TK) for g_TN in shared]
+        def compute_weight_grads(x_tK: Input, _: Operands) -> list[torch.Tensor]:
+            x_TK = x_tK
+            if gathered is not None:
+                x_TK = gathered.wait()
+            elif isinstance(x_tK, torch.Tensor):
+                x_TK = tp.gather(x_tK)
+            return products.weight_grad_each(shared, x_TK)
 
-        weight_inputs = slice(1, None)
-        grad_weights = CountedFunction.compute_or_defer_grads(
-            ctx, weight_inputs, (x_tK, *grads), compute_weight_grads
-        )
+        grad_weights = _compute_or_defer(ctx, slice(1, None), x_tK, grads, compute_weight_grads)
         grad_tK = reduced.wait() if is_bulk else reduced.out
         return grad_tK, None, None, None, *grad_weights
 
@@ -172,26 +211,32 @@ class RowParallelLinear(CountedFunction):
         ctx.products = products
         ctx.weight_grads = weight_grads
         ctx.is_trained = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x_TK if ctx.is_trained else None, w_NK)
-        return multiply_and_reduce(x_TK, w_NK, tp, products.forward)
+        y_tN = multiply_and_reduce(x_TK, w_NK, tp, products.forward)
+        _save_input(ctx, x_TK, w_NK)
+        return y_tN
 
     @staticmethod
     def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TK, w_NK = ctx.saved_tensors
+        saved, w_NK = ctx.saved_tensors
+        x_TK = _take_input(ctx, saved)
         tp: TensorParallel = ctx.tp
         products: Products = ctx.products
+
+        def multiply(g_RN: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return [products.input_grad(g_RN, weight) for weight in weights]
+
         with ctx.counters.scopes.enter(ctx.scope):
             if tp.is_pipelined:
-                g_TN, (grad_TK,) = gather_and_multiply(g_tN, [w_NK], tp, products.input_grad)
+                g_TN, (grad_TK,) = gather_and_multiply(g_tN, [w_NK], tp, multiply)
                 shared: Gradient = g_TN
             else:
                 g_TN = tp.gather(g_tN)
                 shared = _begin_backward(ctx, g_TN, x_TK)
                 grad_TK = products.input_grad(shared, w_NK)
-        if not ctx.is_trained:
+        if x_TK is None:
             return grad_TK, None, None, None, None
-        (grad_NK,) = CountedFunction.compute_or_defer_grads(
-            ctx, slice(1, 2), (x_TK, g_TN), lambda kept: [products.weight_grad(shared, kept[0])]
+        (grad_NK,) = _compute_or_defer(
+            ctx, slice(1, 2), x_TK, (g_TN,), lambda x, _: [products.weight_grad(shared, x)]
         )
         return grad_TK, grad_NK, None, None, None
 
@@ -255,15 +300,17 @@ class ReplicatedLinear(CountedFunction):
         ctx.products = products
         ctx.replica_group = replica_group
         ctx.is_trained = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x_TK if ctx.is_trained else None, w_NK)
-        return products.forward(x_TK, w_NK)
+        y_TN = products.forward(x_TK, w_NK)
+        _save_input(ctx, x_TK, w_NK)
+        return y_TN
 
     @staticmethod
     def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TK, w_NK = ctx.saved_tensors
+        saved, w_NK = ctx.saved_tensors
         with ctx.counters.scopes.enter(ctx.scope):
             if not ctx.is_trained:
                 return ctx.products.input_grad(g_TN, w_NK), None, None, None, None
+            x_TK = saved if ctx.held_input is None else ctx.held_input.take()
             shared = ctx.products.begin_backward(g_TN, x_TK)
             grad_x = ctx.products.input_grad(shared, w_NK)
             grad_w = ctx.products.weight_grad(shared, x_TK)
@@ -292,23 +339,26 @@ class GroupedLinear(CountedFunction):
         ctx.products = products
         ctx.weight_grads = weight_grads
         ctx.is_trained = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x_RK if ctx.is_trained else None, w_ENK, ends_E)
-        return products.forward(x_RK, w_ENK, ends_E)
+        y_RN = products.forward(x_RK, w_ENK, ends_E)
+        _save_input(ctx, x_RK, w_ENK, ends_E)
+        return y_RN
 
     @staticmethod
     def backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_RK, w_ENK, ends_E = ctx.saved_tensors
+        saved, w_ENK, ends_E = ctx.saved_tensors
+        x_RK = _take_input(ctx, saved)
         g_RN = g_RN.contiguous()
         products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
             shared = _begin_backward(ctx, g_RN, x_RK, ends_E)
             grad_RK = products.input_grad(shared, w_ENK, ends_E)
-        if not ctx.is_trained:
+        if x_RK is None:
             return grad_RK, None, None, None, None, None
-        (grad_ENK,) = CountedFunction.compute_or_defer_grads(
+        (grad_ENK,) = _compute_or_defer(
             ctx,
             slice(1, 2),
-            (x_RK, g_RN, ends_E),
-            lambda kept: [products.weight_grad(shared, kept[0], kept[2])],
+            x_RK,
+            (g_RN, ends_E),
+            lambda x, others: [products.weight_grad(shared, x, others[1])],
         )
         return grad_RK, grad_ENK, None, None, None, None

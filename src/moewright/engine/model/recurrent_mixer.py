@@ -47,7 +47,7 @@ def project_in(runtime: Runtime, x_tH: torch.Tensor, *linears: Weight) -> list[t
     manager = runtime.saved_tensors
     with (
         manager.offload(x_tH, enabled=runtime.offloads(Offload.QKV_LINEAR)),
-        manager.keep_converted(x_tH, linears[0].products.convert_input),
+        manager.keep_converted(x_tH, linears[0].products),
     ):
         outputs = ColumnParallelLinear.apply(
             x_tH,

@@ -221,7 +221,13 @@ def build_runtime(
     if recipe is not None and is_delayed(workload):
         linears = scaled_linears(job, mesh.coordinate("pp"), mesh.coordinate("ep"))
         delayed_scaling = DelayedScaling(
-            workload.delayed, recipe, linears, device, saved_tensors.is_in_forward, copies
+            workload.delayed,
+            recipe,
+            linears,
+            device,
+            saved_tensors.is_in_forward,
+            copies,
+            saved_tensors,
         )
         products = delayed_scaling.products_of("a weight without a name")
     elif recipe is not None:
@@ -232,7 +238,7 @@ def build_runtime(
             convert_columns=kernels.convert_columns,
             convert_gradient=kernels.convert_gradient,
         )
-        products = NarrowProducts(recipe, device, seed, conversions, copies)
+        products = NarrowProducts(recipe, device, seed, conversions, copies, saved_tensors)
     chunks = job.rank_chunks(mesh.coordinate("pp"))
     weight_grads = WeightGradStore()
     return Runtime(

@@ -2,7 +2,8 @@
 
 What a weight gradient contracts is converted along the rows of a tensor, where the rows of experts
 are spread over whole blocks on the way. A gradient is written along its columns too, for the
-product beside it, where scales are powers of two. The bits are those of kernels.columns and
+product beside it, where scales are powers of two; an input that was kept in 8 bits with such scales
+is read so. The bits are those of kernels.columns and
 kernels.low_precision.
 """
 
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moewright.engine.kernels import columns, low_precision
-from moewright.engine.kernels.columns import ColumnForm, NarrowGradient
+from moewright.engine.kernels.columns import ColumnForm, NarrowGradient, NarrowInput
 from moewright.engine.kernels.fused import triton_convert
 from moewright.engine.kernels.fused.triton_convert import (
     encode_rows,
@@ -28,6 +29,7 @@ from moewright.engine.kernels.fused.triton_widen import (
     ROUNDS,
     SCALES,
     SHAPES,
+    decode_scales,
     number_of_code,
     round_to_bf16,
     widen,
@@ -51,6 +53,15 @@ def _round_along_columns(
     unit = tl.full(largest.shape, 1.0, tl.float32)
     _, decoded = encode_scales(largest, unit, TOP, SCALE)
     code = round_to_byte(scale_blocks(value, decoded, TOP, SIDE, SIDE), MANTISSA, BIAS)
+    return _decode_blocks(code, decoded, MANTISSA, BIAS, BLOCK, TO_BF16, SIDE)
+
+
+@triton.jit
+def _decode_blocks(
+    code, decoded, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    TO_BF16: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of codes [SIDE, SIDE] times the scales of their blocks."""
     number = number_of_code(code.to(tl.int32), MANTISSA, BIAS).reshape(SIDE, SIDE // BLOCK, BLOCK)
     number = (number * decoded[:, :, None]).reshape(SIDE, SIDE)
     if TO_BF16:
@@ -82,6 +93,16 @@ def _rotate(value, SIGNS: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
+def find_rows(sources, place, rows, padded_rows, IS_SPREAD: tl.constexpr):
+    """Return the rows that lie at places; -1 for zeros."""
+    if IS_SPREAD:
+        row = tl.load(sources + place, place < padded_rows, -1).to(tl.int64)
+    else:
+        row = tl.where(place < rows, place, -1)
+    return row
+
+
+@triton.jit
 def _load_places(
     x, sources, first_place, first_column, rows, columns, padded_rows, row_stride, column_stride,
     IS_SPREAD: tl.constexpr, SIDE: tl.constexpr,
@@ -89,10 +110,7 @@ def _load_places(
     """Return a square tile in fp32 of the tensor with its rows at their places, and these rows."""
     place = first_place + tl.arange(0, SIDE)
     column = first_column + tl.arange(0, SIDE)
-    if IS_SPREAD:
-        row = tl.load(sources + place, place < padded_rows, -1).to(tl.int64)
-    else:
-        row = tl.where(place < rows, place, -1)
+    row = find_rows(sources, place, rows, padded_rows, IS_SPREAD)
     inside = (row >= 0)[:, None] & (column < columns)[None, :]
     value = tl.load(x + row[:, None] * row_stride + column[None, :] * column_stride, inside, 0.0)
     return value.to(tl.float32), row
@@ -157,11 +175,44 @@ def _convert_columns(
     )  # fmt: skip
 
 
+@triton.jit
+def _turn_codes(
+    kept, kept_scales, sources, codes, scales, unit, rows, columns, padded_rows,
+    TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, IS_SPREAD: tl.constexpr, TO_BF16: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Convert a square tile of what was kept along its columns along its rows, at their places."""
+    first_place = tl.program_id(0).to(tl.int64) * SIDE
+    first_column = tl.program_id(1).to(tl.int64) * SIDE
+    place = first_place + tl.arange(0, SIDE)
+    column = first_column + tl.arange(0, SIDE)
+    row = find_rows(sources, place, rows, padded_rows, IS_SPREAD)
+    has_row = row >= 0
+    inside = has_row[:, None] & (column < columns)[None, :]
+    code = tl.load(kept + row[:, None] * columns + column[None, :], inside, 0)
+    block = first_column // BLOCK + tl.arange(0, SIDE // BLOCK)
+    row_blocks = tl.cdiv(columns, BLOCK)
+    is_block = has_row[:, None] & (block < row_blocks)[None, :]
+    scale = tl.load(kept_scales + row[:, None] * row_blocks + block[None, :], is_block, 0)
+    decoded = decode_scales(scale, SCALE)
+    value = tl.trans(_decode_blocks(code, decoded, MANTISSA, BIAS, BLOCK, TO_BF16, SIDE))
+    encode_rows(
+        value, codes, scales, unit, unit,
+        column, column < columns, first_place, padded_rows, 0, 0,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, False, False, False, SIDE, SIDE,
+    )  # fmt: skip
+
+
 def convert_columns(
-    x_RK: torch.Tensor, form: ColumnForm, generator: torch.Generator | None = None
+    x_RK: torch.Tensor | NarrowInput, form: ColumnForm, generator: torch.Generator | None = None
 ) -> NarrowTensor:
     """Compute KernelSet.convert_columns."""
     operand = form.operand
+    if isinstance(x_RK, NarrowInput):
+        is_alike = x_RK.rows.operand == operand and x_RK.dtype in ROUNDS
+        if is_alike and _has_powers(operand) and not operand.is_tiled and x_RK.rows.codes.numel():
+            return _turn(x_RK, form)
+        x_RK = x_RK.widen()
     if not operand.block or not x_RK.numel() or form.kept not in (None, operand):
         return columns.convert_columns(x_RK, form, generator, triton_convert.convert)
     if x_RK.dtype not in ROUNDS:
@@ -181,6 +232,42 @@ def convert_columns(
         shape = x_RK.shape[1], places
         draws = torch.rand(shape, generator=generator, device=x_RK.device)
     _launch(x_RK, form, narrow, None, spread, draws if is_random else None)
+    return narrow
+
+
+def _has_powers(operand: OperandFormat) -> bool:
+    return operand.scale in (ScaleFormat.POWER_OF_TWO, ScaleFormat.E8M0)
+
+
+def _turn(x_RK: NarrowInput, form: ColumnForm) -> NarrowTensor:
+    """Convert what was kept of an input along its rows."""
+    operand = form.operand
+    kept = x_RK.rows
+    places = form.padded_rows(len(x_RK))
+    number, scale_dtype, _ = SCALES[operand.scale]
+    mantissa, bias = SHAPES[operand.number]
+    side = max(_SIDE, operand.block)
+    narrow = replace(_allocate(kept.codes.mT, operand, places), groups=form.groups)
+    assert kept.scales is not None
+    assert narrow.scales is not None
+    _turn_codes[triton.cdiv(places, side), triton.cdiv(kept.columns, side)](
+        kept.codes.contiguous().view(torch.uint8),
+        kept.scales.contiguous().view(scale_dtype),
+        kept.codes if form.padding is None else form.padding.sources,
+        narrow.codes.view(torch.uint8),
+        narrow.scales.view(scale_dtype),
+        torch.ones(1, device=kept.codes.device),
+        *x_RK.shape,
+        places,
+        TOP=operand.number.largest,
+        MANTISSA=mantissa,
+        BIAS=bias,
+        SCALE=number,
+        BLOCK=operand.block,
+        IS_SPREAD=form.padding is not None,
+        TO_BF16=ROUNDS[x_RK.dtype],
+        SIDE=side,
+    )
     return narrow
 
 
@@ -207,8 +294,7 @@ def _largest_of_groups(x_RK: torch.Tensor, form: ColumnForm) -> torch.Tensor:
 def convert_gradient(g_RN: torch.Tensor, form: ColumnForm) -> NarrowGradient | None:
     """Compute KernelSet.convert_gradient."""
     operand = form.operand
-    has_powers = operand.scale in (ScaleFormat.POWER_OF_TWO, ScaleFormat.E8M0)
-    if not has_powers or not g_RN.numel() or g_RN.dtype not in ROUNDS:
+    if not _has_powers(operand) or not g_RN.numel() or g_RN.dtype not in ROUNDS:
         return None
     rows = _allocate(g_RN, operand, g_RN.shape[1])
     narrow = _allocate(g_RN.mT, operand, form.padded_rows(len(g_RN)))

@@ -58,6 +58,20 @@ def round_to_bf16(value):
 
 
 @triton.jit
+def decode_scales(scale, SCALE: tl.constexpr):
+    """Return the scales of blocks in fp32."""
+    if SCALE == POWER_OF_TWO:
+        decoded = scale
+    elif SCALE == E8M0:
+        exponent = scale.to(tl.int32)
+        bits = tl.where(exponent > 0, exponent << 23, 0x400000)
+        decoded = bits.to(tl.float32, bitcast=True)
+    else:
+        decoded = number_of_code(scale.to(tl.int32), 3, 7)
+    return decoded
+
+
+@triton.jit
 def _widen(
     codes, scales, factors, out, rows, columns, row_stride, column_stride, row_blocks,
     row_factor, column_factor,
@@ -78,15 +92,7 @@ def _widen(
     number = number_of_code(code, MANTISSA, BIAS)
     if BLOCK:
         place = row[:, None] * row_blocks + (column // BLOCK)[None, :]
-        scale = tl.load(scales + place, inside, 0)
-        if SCALE == POWER_OF_TWO:
-            number *= scale
-        elif SCALE == E8M0:
-            exponent = scale.to(tl.int32)
-            bits = tl.where(exponent > 0, exponent << 23, 0x400000)
-            number *= bits.to(tl.float32, bitcast=True)
-        else:
-            number *= number_of_code(scale.to(tl.int32), 3, 7)
+        number *= decode_scales(tl.load(scales + place, inside, 0), SCALE)
     if HAS_FACTORS:
         place = row[:, None] * row_factor + column[None, :] * column_factor
         number *= tl.load(factors + place, inside, 0.0)
