@@ -64,6 +64,30 @@ def test_a_choice_changes_the_layout_and_the_address(studio, open_page):
     wait_for(page, "tp2,pp8,vpp2,ep16,mbs1,recompute=layernorm+moe_act")
 
 
+@pytest.mark.usefixtures("screen")
+def test_back_takes_choices_back_and_a_bookmark_opens_the_same(studio, open_page):
+    text = "tp2,pp8,vpp2,ep{},mbs1,recompute=layernorm+moe_act"
+    page = open_page(address(studio, LAYOUT))
+    wait_for(page, text.format(8))
+    for value in ("32", "4", "16"):
+        page.locator("#c-ep button", has_text=re.compile(f"^{value}$")).click()
+        wait_for(page, text.format(value))
+    page.locator("header nav [data-page='share']").click()
+    page.wait_for_selector("#address")
+    shared = page.locator("#address").input_value()
+    for value in ("16", "4", "32", "8"):
+        page.go_back()
+        wait_for(page, text.format(value))
+        assert page.locator("#c-ep [aria-checked='true']").inner_text() == value
+    page.go_forward()
+    wait_for(page, text.format(32))
+    again = open_page(page.url)
+    wait_for(again, text.format(32))
+    assert again.locator("#verdict h1").inner_text() == page.locator("#verdict h1").inner_text()
+    other = open_page(shared)
+    wait_for(other, text.format(16))
+
+
 def test_an_illegal_step_says_why_and_a_click_mends_it(studio, open_page):
     page = open_page(address(studio, "tp2,pp8,vpp5,ep8,mbs1"))
     rule = page.locator("[data-key='vpp'] .rule")

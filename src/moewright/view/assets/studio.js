@@ -14,7 +14,7 @@ studio.address = (changes = {}, page) => {
   const path = page === undefined ? location.pathname : page === "plan" ? "/" : `/${page}`;
   return [path, params];
 };
-/* `replace` keeps one entry of the history while a slider moves. */
+/* `replace` keeps one entry of the history while a key is held. */
 studio.go = (changes = {}, page, replace) => {
   const [path, params] = studio.address(changes, page);
   const address = `${path}?${params.toString().replaceAll("%2C", ",").replaceAll("%2F", "/").replaceAll("%3D", "=").replaceAll("%2B", "+").replaceAll("+", "%2B")}`;
@@ -189,7 +189,7 @@ studio.buildControl = control => {
     if (!way || !node.control.steps[index]) return;
     event.preventDefault();
     chips.children[index].focus();
-    studio.choose(node, index);
+    studio.choose(node, index, event.repeat);
   });
   node.append(chips);
   node.append(mw.el("div", {class: "rule", role: "status"}));
@@ -213,9 +213,10 @@ studio.updateControl = (node, control) => {
   rule.replaceChildren(mw.el("span", {}, control.rule), control.nearest ? mw.el("button", {type: "button", class: "small nearest", onclick: () => studio.go({layout: control.nearest.layout})}, `Use ${control.key} ${control.nearest.value}`) : "");
 };
 
-studio.choose = (node, index) => {
+/* Each choice can be taken back by the browser's own button; a key that is held makes one entry. */
+studio.choose = (node, index, isHeld) => {
   const step = node.control.steps[index];
-  studio.go({layout: step.layout}, undefined, true);
+  studio.go({layout: step.layout}, undefined, isHeld);
 };
 
 /* ---- asking and painting ---- */
