@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -165,6 +166,18 @@ def test_a_dropped_config_lives_in_its_address(studio):
     assert model.startswith("OlmoeForCausalLM~")
     answer = studio.ask(f"/api/plan?model={model}&on=8xH100&layout=ep8")[1]
     assert answer["job"]["model"] == "OlmoeForCausalLM"
+
+
+def test_a_config_with_much_that_says_nothing_lives_in_its_address(place, studio):
+    config = hf.build_config(catalogue.model("OLMoE-1B-7B-0924"))
+    draws = random.Random(34)
+    config["id2label"] = {f"LABEL_{number}": draws.random() for number in range(3000)}
+    answer = studio.ask("/api/model", body=json.dumps(config).encode())[1]
+    assert answer["notes"] == []
+    assert len(answer["query"]["model"]) < 3500
+    assert str(place) not in json.dumps(answer)
+    plan = studio.ask(f"/api/plan?model={answer['query']['model']}&on=8xH100&layout=ep8")[1]
+    assert plan["job"]["model"] == "OlmoeForCausalLM"
 
 
 def test_the_job_of_a_dropped_script_lives_in_its_address(place, studio):

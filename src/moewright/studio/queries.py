@@ -51,6 +51,13 @@ def pack_config(name: str, config: Mapping[str, object]) -> str:
     return _pack(f"{name}~", config)
 
 
+def _pack_model(name: str, model: ModelSpec) -> str:
+    """Return a model as the few fields that it follows from; "" where they do not say all of it."""
+    config = hf.build_config(model)
+    is_whole = hf.parse_config(config, where="config.json", name=model.name) == model
+    return pack_config(name, config) if is_whole else ""
+
+
 def pack_job(model: ModelSpec, workload: Workload) -> str:
     """Return a model and a workload as text of an address; "" if it is too long."""
     job = {"model": _list_changes(model), "workload": _list_changes(workload)}
@@ -110,7 +117,8 @@ def unpack_job(text: str) -> PackedJob | None:
 def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, object]:
     """Return the query of a config.json, which holds all of it, with notes.
 
-    One that is too long for an address is kept in the studio's folder.
+    Of a long one the address has the fields that the model follows from; one whose model is too
+    long for an address is kept in the studio's folder.
 
     Raises:
         BadInput: the file is no config.json of a model that can be planned.
@@ -121,10 +129,10 @@ def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, object]:
     architectures = data.get("architectures") or data.get("model_type") or "model"
     first = architectures[0] if isinstance(architectures, list) else architectures
     name = clean_name(str(data.get("_name_or_path") or first))
-    hf.parse_config(data, where="config.json", name=name)
-    model = pack_config(name, data)
-    if model:
-        return {"query": {"model": model}, "notes": []}
+    model = hf.parse_config(data, where="config.json", name=name)
+    packed = pack_config(name, data) or _pack_model(name, model)
+    if packed:
+        return {"query": {"model": packed}, "notes": []}
     kept = folder.keep_model(json.dumps(data), name)
     return {"query": {"model": str(kept)}, "notes": [_TOO_LONG]}
 
