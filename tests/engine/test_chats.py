@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,27 @@ def test_plain_templates_learn_what_the_model_would_generate(tmp_path: Path) -> 
             last = len(after) - 1 - after[::-1].index(end)
             expected[len(before) : last + 1] = [1] * (last + 1 - len(before))
     assert learnt == expected
+
+
+STARTER = (files("moewright.api") / "starter" / "chat_template.jinja").read_text("utf-8")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, STARTER])
+def test_an_answer_is_learnt_behind_the_tokens_that_chat_asks_with(
+    template: str, tmp_path: Path
+) -> None:
+    """And it ends with a token at which `chat` stops."""
+    encoder = ChatEncoder(ChatOptions(tokenizer=write_chat_folder(tmp_path, template)))
+    turns = [turn for turn in CHAT if turn["role"] != "tool" and not turn.get("tool_calls")]
+    (chat,) = parse_record({"messages": turns}, "chats.jsonl:1")
+    ((sample,),) = encoder.encode([("chats.jsonl:1", chat)])
+    answers = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    edges = np.flatnonzero(np.diff(sample.is_learnt, prepend=0, append=0)).reshape(-1, 2)
+    assert len(edges) == len(answers)
+    for place, (start, stop) in zip(answers, edges.tolist(), strict=True):
+        prompt = encoder.encode_prompt(turns[:place], "chats.jsonl:1")
+        assert sample.tokens[:start].tolist() == prompt
+        assert int(sample.tokens[stop - 1]) in encoder.end_ids
 
 
 def test_turns_that_a_template_rewrites_are_learnt_as_they_are_generated(tmp_path: Path) -> None:
