@@ -74,6 +74,10 @@ def test_a_bar_of_what_if_leads_to_its_job(studio, open_page):
     assert page.locator("#what-if [aria-current]").count() == 6
     assert "does not multiply in it" in page.locator("#what-if .none").first.inner_text()
     speed = bars.get_by_text("H200").locator("xpath=..").locator("b").inner_text()
+    bars.get_by_text("160 GB").click()
+    page.locator("#verdict", has_text="H100 SXM with 160GB").wait_for()
+    page.go_back()
+    page.locator("#what-if [aria-current]", has_text="80 GB").wait_for()
     bars.get_by_text("H200").click()
     page.locator("#verdict", has_text="16 × H200").wait_for()
     tile = page.locator("[data-name='tokens_per_s_per_device']")

@@ -17,7 +17,7 @@ studio.address = (changes = {}, page) => {
 /* `replace` keeps one entry of the history while a key is held. */
 studio.go = (changes = {}, page, replace) => {
   const [path, params] = studio.address(changes, page);
-  const address = `${path}?${params.toString().replaceAll("%2C", ",").replaceAll("%2F", "/").replaceAll("%3D", "=").replaceAll("%2B", "+").replaceAll("+", "%2B")}`;
+  const address = `${path}?${params.toString().replaceAll("%2C", ",").replaceAll("%2F", "/").replaceAll("%3D", "=").replaceAll("+", "%20")}`;
   history[replace ? "replaceState" : "pushState"](null, "", address);
   studio.query = new URLSearchParams(location.search);
   studio.show();
