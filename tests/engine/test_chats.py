@@ -26,7 +26,7 @@ from moewright.rules.packing import packed_share
 from moewright.spec.errors import BadInput
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}]
-CHAT = [
+CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief – or not."},
     {"role": "user", "content": "what is\n\n1 + 1?"},
     {"role": "assistant", "content": "<think>easy</think>\n\nthe answer is 2 🙂"},
