@@ -9,7 +9,7 @@ import pytest
 
 import moewright as mw
 from moewright.api.planning import estimate_request
-from moewright.api.requests import change_training, read_lora_rank
+from moewright.api.requests import change_training, read_lora_rank, read_plan_request
 from moewright.codec import write_json
 from moewright.spec.ledger import Component
 from moewright.spec.options import WorkloadOptions
@@ -88,3 +88,11 @@ def test_a_file_that_is_no_histogram_is_named(text: str, rule: str, tmp_path: Pa
     path.write_text(text)
     with pytest.raises(mw.BadInput, match=re.escape(rule)):
         estimate(WorkloadOptions(lengths=path))
+
+
+@pytest.mark.parametrize(("batch", "end"), [(4_000_000, "--global-batch 977"), (15_360, "")])
+def test_a_batch_that_is_meant_in_tokens_is_told_in_sequences(batch: int, end: str) -> None:
+    options = WorkloadOptions(global_batch=batch)
+    request = read_plan_request("DeepSeek-V3", "2048xH800", options)
+    lines = [line for line in request.defaults if "counts sequences" in line]
+    assert [line.endswith(end) for line in lines] == [True] * bool(end)

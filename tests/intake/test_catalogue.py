@@ -251,6 +251,11 @@ def test_a_device_with_another_memory_is_the_same_device_by_the_name_that_it_has
     assert replace(other, device=same) == own
 
 
+def test_devices_of_no_name_ask_for_one() -> None:
+    with pytest.raises(BadInput, match=r"names no device, .*nearest legal value: 8xH100"):
+        catalogue.hardware("8 gpus")
+
+
 @pytest.mark.parametrize("text", ["8xH100 with 0GB", "8xH100 with 99999GB", "8xH1 with 96GB"])
 def test_a_memory_that_no_device_has_is_refused(text: str) -> None:
     with pytest.raises(BadInput) as caught:

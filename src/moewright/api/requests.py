@@ -327,6 +327,9 @@ def _add_measured_load(request: PlanRequest, path: Path) -> Workload:
     return workload
 
 
+_MOST_USUAL_TOKENS = 1 << 29  # of a step; nobody published a training with a quarter of it
+
+
 def _read_model_request(
     model: str | Path | ModelSpec, on: str | Hardware, options: WorkloadOptions
 ) -> PlanRequest:
@@ -357,6 +360,12 @@ def _read_model_request(
         values.append(f"--precision {precision}")
     if values:
         defaults.append(f"by default {', '.join(values)}")
+    tokens = seq_len * global_batch
+    if tokens > _MOST_USUAL_TOKENS and global_batch >= seq_len:
+        defaults.append(
+            f"--global-batch counts sequences: {tokens:,} tokens a step; {global_batch:,} tokens "
+            f"are --global-batch {max(1, round(global_batch / seq_len)):,}"
+        )
     workload = Workload(seq_len=seq_len, global_batch=global_batch, precision=precision)
     return replace(_request_model(spec, workload, hardware), defaults=tuple(defaults))
 

@@ -263,6 +263,9 @@ def hardware(text: str, network: str = "") -> Hardware:
     return apply_network(_read_hardware(text), network)
 
 
+_ANY_DEVICE = ("gpu", "gpus", "device", "devices", "accelerators", "cards")
+
+
 def _find_hardware(request: HardwareText) -> Hardware | None:
     """Return the hardware of a text, with the device's own memory; None where it is not known."""
     if request.is_file:
@@ -284,8 +287,9 @@ def _read_hardware(text: str) -> Hardware:
     nearest = closest_match(short_name.upper().removeprefix("NVIDIA "), names)
     nearest = f"{request.count or 1}x{nearest}" if nearest else ""
     rule = f"no device {short_name!r}"
-    if short_name.isdecimal():
-        rule, nearest = "names no device, in the form count x device", f"{short_name}xH100"
+    count = short_name if short_name.isdecimal() else str(request.count or 1)
+    if short_name.isdecimal() or short_name.casefold() in _ANY_DEVICE:
+        rule, nearest = "names no device, in the form count x device", f"{count}xH100"
     raise BadInput(
         Reason(
             field="hardware",
