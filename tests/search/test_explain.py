@@ -1,6 +1,9 @@
 """Sentences on a plan: what they say is what the estimate says."""
 
+from dataclasses import replace
+
 import moewright as mw
+from moewright.cost.estimate import estimate
 from moewright.cost.evidence import count_runs_in
 from moewright.search.explain import explain_precision, explain_unused
 from moewright.spec.units import format_seconds
@@ -33,3 +36,17 @@ def test_a_plan_in_16_bits_names_the_fastest_format_that_somebody_ran_on_the_par
     assert f"takes {format_seconds(other.step_s)} a step" in line
     alone = mw.estimate("Qwen3-30B-A3B", "ep8,mbs1,recompute=full", on="16xA100")
     assert explain_precision(alone) == ()  # it multiplies in no format of 8 bits
+
+
+def test_four_bits_are_said_with_the_layers_that_recipes_leave_in_sixteen():
+    layout = "ep8,mbs1,recompute=full"
+    plan = mw.estimate("Qwen3-30B-A3B", layout, on="8xB200", precision="nvfp4")
+    _, line = explain_precision(plan)
+    assert "bf16_last_layers = 8" in line  # 0.16 of 48
+    trainer = replace(plan.workload.trainer, bf16_last_layers=8)
+    workload = replace(plan.workload, trainer=trainer)
+    other = estimate(plan.model, workload, plan.hardware, plan.layout)
+    assert f"{format_seconds(other.step_s)} a step" in line
+    assert other.step_s > plan.estimate.step_s
+    assert "slower" in line
+    assert len(explain_precision(replace(plan, workload=workload, estimate=other))) == 1
