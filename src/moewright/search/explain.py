@@ -150,8 +150,8 @@ def _explain_wide_layers(plan: Plan, narrow: Estimate, precision: Dtype) -> tupl
     share = f"about {_WIDE_SHARE:.0%} of the layers"
     step = f"{format_seconds(other.step_s)} a step, {relation}"
     return (
-        f"Recipes of {precision} leave {share} in bf16: with trainer.bf16_last_layers = {wide} it"
-        f" takes {step}.",
+        f"For the loss's sake recipes of {precision} leave {share} in bf16: with"
+        f" trainer.bf16_last_layers = {wide} it takes {step}.",
     )
 
 
