@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import moewright as mw
 from megatron_cases import as_written, build_plan
 from moewright.api.launch_scripts import read_log
 from moewright.codec import parse_layout
@@ -16,7 +17,9 @@ from moewright.exporters.megatron.script import all_flags
 from moewright.intake import catalogue
 from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.options import option_table
+from moewright.search.search import build_plan as build_search_plan
 from moewright.spec.errors import BadInput
+from moewright.spec.layout import DispatcherKind, Overlap, Recompute
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Dtype, ExpertKernels, TrainerSpec, Workload
 
@@ -141,3 +144,24 @@ def test_any_argument_that_is_set_otherwise_is_read_refused_or_of_no_plan(tmp_pa
         spellings = [o.name for o in option_table().values() if o.dest == option.dest]
         assert any(f" {name}" in words for name in spellings), option.name
     assert plain.plan.layout == plan.layout
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "nearest"),
+    [
+        ({"recompute": (Recompute.FULL,)}, "layout.recompute", "none"),
+        ({"dispatcher": DispatcherKind.ALL_TO_ALL}, "layout.dispatcher", "deepep"),
+        ({"zero": 0, "overlap": (Overlap.GRAD,)}, "layout.zero", "1"),
+    ],
+)
+def test_a_job_whose_choices_are_not_those_of_its_log_is_refused(changes, field, nearest, tmp_path):
+    plan = case_plan(*CASES[3])
+    log = write_log(tmp_path, dumped_arguments(plan), plan.workload.global_batch)
+    other = build_search_plan(plan.model, plan.workload, plan.hardware, plan.layout)
+    assert mw.diagnose(log, plan=other).job == other
+    layout = replace(plan.layout, **changes)
+    other = build_search_plan(plan.model, plan.workload, plan.hardware, layout)
+    with pytest.raises(BadInput) as refusal:
+        mw.diagnose(log, plan=other)
+    (reason,) = refusal.value.reasons
+    assert (reason.field, reason.nearest) == (field, nearest)

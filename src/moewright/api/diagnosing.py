@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from moewright.api.advising import advise_job
-from moewright.api.launch_scripts import read_flags, read_logged_flags
+from moewright.api.launch_scripts import read_flags, read_logged_flags, read_logged_job
 from moewright.api.reporting import find_run_folder
 from moewright.api.requests import read_hardware
 from moewright.codec import PLAN_FILE, read_json
@@ -269,6 +269,7 @@ def _diagnose_path(
     log = read_log(path)
     if job is not None:
         check_logged_job(log, job, source=stated.source)
+        _check_logged_choices(log, job, stated.source)
     elif log.arguments and stated.on:
         job, reasons = _read_logged_job(
             log, path, model=stated.model, on=stated.on, network=stated.network
@@ -450,6 +451,47 @@ def _find_mfu(log: MegatronLog, on: str | Hardware) -> float:
     if peak:
         return log.tflops_per_device * TERA / peak
     return 0.0
+
+
+# Fields of a layout that the arguments of a log decide, whatever its environment was.
+_CHOICES = ("sp", "vpp", "etp", "zero", "cp_comm", "recompute", "offload", "dispatcher", "graphs")
+
+
+def _check_logged_choices(log: MegatronLog, job: Plan, source: str) -> None:
+    """Refuse a job whose choices are not those of all the arguments that its log has printed.
+
+    Raises:
+        BadInput: a reason for each choice that differs.
+    """
+    try:
+        logged = read_logged_job(log.arguments)
+    except BadInput:
+        return  # what it ran cannot be planned, so that nothing can be compared
+    if logged is None:
+        return
+    pairs = [
+        (f"layout.{name}", getattr(logged.layout, name), getattr(job.layout, name))
+        for name in _CHOICES
+    ]
+    pairs.append(("--precision", logged.workload.precision, job.workload.precision))
+    reasons = [
+        Reason(
+            field=field,
+            value=_spell_choice(said),
+            rule=f"the log's arguments say {_spell_choice(own)}, {source} says otherwise",
+            nearest=_spell_choice(own),
+        )
+        for field, own, said in pairs
+        if own != said
+    ]
+    if reasons:
+        raise BadInput(*reasons)
+
+
+def _spell_choice(value: object) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    return str(value)
 
 
 def _read_logged_job(

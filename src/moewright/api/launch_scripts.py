@@ -23,7 +23,7 @@ from moewright.intake.megatron.launch import find_launch
 from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.overrides import parse_script_overrides
-from moewright.intake.megatron.read import interpret_launch, read_launch
+from moewright.intake.megatron.read import ScriptJob, interpret_launch, read_launch
 from moewright.intake.megatron.stand_in_programs import RecordedCommand, record_commands
 from moewright.rules.job import plan_job
 from moewright.rules.limits.megatron_limits import megatron_refusals
@@ -288,11 +288,27 @@ def read_logged_flags(
     network: str = "",
 ) -> ScriptPlan | None:
     """Read the arguments that a log printed into a plan; None when they do not say the ranks."""
-    text = rebuild_command(arguments)
-    if not text:
+    command = _rebuild_launch(arguments)
+    if command is None:
         return None
-    command = replace(find_launch(read_commands(text, {})), is_logged=True)
     return plan_launch(command, log, model=model, on=on, network=network)
+
+
+def read_logged_job(arguments: Sequence[tuple[str, str]]) -> ScriptJob | None:
+    """Read the arguments that a log printed into a job; None when they do not say the ranks.
+
+    Raises:
+        BadInput: they make no job.
+    """
+    command = _rebuild_launch(arguments)
+    if command is None:
+        return None
+    return interpret_launch(command, world_size=command.world_size, folder=Path())
+
+
+def _rebuild_launch(arguments: Sequence[tuple[str, str]]) -> LaunchCommand | None:
+    text = rebuild_command(arguments)
+    return replace(find_launch(read_commands(text, {})), is_logged=True) if text else None
 
 
 def plan_launch(
