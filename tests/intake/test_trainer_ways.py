@@ -151,3 +151,25 @@ def test_the_last_choice_of_a_group_of_hydra_names_its_files(tmp_path):
     own = "defaults:\n  - base\n  - override engine: core\n  - _self_\n"
     assert read_settings(write(tmp_path, own, "own.yaml"))["actor.degree"] == "4"
     assert read_settings(tmp_path / "base.yaml")["actor.degree"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("program", "is_own"),
+    [
+        ("import other\n", False),
+        ("from fork.training import pretrain\n", True),
+        ("import argparse, fork\nimport fork\n", True),
+    ],
+)
+def test_a_package_beside_a_script_is_its_trainer_where_its_program_imports_it(
+    program, is_own, tmp_path
+):
+    parser = (
+        "def add(p):\n"
+        "    p.add_argument('--num-layers', type=int)\n"
+        "    p.add_argument('--attention-dropout', type=float, default=0.5)\n"
+    )
+    write(tmp_path, parser, "fork/arguments.py")
+    write(tmp_path, program, "pretrain_gpt.py")
+    reading = read_flags(write(tmp_path, f"{START}\n", "examples/run.sh"), on="8xH100")
+    assert (reading.plan.workload.trainer.attention_dropout == 0.5) is is_own

@@ -15,14 +15,15 @@ _MOST_OF_A_DEFAULT = 40  # a longer one is an expression
 _MOST_OF_HELP = 200  # the first sentence says what an option is
 _NAME_OF_A_GROUP = re.compile(r"^_*(?:add|get|extra)?_*(.*?)_*(?:args|arguments|options)?$")
 # Where Megatron-LM and its forks give their parsers options, from the root of a checkout.
-_PARSERS = (
-    "megatron/training/arguments.py",
-    "megatron/arguments.py",
+_PARSERS = ("megatron/training/arguments.py", "megatron/arguments.py")
+# Those of packages beside it, which count where the program that a script runs is of the package.
+_PACKAGE_PARSERS = (
     "*/training/arguments.py",
     "*/megatron/training/arguments.py",
     "*/arguments.py",
     "*/utils/arguments.py",
 )
+_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
 _LEVELS = 6  # folders above a script in which the root of its checkout may be
 _MOST_ENTRIES = 256  # of the root of a checkout; a folder of temporary files has more
 _MOST_BYTES = 1 << 20
@@ -144,14 +145,15 @@ def find_own_source(folder: Path, programs: Sequence[str]) -> TrainerSource:
     """Return the source of the trainer whose checkout a script lies in.
 
     `programs` are the programs of Python that its command names; where the script lies in no
-    checkout of a trainer there are no options but theirs.
+    checkout of a trainer there are no options but theirs. A package beside a script is its trainer
+    where such a program lies in it or imports it.
     """
     folders = (folder, *folder.resolve().parents)[:_LEVELS]
     files: list[Path] = []
     root = None
     for place in folders:
         files += [place / name for name in programs if not name.startswith(("/", "\0"))]
-        parsers = _list_parsers(place)
+        parsers = _list_parsers(place, frozenset(_list_packages(place, programs)))
         if parsers:
             files += parsers
             root = place
@@ -163,14 +165,29 @@ def find_own_source(folder: Path, programs: Sequence[str]) -> TrainerSource:
     return TrainerSource(root=root, options=options)
 
 
-def _list_parsers(folder: Path) -> list[Path]:
+def _list_packages(folder: Path, programs: Sequence[str]) -> Iterator[str]:
+    """Yield the packages below a folder that programs lie in or import, by their first names."""
+    for name in programs:
+        path = Path(name.rpartition("\0")[2].lstrip("/"))
+        yield from path.parts[:1]
+        for place in dict.fromkeys((folder / path, folder / path.name)):
+            yield from _IMPORT.findall(_read_source(place))
+
+
+def _list_parsers(folder: Path, packages: frozenset[str]) -> list[Path]:
     """List the files of a checkout's root that may add options; none where it is no such root."""
     try:
         with os.scandir(folder) as entries:
             is_root = len(list(islice(entries, _MOST_ENTRIES + 1))) <= _MOST_ENTRIES
     except OSError:
         return []
-    return [file for pattern in _PARSERS for file in folder.glob(pattern)] if is_root else []
+    if not is_root:
+        return []
+    beside = (file for pattern in _PACKAGE_PARSERS for file in folder.glob(pattern))
+    return [
+        *(file for name in _PARSERS if (file := folder / name).is_file()),
+        *(file for file in beside if file.relative_to(folder).parts[0] in packages),
+    ]
 
 
 def find_core_use(root: Path, dest: str) -> str:
