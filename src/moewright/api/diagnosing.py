@@ -477,12 +477,12 @@ def _check_logged_choices(log: MegatronLog, job: Plan, source: str) -> None:
     reasons = [
         Reason(
             field=field,
-            value=_spell_choice(said),
+            value=_spell_choice(stated),
             rule=f"the log's arguments say {_spell_choice(own)}, {source} says otherwise",
             nearest=_spell_choice(own),
         )
-        for field, own, said in pairs
-        if own != said
+        for field, own, stated in pairs
+        if own != stated
     ]
     if reasons:
         raise BadInput(*reasons)

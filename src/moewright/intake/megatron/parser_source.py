@@ -183,10 +183,10 @@ def _list_parsers(folder: Path, packages: frozenset[str]) -> list[Path]:
         return []
     if not is_root:
         return []
-    beside = (file for pattern in _PACKAGE_PARSERS for file in folder.glob(pattern))
+    of_packages = (file for pattern in _PACKAGE_PARSERS for file in folder.glob(pattern))
     return [
         *(file for name in _PARSERS if (file := folder / name).is_file()),
-        *(file for file in beside if file.relative_to(folder).parts[0] in packages),
+        *(file for file in of_packages if file.relative_to(folder).parts[0] in packages),
     ]
 
 
