@@ -5,10 +5,12 @@ import pytest
 import moewright as mw
 from docs.tools import published_runs
 from moewright.codec import parse_layout
+from moewright.diagnosis.judgement import Quality
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
 from moewright.spec.ledger import Component, Module, StepPhase
-from moewright.spec.plan import TimePart
+from moewright.spec.plan import TimePart, Verdict
+from moewright.view.comparison_view import build_comparison_view
 from moewright.view.layout_controls import ControlKind
 from moewright.view.page import (
     MEMORY_COLOURS,
@@ -125,3 +127,17 @@ def test_a_page_holds_hostile_text_as_data(shown):
     assert "<script>alert" not in page
     assert "default-src 'none'" in page
     assert "http-equiv" in page
+
+
+def test_a_slow_layout_beside_a_fast_one_is_not_shown_as_good():
+    fast = mw.estimate("Qwen3-235B-A22B", "tp4,ep8,pp8,mbs1", **JOB)
+    slow = mw.estimate("Qwen3-235B-A22B", "tp8,ep8,pp4,mbs1,recompute=full", **JOB)
+    assert slow.estimate.verdict is Verdict.FITS
+    view = build_comparison_view(fast, [slow, "tp3"], {"tp3": ("is not legal",)})
+    times = slow.estimate.step_s / fast.estimate.step_s
+    assert times > 2
+    first, second, third = view.plans
+    assert first.quality is Quality.GOOD
+    assert second.quality is Quality.SLOW
+    assert second.headline == f"Fits, but is {times:.2f} x slower than the fastest here"
+    assert (third.quality, third.headline) == (Quality.UNJUDGED, "")

@@ -100,11 +100,7 @@ def judge_plan(
     if best is None or plan.estimate.untimed:
         return judged
     times = plan.estimate.step_s / best.estimate.step_s
-    if quality is Quality.UNJUDGED:
-        quality = Quality.SLOW if times >= _SLOW else Quality.GOOD
-    headline = judged.fit
-    if quality is Quality.SLOW:
-        headline = f"Fits, but is {describe_relation(times)} than the best"
+    quality, headline = rate_plan(plan, best, "the best")
     change = None if times <= _AS_FAST else find_change(plan, best)
     return replace(
         judged,
@@ -118,6 +114,17 @@ def judge_plan(
         change_layout=format_layout(change.layout) if change else "",
         change_step_s=change.estimate.step_s if change else 0.0,
     )
+
+
+def rate_plan(plan: Plan, best: Plan, name: str) -> tuple[Quality, str]:
+    """Return what a plan's fit and its speed beside another's come to, and that as a headline."""
+    quality = _QUALITY[plan.estimate.verdict]
+    times = plan.estimate.step_s / best.estimate.step_s
+    if quality is Quality.UNJUDGED:
+        quality = Quality.SLOW if times >= _SLOW else Quality.GOOD
+    if quality is Quality.SLOW:
+        return quality, f"Fits, but is {describe_relation(times)} than {name}"
+    return quality, describe_fit(plan)
 
 
 _QUALITY = {

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from moewright.codec import format_layout
 from moewright.codec.layout_words import describe_layout
-from moewright.diagnosis.judgement import describe_fit
+from moewright.diagnosis.judgement import Quality, describe_fit, rate_plan
 from moewright.spec.ledger import Component
-from moewright.spec.plan import Estimate, Plan, TimePart
+from moewright.spec.plan import Estimate, Plan, TimePart, Verdict
 from moewright.spec.record import Record, Row, spread
 from moewright.view.plan_view import (
     JobView,
@@ -27,13 +27,14 @@ class ComparedPlan:
 
     `step_changes` by part and `memory_changes` by component, of each one's fullest rank, sum to the
     differences of step and peak. `lines` say what speaks against it; of an illegal layout they are
-    all there is, and `headline` is "".
+    all there is, and `headline` is "". `quality` is beside the fastest here that fits.
     """
 
     layout: str
     lines: tuple[str, ...]
     words: str = ""
     headline: str = ""
+    quality: Quality = Quality.UNJUDGED
     figures: ListedFigures = field(
         default=ListedFigures(),
         metadata=spread(
@@ -74,25 +75,38 @@ def build_comparison_view(
 
     `lines` are what speaks against each layout, by its text.
     """
-    compared = [_compare(first, first, ())]
+    plans = [first, *(other for other in others if isinstance(other, Plan))]
+    fastest = _find_fastest(plans)
+    compared = [_compare(first, first, fastest, ())]
     for other in others:
         if isinstance(other, str):
             compared.append(ComparedPlan(layout=other, lines=lines.get(other, ())))
         else:
             text = format_layout(other.layout)
-            compared.append(_compare(first, other, lines.get(text, ())))
+            compared.append(_compare(first, other, fastest, lines.get(text, ())))
     return ComparisonView(job=build_job_view(first), plans=tuple(compared))
 
 
-def _compare(first: Plan, plan: Plan, lines: tuple[str, ...]) -> ComparedPlan:
+def _find_fastest(plans: Sequence[Plan]) -> Plan | None:
+    """Return the plan with the shortest step of those that fit; None where none fits."""
+    timed = [plan for plan in plans if not plan.estimate.untimed]
+    fitting = [plan for plan in timed if plan.estimate.verdict is Verdict.FITS]
+    return min(fitting, key=lambda plan: plan.estimate.step_s, default=None)
+
+
+def _compare(first: Plan, plan: Plan, fastest: Plan | None, lines: tuple[str, ...]) -> ComparedPlan:
     estimate = plan.estimate
+    quality, headline = Quality.UNJUDGED, describe_fit(plan)
+    if fastest is not None and not estimate.untimed:
+        quality, headline = rate_plan(plan, fastest, "the fastest here")
     before, after = _part_seconds(first.estimate), _part_seconds(estimate)
     held_before, held_after = _component_bytes(first.estimate), _component_bytes(estimate)
     return ComparedPlan(
         layout=format_layout(plan.layout),
         lines=lines,
         words=describe_layout(plan.layout).sentence,
-        headline=describe_fit(plan),
+        headline=headline,
+        quality=quality,
         figures=list_figures(estimate),
         step_changes=tuple(
             NamedValue(name=part.value, value=after.get(part, 0.0) - before.get(part, 0.0))

@@ -100,7 +100,7 @@ mw.render.ComparisonView = (view, root, act, pick) => {
   const letters = "ABCD";
   root.append(mw.wide(mw.panel("Side by side", mw.table([{t: ""}, {t: "layout"}, {t: "verdict"}, {t: "step", n: true}, {t: "tok/s/dev", n: true}, {t: "MFU", n: true}, {t: "peak", n: true}, {t: "margin", n: true}],
     view.plans.map((plan, index) => [letters[index], mw.layoutCell(plan.layout, plan.words, pick && (() => pick(plan.layout))),
-      plan.verdict ? mw.el("span", {class: `badge ${plan.verdict}`}, plan.headline) : mw.el("span", {class: "badge bad"}, "not legal"),
+      plan.verdict ? mw.el("span", {class: `badge ${mw.qualityClass[plan.quality] || plan.verdict}`}, plan.headline) : mw.el("span", {class: "badge bad"}, "not legal"),
       ...(plan.verdict ? [mw.seconds(plan.step_s), mw.digits(plan.tokens_per_s_per_device), mw.percent(plan.mfu), mw.bytes(plan.peak_bytes), mw.bytes(plan.margin_bytes)] : ["", "", "", "", ""])]), "Layouts side by side"))));
   others.forEach((plan, index) => {
     const name = letters[index + 1];
