@@ -332,6 +332,7 @@ def test_an_output_that_cannot_be_written_is_no_traceback(
     assert (done.returncode, done.stdout, done.stderr) == (code, "", message)
 
 
+@pytest.mark.serial
 def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
     program = (
         "import sys\n"

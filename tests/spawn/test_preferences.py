@@ -124,9 +124,10 @@ def test_losses_and_gradients_are_those_of_transformers_logits(
     losses.mean().backward()
     (step,) = read_steps(tmp_path / "run")
     assert step["loss"] == pytest.approx(float(losses.detach().mean()), rel=1e-6)
-    # Windows round by where a pair lies in its sequence, which in the reference is elsewhere.
-    margin = 0.0 if family == "qwen3_moe" else pytest.approx(0.0, abs=1e-6)
-    assert (step["rewards"]["pairs"], step["rewards"]["margin"]) == (48, margin)
+    # In the reference a pair lies elsewhere in its sequence: windows round by that, and so do the
+    # rows of a product on some CPUs (4e-9 on an Intel Xeon, 0 on an AMD EPYC).
+    assert step["rewards"]["pairs"] == 48
+    assert step["rewards"]["margin"] == pytest.approx(0.0, abs=1e-6)
     table = family_name_table(plan.model)
     prefix = "optim/exp_avg/"
     moments = read_state(tmp_path / "run", 1)
