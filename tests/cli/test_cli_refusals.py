@@ -332,15 +332,8 @@ def test_an_output_that_cannot_be_written_is_no_traceback(
     assert (done.returncode, done.stdout, done.stderr) == (code, "", message)
 
 
-@pytest.mark.serial
-def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
-    program = (
-        "import sys\n"
-        "from moewright.cli.main import main\n"
-        "main(['--help'])\n"
-        "heavy = ('torch', 'numpy', 'plotly', 'jinja2', 'scipy')\n"
-        "print([name for name in heavy if name in sys.modules])\n"
-    )
+def _take_processor_time(program: str, output: str) -> float:
+    """Return the least seconds of the processor of three runs of a program."""
     times = []
     for _ in range(3):
         before = os.times()
@@ -348,15 +341,28 @@ def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
             [sys.executable, "-c", program], capture_output=True, text=True, check=True
         )
         after = os.times()
-        # Time of the processor: the wall clock also runs while others work on this machine.
+        assert done.stdout.endswith(output)
         times.append(
             after.children_user
             + after.children_system
             - before.children_user
             - before.children_system
         )
-        assert done.stdout.endswith("[]\n")
-    assert min(times) < 0.5
+    return min(times)
+
+
+@pytest.mark.serial
+def test_help_takes_little_more_than_its_libraries_and_loads_nothing_heavy() -> None:
+    """About 0.5 s in all, of which its libraries are 0.2 s."""
+    libraries = _take_processor_time("import cyclopts, rich.console, rich.table", "")
+    program = (
+        "import sys\n"
+        "from moewright.cli.main import main\n"
+        "main(['--help'])\n"
+        "heavy = ('torch', 'numpy', 'plotly', 'jinja2', 'scipy')\n"
+        "print([name for name in heavy if name in sys.modules])\n"
+    )
+    assert _take_processor_time(program, "[]\n") < 3 * libraries
 
 
 def test_help_names_every_verb_once_and_each_explains_itself(

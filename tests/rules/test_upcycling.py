@@ -6,14 +6,10 @@ import pytest
 
 import tiny_jobs
 from moewright.rules.shapes.parameters import parameters
-from moewright.rules.upcycling import (
-    RouterWeighting,
-    UpcyclingScaling,
-    UpcyclingSpec,
-    upcycle_model,
-)
+from moewright.rules.upcycling import upcycle_model
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
+from moewright.spec.upcycling import RouterWeighting, UpcyclingScaling, UpcyclingSpec
 
 DENSE = tiny_jobs.DENSE  # 3 layers, MLP width 48
 

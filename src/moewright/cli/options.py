@@ -29,7 +29,6 @@ from moewright.cli.option_types import (
     ShellWords,
     Verbose,
 )
-from moewright.rules.upcycling import RouterWeighting, UpcyclingScaling, UpcyclingSpec
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.options import (
     BudgetOptions,
@@ -44,6 +43,7 @@ from moewright.spec.options import (
     TrialTrainer,
     WorkloadOptions,
 )
+from moewright.spec.upcycling import RouterWeighting, UpcyclingScaling, UpcyclingSpec
 from moewright.spec.workload import BaseQuantization, Dtype, SaveMode, Task
 
 

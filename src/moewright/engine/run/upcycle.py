@@ -37,9 +37,9 @@ from moewright.engine.hf.import_weights import read_parameter_box
 from moewright.engine.model.transformer import draw_normal
 from moewright.rules.shapes.param import Param
 from moewright.rules.shapes.parameters import parameters
-from moewright.rules.upcycling import UpcyclingSpec
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
+from moewright.spec.upcycling import UpcyclingSpec
 from moewright.spec.workload import CheckpointSpec
 
 # Reads a parameter of the dense model: all of it, in fp32.
