@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -289,17 +289,28 @@ def write_converted(folder: Path) -> Iterator[str]:
     if checkout is None:
         yield f"{entry['repository']} is not below {folder}; its table of models stays"
         return
-    old = CONVERTED.read_text(encoding="utf-8") if CONVERTED.is_file() else "name,default"
+    count, changes = _write_names(CONVERTED, "source", list_converted(checkout, entry["files"]))
+    yield f"{entry['repository']} at {checkout.commit} converts {count} architectures"
+    yield from changes
+
+
+def _write_names(
+    path: Path, column: str, rows: Iterable[tuple[str, str]]
+) -> tuple[int, tuple[str, ...]]:
+    """Write a table of names and one more column; return their count, and what is new or gone."""
+    old = path.read_text(encoding="utf-8") if path.is_file() else f"name,{column}"
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("name", "source"))
-    writer.writerows(list_converted(checkout, entry["files"]))
-    before = {row["name"] for row in csv.DictReader(old.splitlines())}
-    after = {row["name"] for row in csv.DictReader(text.getvalue().splitlines())}
-    yield f"{entry['repository']} at {checkout.commit} converts {len(after)} architectures"
-    yield from (f"  + {name}" for name in sorted(after - before))
-    yield from (f"  - {name}" for name in sorted(before - after))
-    CONVERTED.write_text(text.getvalue(), encoding="utf-8")
+    writer.writerow(("name", column))
+    writer.writerows(rows)
+    before, after = (
+        {row["name"] for row in csv.DictReader(table.splitlines())}
+        for table in (old, text.getvalue())
+    )
+    path.write_text(text.getvalue(), encoding="utf-8")
+    added = (f"  + {name}" for name in sorted(after - before))
+    gone = (f"  - {name}" for name in sorted(before - after))
+    return len(after), (*added, *gone)
 
 
 def list_former_arguments(
@@ -330,17 +341,9 @@ def write_former_arguments(folder: Path) -> Iterator[str]:
     if checkout is None:
         yield f"{entry['repository']} is not below {folder}; its table of former arguments stays"
         return
-    old = FORMER.read_text(encoding="utf-8") if FORMER.is_file() else "name,defaults"
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("name", "defaults"))
-    writer.writerows(list_former_arguments(checkout, entry))
-    before = {row["name"] for row in csv.DictReader(old.splitlines())}
-    after = {row["name"] for row in csv.DictReader(text.getvalue().splitlines())}
-    yield f"{entry['repository']} had {len(after)} arguments in releases that its parser has not"
-    yield from (f"  + {name}" for name in sorted(after - before))
-    yield from (f"  - {name}" for name in sorted(before - after))
-    FORMER.write_text(text.getvalue(), encoding="utf-8")
+    count, changes = _write_names(FORMER, "defaults", list_former_arguments(checkout, entry))
+    yield f"{entry['repository']} had {count} arguments in releases that its parser has not"
+    yield from changes
 
 
 def write_tables(folder: Path) -> Iterator[str]:

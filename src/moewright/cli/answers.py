@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,14 +96,15 @@ def reserve_stdout(json: Path | None) -> Iterator[None]:
         os.close(saved)
 
 
-def print_now(line: str) -> None:
+def print_now(line: str, stream: TextIO | None = None) -> None:
     """Print what a verb tells, at once; on a terminal its lines end between words."""
-    if sys.stdout.isatty():
+    stream = sys.stdout if stream is None else stream
+    if stream.isatty():
         from moewright.report.console import make_console
 
-        make_console(sys.stdout).print(line)
+        make_console(stream).print(line)
     else:
-        print(line, flush=True)
+        print(line, file=stream, flush=True)
 
 
 def print_nothing(line: str) -> None:

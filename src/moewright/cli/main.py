@@ -136,17 +136,13 @@ def _report(text: str, code: int) -> int:
 
     from contextlib import suppress
 
+    from moewright.cli.answers import print_now
     from moewright.spec.errors import escape_controls
 
     # Where nobody can be told, the exit code still says it.
     with suppress(OSError):
         text = f"moewright: {escape_controls(' '.join(text.split()))}"
-        if sys.stderr.isatty():  # which would end its lines within words
-            from moewright.report.console import make_console
-
-            make_console(sys.stderr).print(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        print_now(text, sys.stderr)
     return code
 
 

@@ -87,12 +87,12 @@ def judge_plan(
     `is_searched` is false where `best` is that of a part of the space alone. `scored` counts the
     layouts that were compared.
     """
-    quality = _QUALITY[plan.estimate.verdict]
+    fit = describe_fit(plan)
     runs = find_nearest_runs(plan, 1)
     judged = Judgement(
-        quality=quality,
-        headline=describe_fit(plan),
-        fit=describe_fit(plan),
+        quality=_QUALITY[plan.estimate.verdict],
+        headline=fit,
+        fit=fit,
         speed="",
         measured="".join(map(describe_nearest_run, runs[:1])),
         nearest_run=next(iter(runs), None),

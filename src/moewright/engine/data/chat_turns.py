@@ -272,10 +272,10 @@ def _read_parts(value: Any, where: str) -> list[dict[str, Any]]:
             function = {"name": inner.get("name"), "arguments": inner.get(arguments, {})}
             calls.append({"type": "function", "function": function})
         else:
-            named = first_key(inner, ("name",))
+            name = inner.get("name")
             results.append(
                 {"role": TOOL, "content": _read_result(inner, place)}
-                | ({"name": inner[named]} if named else {})
+                | ({"name": name} if name else {})
             )
     message: dict[str, Any] = {"content": "".join(texts) if texts or not calls else None}
     if thoughts:

@@ -245,16 +245,18 @@ class SavedTensorManager:
 
     def find_converted(self, x: torch.Tensor, products: Products) -> NarrowTensor | None:
         """Return what is kept of a tensor by these products' conversion; None for nothing."""
-        kept = self._replacements.get(storage_id(x))
-        if isinstance(kept, _Converted) and kept.is_of(x, products):
-            return kept.find_numbers()
-        return None
+        kept = self._find_kept(x, products)
+        return None if kept is None else kept.find_numbers()
 
     def hold_converted(self, x: torch.Tensor, products: Products) -> _HeldInput | None:
         """Keep what is kept of a tensor for one more operation; None where nothing is."""
+        kept = self._find_kept(x, products)
+        return None if kept is None else kept.hold()
+
+    def _find_kept(self, x: torch.Tensor, products: Products) -> _Converted | None:
         kept = self._replacements.get(storage_id(x))
         if isinstance(kept, _Converted) and kept.is_of(x, products):
-            return kept.hold()
+            return kept
         return None
 
     @contextmanager
