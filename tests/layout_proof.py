@@ -12,6 +12,7 @@ import hashlib
 import pickle
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -70,6 +71,7 @@ LENGTH = 16
 STEPS = 3
 _BATCHES = 4
 _COUNTED_STEP = 2  # the step whose ledger is kept
+_SEEDS = 20  # that may be tried
 # A least distance of routing scores, above what legal rounding moves them by in these few steps.
 _MIN_MARGIN = 3e-6
 _SGD_LR = 0.05
@@ -120,7 +122,6 @@ class RankObservation:
     grad_norm: float
     sgd: StepCurve
     adamw: StepCurve
-    margin: float  # the least distance of a routing decision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,17 +309,33 @@ def assemble_tensors(observations: list[RankObservation]) -> dict[str, torch.Ten
     return tensors
 
 
+class _CloseCall(Exception):
+    """A choice of the router that legal rounding may turn."""
+
+
 @cache
 def run_reference(model: ModelSpec, workload: Workload, mbs: int) -> Reference:
     """Run one process with the same micro-batches, on which the auxiliary losses depend."""
-    for seed in range(20):
-        seeded = replace(workload, seed=seed)
-        plan = tiny_jobs.build_plan(seeded, f"mbs{mbs}", world_size=1, model=model)
-        with tempfile.TemporaryDirectory() as folder:
-            (observed,) = run_ranks(plan, Path(folder))
-        if observed.margin > _MIN_MARGIN:
-            return Reference(seed=seed, observation=observed, tensors=assemble_tensors([observed]))
-    raise AssertionError(f"{model.name}: no weights whose routing has a clear margin")
+    plan = tiny_jobs.build_plan(workload, f"mbs{mbs}", world_size=1, model=model)
+    with tempfile.TemporaryDirectory() as folder:
+        worker = partial(_run_reference_rank, plan, Path(folder))
+        assert launch(worker, nproc=1, run_dir=Path(folder, "run")) is ExitCode.DONE
+        seed, observed = pickle.loads(Path(folder, "reference").read_bytes())
+    return Reference(seed=seed, observation=observed, tensors=assemble_tensors([observed]))
+
+
+def _run_reference_rank(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
+    """Take the first seed without a close call; the others end at their first one."""
+    device = init_distributed(context)
+    _refuse_close_calls()
+    for seed in range(_SEEDS):
+        seeded = replace(plan, workload=replace(plan.workload, seed=seed))
+        with suppress(_CloseCall):
+            observed = _observe(seeded, folder, context, device)
+            (folder / "reference").write_bytes(pickle.dumps((seed, observed)))
+            collectives.leave_world()
+            return RankOutcome.DONE
+    raise AssertionError(f"{plan.model.name}: no weights whose routing has a clear margin")
 
 
 def run_ranks(plan: Plan, folder: Path) -> list[RankObservation]:
@@ -334,10 +351,17 @@ def run_ranks(plan: Plan, folder: Path) -> list[RankObservation]:
 
 
 def _run_rank(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
-    device = init_distributed(context)
+    observed = _observe(plan, folder, context, init_distributed(context))
+    with (folder / f"observed{context.rank}").open("wb") as file:
+        pickle.dump(observed, file)
+    collectives.leave_world()
+    return RankOutcome.DONE
+
+
+def _observe(
+    plan: Plan, folder: Path, context: RankContext, device: torch.device
+) -> RankObservation:
     batches = build_batches(plan.workload, plan.model)
-    # The host reads them, which it cannot inside a graph; the one process that needs them has none.
-    margins = [] if plan.layout.graphs else _record_margins()
 
     def start(rule: UpdateRule, workload: Workload) -> TrainState:
         state = build_train_state(
@@ -369,17 +393,7 @@ def _run_rank(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
     )
     adamw_state = start(adamw_update, clipped)
     adamw = _train_curve(adamw_state, _ADAMW_LR, context, folder, digest_steps=(STEPS,))
-    observed = RankObservation(
-        shards=tuple(shards),
-        grad_norm=first.grad_norm,
-        sgd=sgd,
-        adamw=adamw,
-        margin=min(margins, default=1.0),
-    )
-    with (folder / f"observed{context.rank}").open("wb") as file:
-        pickle.dump(observed, file)
-    collectives.leave_world()
-    return RankOutcome.DONE
+    return RankObservation(shards=tuple(shards), grad_norm=first.grad_norm, sgd=sgd, adamw=adamw)
 
 
 def prove_job(plan: Plan, folder: Path) -> None:
@@ -502,41 +516,41 @@ def draw_test_weight(slot: NamedParameter, runtime: Runtime) -> torch.Tensor:
     return torch.cat([values[box] for box in boxes])
 
 
-def _record_margins() -> list[float]:
-    """Record the least margin of every choice of experts from now on, in this process."""
-    margins: list[float] = []
+def _refuse_close_calls() -> None:
+    """Raise at each choice of experts or keys, from now on, that is within rounding of another."""
     choose = reference_kernels.choose_experts
 
+    def check(scores: torch.Tensor, chosen: int) -> None:
+        if _score_gap(scores, chosen) <= _MIN_MARGIN:
+            raise _CloseCall
+
     @torch.no_grad()
-    def choose_and_record(
+    def choose_and_check(
         scores: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         biased = scores if bias is None else scores + bias
         chosen = choose(scores, spec, bias)
         if spec.top_groups < spec.groups:
             grouped = biased.unflatten(1, (spec.groups, -1))
-            group_scores = grouped.topk(spec.scores_per_group, -1).values.sum(-1)
-            margins.append(_score_gap(group_scores, spec.top_groups))
+            check(grouped.topk(spec.scores_per_group, -1).values.sum(-1), spec.top_groups)
             is_open = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool)
             is_open.scatter_(1, chosen // grouped.shape[2], True)
             biased = grouped.masked_fill(~is_open[:, :, None], float("-inf")).flatten(1)
-        margins.append(_score_gap(biased, spec.top_k))
+        check(biased, spec.top_k)
         return chosen
 
-    reference_kernels.choose_experts = choose_and_record
+    reference_kernels.choose_experts = choose_and_check
     choose_keys = sparse_attention.choose_best
 
-    def choose_best_and_record(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    def choose_best_and_check(scores: torch.Tensor, top_k: int) -> torch.Tensor:
         is_open = ~scores.isinf()
         rows = scores[is_open.sum(1) > top_k]
         if len(rows):
             # Rounding is as large as scores are, which have no scale of their own.
-            scale = rows.masked_fill(rows.isinf(), 0).abs().amax()
-            margins.append(_score_gap(rows / scale, top_k))
+            check(rows / rows.masked_fill(rows.isinf(), 0).abs().amax(), top_k)
         return choose_keys(scores, top_k)
 
-    sparse_attention.choose_best = choose_best_and_record
-    return margins
+    sparse_attention.choose_best = choose_best_and_check
 
 
 def _score_gap(scores: torch.Tensor, chosen: int) -> float:
