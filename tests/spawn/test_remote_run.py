@@ -63,12 +63,14 @@ def test_a_run_goes_on_elsewhere_from_a_copy(
     assert ages[0] == 1  # a loss of the machine would cost all of it
     assert ages[-1] <= 8
     assert read_run(tmp_path / "second").steps[-1].copied_step >= last
+    # The last copy ends after the last step, whose line is older.
+    assert read_run(tmp_path / "second").copied_step == 8
     (tile,) = (
         tile
         for tile in build_verdict(read_run(tmp_path / "first"), ()).tiles
         if tile.label == "Newest copy elsewhere"
     )
-    assert tile.note == f"at the last step; at worst {plural(max(ages), 'step')} old"
+    assert tile.note == f"in the end; at worst {plural(max(ages), 'step')} old"
     other = make_plan(data, copies, seed=5)
     with pytest.raises(BadInput, match="seed"):
         train(other, tmp_path / "third")

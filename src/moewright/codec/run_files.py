@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from moewright.codec.data import FloatPolicy, fingerprint, from_data, to_data
 from moewright.codec.files import (
@@ -24,7 +24,15 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.run import EvalRecord, Incident, RankTiming, RunRecord, Session, StepRecord
+from moewright.spec.run import (
+    CopyRecord,
+    EvalRecord,
+    Incident,
+    RankTiming,
+    RunRecord,
+    Session,
+    StepRecord,
+)
 from moewright.spec.units import mention
 
 T = TypeVar("T")
@@ -76,19 +84,22 @@ COMPARISON_FILE = "ledger/comparison.json"  # of each rank's predicted and count
 TRACE_FOLDER = "trace"  # the traces of its ranks
 MERGED_TRACE_FILE = "trace.json"
 
-_KINDS: tuple[tuple[str, type[Session | StepRecord | EvalRecord]], ...] = (
-    ("session", Session),
-    ("step", StepRecord),
-    ("eval", EvalRecord),
-)
+AnyRecord: TypeAlias = Session | StepRecord | EvalRecord | CopyRecord
+# The lines of steps.jsonl, by their kind.
+RECORD_KINDS: Mapping[str, type[AnyRecord]] = {
+    "session": Session,
+    "step": StepRecord,
+    "eval": EvalRecord,
+    "copy": CopyRecord,
+}
 
 
-def format_record(record: Session | StepRecord | EvalRecord) -> str:
+def format_record(record: AnyRecord) -> str:
     """Return the line of steps.jsonl for a record, with its newline.
 
     A diverged loss is written as NaN or Infinity.
     """
-    kind = next(name for name, cls in _KINDS if isinstance(record, cls))
+    kind = next(name for name, cls in RECORD_KINDS.items() if isinstance(record, cls))
     return json.dumps({"kind": kind, **to_data(record)}) + "\n"
 
 
@@ -107,6 +118,7 @@ def read_run(directory: Path) -> RunRecord:
     sessions: list[Session] = []
     steps: dict[int, StepRecord] = {}
     evals: dict[int, EvalRecord] = {}
+    copied_step = -1
     records, notes = _read_records(directory / STEPS_FILE)
     incidents, damage = read_journal(directory)
     if damage:
@@ -126,8 +138,11 @@ def read_run(directory: Path) -> RunRecord:
             case StepRecord(step=step):
                 _require_loads_of(plan.model, record, directory / STEPS_FILE)
                 steps[step] = record
+                copied_step = record.copied_step
             case EvalRecord(step=step):
                 evals[step] = record
+            case CopyRecord():
+                copied_step = record.copied_step
     return RunRecord(
         plan=plan,
         sessions=tuple(sessions),
@@ -139,6 +154,7 @@ def read_run(directory: Path) -> RunRecord:
         incidents=incidents,
         notes=tuple(notes),
         planned_from=_find_planned_from(plan.layout, sessions, steps),
+        copied_step=copied_step,
     )
 
 
@@ -256,7 +272,7 @@ def _read_rank_timings(directory: Path, layout: Layout) -> tuple[RankTiming, ...
     return tuple(from_data(RankTiming, timing, where=str(path)) for timing in timings)
 
 
-def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], list[str]]:
+def _read_records(path: Path) -> tuple[list[AnyRecord], list[str]]:
     """Return the records of steps.jsonl, and notes on what had to be left out."""
     *lines, torn = read_text(path).split("\n")  # `torn` is "" when the last line is complete
     notes = []
@@ -270,11 +286,11 @@ def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], 
     return records, notes
 
 
-def _parse_record(line: str, where: str) -> Session | StepRecord | EvalRecord:
+def _parse_record(line: str, where: str) -> AnyRecord:
     data = parse_json(line, where=where, floats=FloatPolicy.NON_FINITE)
     kind = as_table(data).pop("kind", None)
-    for name, cls in _KINDS:
+    for name, cls in RECORD_KINDS.items():
         if name == kind:
             return from_data(cls, data, where=where, floats=FloatPolicy.NON_FINITE)
-    rule = "must be one of session, step, eval"
+    rule = f"must be one of {', '.join(RECORD_KINDS)}"
     raise BadInput(Reason(field=f"{where}: kind", value=str(kind), rule=rule))

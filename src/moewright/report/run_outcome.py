@@ -97,8 +97,7 @@ def _describe_health(record: RunRecord, comparisons: Sequence[LedgerComparison])
 def describe_saved(checkpoint: Path | None, record: RunRecord, written: Sequence[Path]) -> str:
     """Say where the state of a run is, and what was written about it."""
     text = str(checkpoint) if checkpoint is not None else "no checkpoint"
-    last = record.steps[-1] if record.steps else None
-    if last is not None and last.copied_step >= 0:
-        copy = mention("step {}", last.copied_step) or "none"
+    if record.copied_step >= 0:
+        copy = mention("step {}", record.copied_step) or "none"
         text += f" (copy elsewhere: {copy})"
     return ", ".join((text, *map(str, written)))

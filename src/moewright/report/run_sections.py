@@ -109,21 +109,21 @@ def build_verdict(record: RunRecord, comparisons: Sequence[LedgerComparison]) ->
         ),
         Tile(label="Ledger", value=ledger.value, note=ledger.label, tone=ledger.tone),
     )
-    if record.steps and record.steps[-1].copied_step >= 0:
+    if record.steps and record.copied_step >= 0:
         tiles += (_describe_copies(record),)
     tone = Tone.BAD if ledger.tone is Tone.BAD else learning.tone
     return RunVerdict(sentence=f"{'; '.join(clauses)}.", tone=tone, tiles=tiles)
 
 
 def _describe_copies(record: RunRecord) -> Tile:
-    """Say what a loss of this machine would have cost at the last step, and at the worst one."""
-    last = record.steps[-1]
+    """Say what a loss of this machine would cost after the last copy, and at the worst step."""
+    age = max(0, record.steps[-1].step - record.copied_step)
     worst = max(step.copy_age for step in record.steps)
     return Tile(
         label="Newest copy elsewhere",
-        value=f"{plural(last.copy_age, 'step')} old" if last.copied_step else "none",
-        note=f"at the last step; at worst {plural(worst, 'step')} old",
-        tone=Tone.BAD.where(not last.copied_step),
+        value=f"{plural(age, 'step')} old" if record.copied_step else "none",
+        note=f"in the end; at worst {plural(worst, 'step')} old",
+        tone=Tone.BAD.where(not record.copied_step),
     )
 
 

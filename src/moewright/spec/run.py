@@ -194,6 +194,14 @@ class EvalRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CopyRecord:
+    """One line of steps.jsonl of kind "copy": the newest copy when all of a session had ended."""
+
+    step: int  # the last one of the session
+    copied_step: int  # 0 where there is no copy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
     """One start of the processes of a run; a resume opens another session."""
 
@@ -274,6 +282,7 @@ class RunRecord(Record):
     incidents: tuple[Incident, ...] = ()
     notes: tuple[str, ...] = ()  # what had to be left out when reading
     planned_from: int = 1
+    copied_step: int = -1  # of the newest copy elsewhere, 0 before the first; -1: none are made
 
     @property
     def planned_steps(self) -> tuple[StepRecord, ...]:

@@ -16,7 +16,9 @@ from rich.console import Console
 
 from moewright.codec import (
     RANK_TIMINGS_FILE,
+    RECORD_KINDS,
     STEPS_FILE,
+    AnyRecord,
     FloatPolicy,
     format_layout,
     format_record,
@@ -33,6 +35,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.run import (
+    CopyRecord,
     EvalRecord,
     LayerLoad,
     PairRewards,
@@ -43,7 +46,6 @@ from moewright.spec.run import (
 from moewright.spec.units import divide, format_bytes
 from moewright.spec.workload import RouterForce
 
-_KINDS = ("session", "step", "eval")
 _LARGEST_FLOAT = sys.float_info.max
 _LONGEST_PLAIN = 1e9  # a diverged loss would print hundreds of digits
 
@@ -59,6 +61,8 @@ class RecordWriter(Protocol):
     def write_step(self, record: StepRecord) -> None: ...
 
     def write_evaluation(self, record: EvalRecord) -> None: ...
+
+    def write_copy(self, record: CopyRecord) -> None: ...
 
     def write_timings(self, step: int, timings: Sequence[RankTiming]) -> None: ...
 
@@ -95,6 +99,9 @@ class JsonLinesWriter:
         self._write(record)
 
     def write_evaluation(self, record: EvalRecord) -> None:
+        self._write(record)
+
+    def write_copy(self, record: CopyRecord) -> None:
         self._write(record)
 
     def write_timings(self, step: int, timings: Sequence[RankTiming]) -> None:
@@ -135,7 +142,7 @@ class JsonLinesWriter:
         self._file.close()
         self._file = self._path.open("a+", encoding="utf-8")
 
-    def _write(self, record: Session | StepRecord | EvalRecord) -> None:
+    def _write(self, record: AnyRecord) -> None:
         try:
             self._file.write(format_record(record))
             self._file.flush()
@@ -167,10 +174,10 @@ def _parse_step(line: str, where: str) -> int:
     """
     record = parse_json(line, where=where, floats=FloatPolicy.NON_FINITE)
     step = None
-    if isinstance(record, dict) and record.get("kind") in _KINDS:
+    if isinstance(record, dict) and record.get("kind") in RECORD_KINDS:
         step = record.get("step", 0)
     if not isinstance(step, int):
-        rule = f"is not a record of one of {', '.join(_KINDS)}"
+        rule = f"is not a record of one of {', '.join(RECORD_KINDS)}"
         raise BadInput(Reason(field=where, rule=rule, nearest="delete the line"))
     return step
 
@@ -251,6 +258,9 @@ class ConsoleWriter:
             parts.append("run twice: rows over rank_capacity")
         self._line(f"step {record.step}/{self._last}  {'  '.join(parts)}")
 
+    def write_copy(self, record: CopyRecord) -> None:
+        pass  # the last lines of a run say it
+
     def write_timings(self, step: int, timings: Sequence[RankTiming]) -> None:
         pass
 
@@ -312,6 +322,10 @@ class Recorder:
     def write_evaluation(self, record: EvalRecord) -> None:
         for writer in self.writers:
             writer.write_evaluation(record)
+
+    def write_copy(self, record: CopyRecord) -> None:
+        for writer in self.writers:
+            writer.write_copy(record)
 
     def write_timings(self, step: int, timings: Sequence[RankTiming]) -> None:
         for writer in self.writers:

@@ -18,6 +18,7 @@ from moewright.codec import read_text, to_data, write_text
 from moewright.spec.extensions import ExtensionPoint, load_extension
 from moewright.spec.plan import Plan
 from moewright.spec.run import (
+    CopyRecord,
     DeviceSample,
     EvalRecord,
     LayerLoad,
@@ -75,6 +76,9 @@ class ScalarWriter:
         if record.rewards.pairs:
             scalars |= {f"eval/{name}": v for name, v in _reward_scalars(record.rewards).items()}
         self._log(scalars, record.step)
+
+    def write_copy(self, record: CopyRecord) -> None:
+        """Do nothing: each step has the age of the newest copy."""
 
     def sync(self) -> None:
         """Do nothing: trackers write when they like, and steps.jsonl has all of it."""

@@ -70,7 +70,7 @@ from moewright.engine.runtime import Runtime
 from moewright.rules.job import plan_job
 from moewright.spec.layout import Overlap
 from moewright.spec.plan import Plan
-from moewright.spec.run import SESSION_WARMUP_STEPS, EvalRecord, RankTiming
+from moewright.spec.run import SESSION_WARMUP_STEPS, CopyRecord, EvalRecord, RankTiming
 from moewright.spec.workload import Objective
 
 
@@ -254,6 +254,8 @@ def _train_session(
     batches.close()
     saver.close()
     _note_copy_failures(saver, run_dir, plan, step)
+    if saver.copied_step >= 0:
+        recorder.write_copy(CopyRecord(step=step, copied_step=saver.copied_step))
     profiler.close()
     timer.close()
     recorder.write_timings(step, _write_rank_timings(plan, run_dir, timer, context))
