@@ -120,6 +120,27 @@ def test_rows_summed_by_atomics_take_so_long_an_element() -> None:
     assert step_parts(HARDWARE, unfused, library) == step_parts(HARDWARE, text=library)
 
 
+def test_gradients_of_biases_add_row_after_row_of_an_expert() -> None:
+    trainer = TrainerSpec(unfused=(Fusion.EXPERT_BIAS,))
+    layers, rows, row_s = 24, 8192 * 4 * 4 / 32, Constants(HARDWARE)["expert_bias_row_s"]
+
+    def elementwise_s(model: str, trainer: TrainerSpec, text: str) -> float:
+        workload = Workload(
+            routing=Routing.BALANCED, seq_len=8192, global_batch=HARDWARE.count, trainer=trainer
+        )
+        layout = parse_layout(text, world_size=HARDWARE.count)
+        prediction = estimate(catalogue.model(model), workload, HARDWARE, layout)
+        shares = {share.part: share.seconds for share in prediction.shares}
+        return shares[TimePart.ELEMENTWISE]
+
+    more = elementwise_s("gpt-oss-20b", trainer, "ep4") - elementwise_s("gpt-oss-20b", FUSED, "ep4")
+    assert more == pytest.approx(layers * 2 * rows * row_s)
+    # Experts without biases have nothing to sum.
+    assert elementwise_s("Qwen3-30B-A3B", trainer, "ep4") == elementwise_s(
+        "Qwen3-30B-A3B", FUSED, "ep4"
+    )
+
+
 def host_s(sym: Symbols, graphs: tuple[CudaGraphScope, ...] = ()) -> float:
     return layer_host_s(Constants(HARDWARE), sym.layout, graphs, sym, MOE)
 

@@ -523,6 +523,8 @@ def _facts(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[tup
         unused |= frozenset(LORA_CONSTANTS)
     if Fusion.PERMUTE not in sym.workload.trainer.unfused:
         unused |= frozenset({"atomic_sum_s"})
+    if Fusion.EXPERT_BIAS not in sym.workload.trainer.unfused:
+        unused |= frozenset({"expert_bias_row_s"})
     if sym.dtype is not Dtype.NVFP4:
         unused |= frozenset(NVFP4_CONSTANTS)
     if fabric.network != NetworkKind.EFA:

@@ -61,7 +61,7 @@ _KERNELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 _KERNEL_WORDS = {
     "expert_kernels": "one grouped product for all experts of a rank",
     "attention_backend": "attention in tiles, without whole matrices of scores",
-    "unfused": "fused activations, weight gradients and moves of rows",
+    "unfused": "fused activations, weight gradients, biases of experts and moves of rows",
     "cross_entropy": "a fused loss",
 }
 _RECOMPUTES = (

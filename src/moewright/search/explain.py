@@ -34,7 +34,9 @@ UNUSED = "One step further"  # what sentences on choices begin with that are not
 _PARTS_SHOWN = 3
 _MOST_STEPS = 8  # times a degree: no legal one is looked for beyond
 _WORTH_SAYING = 0.005  # of the step
-# Of the layers, which stay in 16 bits: 10 of 62 blocks (Pretraining LLMs with NVFP4, 2509.25149).
+# Of the layers, which stay in 16 bits: 10 of 62 blocks, the first two and the last eight
+# (Pretraining LLMs with NVFP4, arXiv 2509.25149: "about 16 %"); the last 15 % in Nemotron 3 Super
+# (arXiv 2604.12374), which leaves attention's projections in 16 bits besides.
 _WIDE_SHARE = 0.16
 _TIMES_FROM = 2.0  # times as long: from there on a factor is read more easily than a percentage
 _LEADER = "the first"  # the plan that others stand beside

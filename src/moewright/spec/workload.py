@@ -280,6 +280,7 @@ class Fusion(StrEnum):
     ACTIVATION = "activation"  # an MLP's activation, with the router's weights
     WEIGHT_GRAD = "weight_grad"  # weight gradients are summed by the product that makes them
     PERMUTE = "permute"  # token rows go to experts and back, summed, by a kernel each
+    EXPERT_BIAS = "expert_bias"  # gradients of experts' biases are summed in a kernel
 
 
 class CrossEntropyKernel(StrEnum):

@@ -19,7 +19,6 @@ from moewright.cost.memory.activations import (
 )
 from moewright.cost.stage_parts import Array, LayerKind, StageParts, layer_kinds
 from moewright.cost.symbols import Symbols
-from moewright.cost.time.atomic_sums import add_atomic_sums
 from moewright.cost.time.collective_time import CollectiveModel
 from moewright.cost.time.gemm_rows import LayerOps
 from moewright.cost.time.head_ops import (
@@ -55,6 +54,7 @@ from moewright.cost.time.op_time import DeviceRates, OpRow
 from moewright.cost.time.ops import expert_ops, layer_ops
 from moewright.cost.time.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
 from moewright.cost.time.step_tail import StepTail
+from moewright.cost.time.torch_sums import add_bias_sums, add_token_sums
 from moewright.rules.expert_load import expected_repeats
 from moewright.rules.timetable.simulate import StageSeconds
 from moewright.spec.layout import Layout, Overlap
@@ -163,11 +163,12 @@ def price_model_ops(
     gathers = 5 if sym.model.joins_mtp_inputs else 0
     projection = outside_layers_time(collectives, sym, price_ops(rates, ops.mtp), gathers=gathers)
     layers = {kind: price_ops(rates, layer) for kind, layer in ops.layers.items()}
+    for kind, priced in layers.items():
+        if kind.is_moe:
+            with_sums = add_token_sums(rates.constants, sym, priced)
+            layers[kind] = add_bias_sums(rates.constants, sym, with_sums)
     return PricedModelOps(
-        layers={
-            kind: add_atomic_sums(rates.constants, sym, priced) if kind.is_moe else priced
-            for kind, priced in layers.items()
-        },
+        layers=layers,
         embedding=embedding,
         head=add_times([(head, 1.0), (token_loop_time(rates.constants, sym), 1.0)]),
         mtp=add_times([(head, 1.0), (projection, 1.0), (embedding, 1.0)]),
@@ -182,7 +183,9 @@ def reprice_experts(rates: DeviceRates, priced: PricedModelOps, sym: Symbols) ->
     if sym.model.moe is None:
         return priced
     experts = {
-        is_wide: price_ops(rates, expert_ops(replace(sym, dtype=dtype)))
+        is_wide: add_bias_sums(
+            rates.constants, sym, price_ops(rates, expert_ops(replace(sym, dtype=dtype)))
+        )
         for is_wide, dtype in ((False, sym.dtype), (True, sym.wide_dtype))
         if not is_wide or any(kind.is_wide for kind in priced.layers)
     }

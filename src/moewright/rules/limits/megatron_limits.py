@@ -389,6 +389,9 @@ def _check_trainer(job: Job) -> Iterator[Reason]:
         rule = "takes precisions by product from a file of recipes, which is not written"
         field = "bf16_products" if trainer.bf16_products else "narrowed"
         yield _refusal(f"workload.{field}", "+".join(by_product), rule, "none")
+    if Fusion.EXPERT_BIAS in trainer.unfused:
+        rule = "sums the gradients of experts' biases in its own kernels"
+        yield _refusal("workload.unfused", Fusion.EXPERT_BIAS, rule, "none")
     if trainer.attention_backend is AttentionBackend.LOCAL:
         yield from _check_local_layers(job.model, job.layout)
     if (
