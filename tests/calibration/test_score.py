@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from math import hypot, log
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from moewright.calibration.cross_validate import calibrate_as_shipped
 from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.score import Calibration, Score, score_table
 from moewright.calibration.software_facts import source_facts
-from moewright.calibration.splits import rank_correlation
+from moewright.calibration.splits import HEAVY_TAILS, rank_correlation
 from moewright.calibration.table import MeasurementTable, read_table
 from moewright.spec.hardware import Constant
 from moewright.spec.plan import Verdict
@@ -116,6 +117,25 @@ def test_each_row_has_its_own_intervals(tmp_path: Path) -> None:
     assert (natural.interval_80 or (1.0, 1.0))[1] / (
         natural.predicted_tokens_per_s_per_gpu or 1
     ) > (plain.interval_80 or (1.0, 1.0))[1] / (plain.predicted_tokens_per_s_per_gpu or 1)
+
+
+def test_a_trainer_that_nobody_fitted_widens_the_interval(tmp_path: Path) -> None:
+    changes = [
+        {"tokens_per_s_per_gpu": "1000", "force_balance": balance, "framework": framework}
+        for balance in ("true", "false")
+        for framework in ("megatron", "a trainer of one's own")
+    ]
+    rows = score_table(table(tmp_path, *changes), calibrate_as_shipped).rows
+    deviations = [
+        log((row.interval_80 or (1.0, 1.0))[1] / (row.predicted_tokens_per_s_per_gpu or 1.0))
+        / HEAVY_TAILS.width_80
+        for row in rows
+    ]
+    spread = source_facts().stack_spread.log_sd
+    for fitted, other in (deviations[:2], deviations[2:]):
+        assert other == pytest.approx(hypot(fitted, spread))
+    own = table(tmp_path, {**changes[1], "source": ""})
+    assert calibrate_as_shipped(own.rows[0]).log_sd is None
 
 
 def test_regret_is_what_the_layout_predicted_best_loses(tmp_path: Path) -> None:

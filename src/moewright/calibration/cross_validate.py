@@ -16,6 +16,7 @@ from moewright.calibration.fit_inputs import is_priced_in_full, run_from_row, ru
 from moewright.calibration.measured_row import MeasuredRow, RowStatement
 from moewright.calibration.own_runs import carry_over, choose_telling_runs, weigh_own_runs
 from moewright.calibration.score import Calibration, predict_peak
+from moewright.calibration.software_facts import stack_log_sd
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.spec.errors import BadInput, Reason
@@ -53,14 +54,22 @@ def _weigh_runs(
 
 
 def calibrate_as_shipped(row: MeasuredRow) -> Calibration:
-    """Return what the planner's own constants predict of a row, over all its readings."""
-    is_natural = row.kind is RowStatement.NATURAL
-    if row.speed is None or not (is_natural or len(row.readings) > 1):
+    """Return what the planner's own constants predict of a row, over all its readings.
+
+    Its interval is wider where no run of its trainer was fitted.
+    """
+    if row.speed is None:
         return Calibration()
+    of_stack = stack_log_sd(row.cells)
+    is_mixed = row.kind is RowStatement.NATURAL or len(row.readings) > 1
+    if not (is_mixed or of_stack):
+        return Calibration()
+    step_sd = estimate(row.model, row.workload, row.hardware, row.layout).step_sd
+    if not is_mixed:
+        return Calibration(log_sd=hypot(step_sd, of_stack))
     run = run_from_row(row)
-    prediction = estimate(row.model, row.workload, row.hardware, row.layout)
     extra = sqrt(max(0.0, run.noise**2 - RUN_NOISE**2))
-    return Calibration(step_s=run.prepared.step_s(()), log_sd=hypot(prediction.step_sd, extra))
+    return Calibration(step_s=run.prepared.step_s(()), log_sd=hypot(step_sd, extra, of_stack))
 
 
 def calibrate_on(rows: Sequence[MeasuredRow], *, table_name: str) -> Calibrator:

@@ -101,6 +101,18 @@ class DeviceMonitor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StackSpread:
+    """The trainers whose runs the constants were fitted to, and what others are off by.
+
+    `log_sd` is the deviation of the logarithm of a trainer's seconds that all its runs share.
+    """
+
+    frameworks: tuple[str, ...]
+    log_sd: float
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
     """Cells that a source may have meant, and how likely that is."""
 
@@ -130,6 +142,7 @@ class SourceFacts:
 
     release_age: ReleaseAge
     device_monitor: DeviceMonitor
+    stack_spread: StackSpread
     device: tuple[DeviceName, ...]
     fact: tuple[SourceFact, ...]
     inference: tuple[Inference, ...]
@@ -228,6 +241,17 @@ def _fill_guess(
         column: text for column, text in values.items() if not cells[column] and column not in guess
     }
     return {**guess, **new}
+
+
+def stack_log_sd(cells: Mapping[str, str]) -> float:
+    """Return the deviation that the trainer of a row adds; 0 where runs of it were fitted.
+
+    A row without a source is one of the user's own, whose trainer nobody names.
+    """
+    spread = source_facts().stack_spread
+    if not cells.get("source") or cells["framework"] in spread.frameworks:
+        return 0.0
+    return spread.log_sd
 
 
 def find_device_name(written: str) -> DeviceName | None:
