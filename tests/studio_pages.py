@@ -12,11 +12,64 @@ AXE = Path(__file__).parent / "browser" / "axe.min.js"
 SIZES = ((1440, 900), (820, 1180), (390, 844))
 LONGEST_ON_A_PHONE = 4000
 
+# Texts that lie upon each other, in the page and within its charts, and what an edge cuts off.
+_OVERLAPS = """
+  const overlaps = () => {
+    const boxes = [], range = document.createRange(), faults = [];
+    const add = (text, box, place) => {
+      if (box.width > 1 && box.height > 1)
+        boxes.push({text, place, left: box.left, right: box.right, top: box.top,
+                    bottom: box.bottom});
+    };
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+      const node = walker.currentNode, parent = node.parentElement;
+      if (!node.data.trim() || parent.closest(hidden) || !parent.checkVisibility()) continue;
+      if (parent.closest("header.top")) continue;  // it stays above what is scrolled
+      range.selectNodeContents(node);
+      for (const box of range.getClientRects()) add(node.data.trim(), box, parent);
+    }
+    for (const item of typeof mw === "undefined" ? [] : mw.charts) {
+      if (!item.chart || !item.box.isConnected || !item.box.checkVisibility()) continue;
+      const frame = item.box.getBoundingClientRect();
+      for (const drawn of item.chart.getZr().storage.getDisplayList(true)) {
+        if (drawn.type !== "tspan" || drawn.ignore || drawn.invisible) continue;
+        if (!drawn.style.text || drawn.style.opacity === 0) continue;
+        const box = drawn.getBoundingRect().clone();
+        if (drawn.transform) box.applyTransform(drawn.transform);
+        const text = `${drawn.style.text} in the chart ${item.label.slice(0, 40)}`;
+        if (drawn.style.text.includes("…")) faults.push(`is cut: ${text}`);
+        if (box.x < -1 || box.x + box.width > frame.width + 1) faults.push(`beyond: ${text}`);
+        add(text, {left: frame.left + box.x, right: frame.left + box.x + box.width,
+                   top: frame.top + box.y, bottom: frame.top + box.y + box.height,
+                   width: box.width, height: box.height}, drawn);
+      }
+    }
+    boxes.sort((a, b) => a.top - b.top);
+    const deep = 1.5;  // points: what two lines of text may share, for letters do not fill a line
+    boxes.forEach((box, place) => {
+      for (let next = place + 1; next < boxes.length; next += 1) {
+        const other = boxes[next];
+        if (other.top >= box.bottom - deep) break;
+        const wide = Math.min(box.right, other.right) - Math.max(box.left, other.left);
+        const high = Math.min(box.bottom, other.bottom) - other.top;
+        if (wide > deep && high > deep && box.place !== other.place)
+          faults.push(`overlap: ${box.text.slice(0, 60)} AND ${other.text.slice(0, 60)}`);
+      }
+    });
+    return faults;
+  };
+"""
+
 # Words that are cut in two although no hyphen is there; a word is what no space or <wbr> parts.
-# And what lies beyond the right edge.
-_FAULTS = """() => {
+# And what lies beyond the right edge, or upon another text.
+_FAULTS = (
+    """() => {
   const faults = [], range = document.createRange();
   const hidden = ".visually-hidden, .skip, script, style, option, textarea, pre, .narrow thead";
+"""
+    + _OVERLAPS
+    + """
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const node = walker.currentNode;
@@ -37,6 +90,7 @@ _FAULTS = """() => {
     if (scrolls && node.scrollWidth > node.clientWidth + 1 && !node.closest("pre"))
       faults.push(`scrolls sideways: ${node.outerHTML.slice(0, 90)}`);
   }
+  faults.push(...overlaps());
   const controls = document.getElementById("controls");  // all choices of a job are in sight
   if (innerWidth > 1020 && controls && controls.scrollHeight > controls.clientHeight)
     faults.push(`choices out of sight: ${controls.scrollHeight - controls.clientHeight}`);
@@ -44,6 +98,7 @@ _FAULTS = """() => {
   if (name.scrollWidth > innerWidth) faults.push(`wide: ${name.scrollWidth}`);
   return faults;
 }"""
+)
 
 
 def find_faults(page):
@@ -68,6 +123,33 @@ def find_faults_of_size(page, width, height):
     if width == SIZES[-1][0] and tall > LONGEST_ON_A_PHONE:
         faults.append((width, f"{tall} high"))
     return faults
+
+
+# Pictures and tables of a page that cannot be taken away, as PNG or as CSV and Markdown.
+_UNCOPIED = """() => {
+  const missing = [], shown = node => node.checkVisibility() && node.getClientRects().length;
+  const near = (node, word) => {
+    for (let at = node; at && !at.matches("main"); at = at.parentElement) {
+      const buttons = [...at.parentElement.querySelectorAll("button.copy:not([hidden])")];
+      if (buttons.length)
+        return buttons.some(button => button.textContent === word);
+    }
+    return false;
+  };
+  for (const node of document.querySelectorAll("main [role=img]"))
+    if (shown(node) && !near(node, node.matches(".heat") ? "CSV" : "PNG"))
+      missing.push(`picture: ${node.getAttribute("aria-label").slice(0, 80)}`);
+  for (const node of document.querySelectorAll("main table"))
+    if (node.tBodies[0].rows.length > 1)
+      for (const word of ["CSV", "Markdown"])
+        if (!near(node, word)) missing.push(`table as ${word}: ${node.innerText.slice(0, 80)}`);
+  return missing;
+}"""
+
+
+def find_uncopied(page):
+    """List the pictures and tables of a page that no button beside them copies."""
+    return page.evaluate(_UNCOPIED)
 
 
 def show_controls(page):

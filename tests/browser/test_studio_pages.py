@@ -17,7 +17,7 @@ from moewright.report.document import Document, DocumentSection, Extent, ItemLis
 from moewright.spec.units import format_bytes, format_figures, format_seconds
 from moewright.view.page import PAGES, render_page
 from sample_run import write_run
-from studio_pages import QWEN, find_faults, show_folded
+from studio_pages import QWEN, find_faults, find_faults_of_size, find_uncopied, show_folded
 
 pytestmark = [pytest.mark.browser, pytest.mark.waits]
 
@@ -45,7 +45,53 @@ def test_every_page_is_whole_at_three_sizes_in_both_colours(studio, open_page, r
     page.wait_for_load_state("networkidle", timeout=90_000)
     assert page.locator("main .skeleton").count() == 0
     assert page.locator("main h1").count() >= 1
+    assert find_uncopied(page) == []
     assert find_faults(page) == []
+
+
+OVERLAPPING = """() => {
+  const page = document.getElementById("content");
+  page.append(mw.el("div", {style: "position:relative;height:3rem"},
+    mw.el("span", {style: "position:absolute;left:0;top:0"}, "first text"),
+    mw.el("span", {style: "position:absolute;left:20px;top:6px"}, "second text")));
+  const ticks = {type: "value", max: 84, ...mw.axis({axisLabel: {formatter: String}})};
+  const holder = mw.chart("two ticks", 220, () => ({yAxis: ticks,
+    xAxis: {type: "value"}, grid: {containLabel: true},
+    series: [{type: "line", data: [[0, 0], [1, 50]]}]}));
+  page.append(holder);
+  mw.drawAll(page);
+}"""
+
+
+def test_texts_upon_each_other_are_found_in_pages_and_in_charts(studio, open_page):
+    """A finder that finds nothing proves nothing."""
+    page = open_page(f"{studio}share?{TINY}&layout=ep4")
+    page.locator("[data-target]").first.wait_for()
+    assert find_faults_of_size(page, 1440, 900) == []
+    page.evaluate(OVERLAPPING)
+    faults = " ".join(text for _, text in find_faults_of_size(page, 1440, 900))
+    assert "overlap: first text AND second text" in faults
+    assert "84 in the chart two ticks AND 80 in the chart two ticks" in faults
+
+
+@pytest.mark.usefixtures("screen")
+def test_a_drawing_is_copied_as_it_stands(studio, open_page):
+    """The picture has the colours of the page, and is twice as wide as on the screen."""
+    page = open_page(f"{studio}?{TINY}&layout=tp2,ep4")
+    page.locator("svg.grid").first.wait_for()
+    size, colours = page.evaluate("""async () => {
+        const drawing = document.querySelector("svg.grid"), image = new Image();
+        image.src = await mw.paintDrawing(drawing);
+        await image.decode();
+        const canvas = mw.el("canvas", {width: image.width, height: image.height});
+        const pen = canvas.getContext("2d");
+        pen.drawImage(image, 0, 0);
+        const {data} = pen.getImageData(0, 0, image.width, image.height), colours = new Set();
+        for (let at = 0; at < data.length; at += 4) colours.add(data.slice(at, at + 3).join());
+        return [image.width / drawing.getBoundingClientRect().width, [...colours]]; }""")
+    assert size == pytest.approx(2, rel=0.02)
+    assert "255,255,255" in colours
+    assert len(colours) >= 4  # the card, two shades of ranks, the line of a node
 
 
 def test_pages_write_numbers_as_terminals_do(studio, open_page):
@@ -122,6 +168,7 @@ def test_any_answer_is_a_whole_page(open_page, tmp_path):
     path.write_text(render_page((Document(heading=text(), sections=sections),), "answer"))
     page = open_page(path.as_uri(), offline=True)
     assert page.locator("main section").count() == 13
+    assert find_uncopied(page) == []
     assert find_faults(page) == []
 
 

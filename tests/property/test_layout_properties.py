@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from model_shapes import moe_model
 from moewright.codec import format_layout
-from moewright.codec.layout_words import describe_layout
+from moewright.codec.layout_words import describe_changes, describe_layout, summarize_changes
 from moewright.rules.grid import (
     GROUPS,
     all_groups,
@@ -350,3 +350,13 @@ def test_labels_of_a_layout_say_all_that_its_text_says(one: Layout, other: Layou
     same_labels = describe_layout(one).labels == describe_layout(other).labels
     assert same_labels == (format_layout(one) == format_layout(other))
     assert "_" not in describe_layout(one).sentence
+
+
+@unhurried
+@given(wordy_layouts, wordy_layouts)
+def test_changes_in_words_are_told_where_the_texts_differ(one: Layout, other: Layout) -> None:
+    changes = describe_changes(one, other)
+    assert (changes == ()) == (format_layout(one) == format_layout(other))
+    labels = describe_layout(other).labels
+    assert not any(change in labels for change in changes)
+    assert bool(summarize_changes(one, other)) == bool(changes)

@@ -1,10 +1,13 @@
 """The records behind pages: what they take from plans, and which steps they call legal."""
 
+from xml.etree import ElementTree
+
 import pytest
 
 import moewright as mw
 from docs.tools import published_runs
-from moewright.codec import parse_layout
+from moewright.codec import format_layout, parse_layout
+from moewright.codec.layout_words import describe_layout
 from moewright.diagnosis.judgement import Quality
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality
@@ -141,3 +144,21 @@ def test_a_slow_layout_beside_a_fast_one_is_not_shown_as_good():
     assert second.quality is Quality.SLOW
     assert second.headline == f"Fits, but is {times:.2f} x slower than the fastest here"
     assert (third.quality, third.headline) == (Quality.UNJUDGED, "")
+
+
+def test_a_notebook_shows_answers_in_words_as_ranks_and_as_whole_texts():
+    plans = mw.plan("OLMoE-1B-7B-0924", on="4xH100", global_batch=64, top=3)
+    page = plans._repr_html_()
+    root = ElementTree.fromstring(f"<body>{page.replace('<br>', '<br/>')}</body>")
+    answers = list(root.iter("div"))
+    assert answers
+    for answer in answers:
+        (text,) = (node.text for node in answer.iter("code"))
+        layout = parse_layout(text, world_size=4)
+        assert format_layout(layout) == text
+        assert describe_layout(layout).sentence in [node.text for node in answer.iter("b")]
+        labels = [node.text for node in answer.iter("span")]
+        assert tuple(labels) == describe_layout(layout).labels
+        assert len([node for node in answer.iter() if node.tag.endswith("rect")]) == 4
+    cells = [node.text for node in root.iter("td")]
+    assert all(format_layout(plan.layout) in cells for plan in plans)  # none is cut

@@ -36,9 +36,11 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.options import SearchOptions, WorkloadOptions
 from moewright.spec.plan import Estimate, JobChoice, Plan, RankingRule
-from moewright.spec.record import Record, Row
+from moewright.spec.quoting import Html
+from moewright.spec.record import Record, Row, render_html_table
 from moewright.spec.units import plural
 from moewright.spec.workload import Dtype, Routing
+from moewright.view.search_view import build_answers, render_answers
 
 MAX_TOP = 100  # each is estimated in full
 FIT_PROBABILITIES = (0.5, 0.999)
@@ -79,6 +81,11 @@ class Plans(Record):
     def to_rows(self) -> list[Row]:
         """Return a row for each plan: layout, step, speed, memory, verdict."""
         return [summarize_plan(plan) for plan in self.plans]
+
+    def _repr_html_(self) -> Html:
+        answers = build_answers(self.best) if self.best else ()
+        table = render_html_table(self.title(), self.to_rows())
+        return Html.concat((render_answers(answers), table))
 
     def __len__(self) -> int:
         return len(self.plans)

@@ -70,7 +70,7 @@ class ViewQuery:
     """A job and its layout as people write them; a page's address holds the same.
 
     The model may also be the plan.json of a job, whose values the others replace; so they do with
-    `workload`, that of a job which is stated whole.
+    `workload`, that of a job which is stated whole. `notes` say how what was written was read.
     """
 
     model: str | Path | ModelSpec
@@ -78,6 +78,7 @@ class ViewQuery:
     options: WorkloadOptions
     layout: str = ""
     workload: Workload | None = None
+    notes: tuple[str, ...] = ()
 
     def read(self) -> PlanRequest:
         """Read model, hardware and workload.
@@ -157,7 +158,7 @@ def view_plan(query: ViewQuery) -> PlanView | RefusalView:
     except BadInput as error:
         controls = list_controls(request.model, request.workload, layout)
         return build_refusal(error.reasons, controls)
-    return build_plan_view(plan, request.defaults)
+    return build_plan_view(plan, (*query.notes, *request.defaults))
 
 
 def view_search(query: ViewQuery, top: int = 10) -> Iterator[SearchView | Misfit]:

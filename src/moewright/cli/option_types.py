@@ -45,13 +45,13 @@ def _read_count(_: type, tokens: Sequence[Token]) -> int:
 
 def _read_length(_: type, tokens: Sequence[Token]) -> int:
     """Return a length in tokens; say so where 4k is 4,000 and 4,096 may be meant."""
+    from moewright.codec.numbers import explain_thousands
+
     (token,) = tokens
     length = _read_count(int, tokens)
-    text = token.value.strip()
-    thousands = text[:-1]
-    if text[-1:] in ("k", "K") and thousands.isdecimal() and int(thousands).bit_count() == 1:
-        binary = f"{thousands}Ki is {int(thousands) * 1024:,}"
-        print(f"moewright: {token.keyword} {text} is {length:,} tokens; {binary}", file=sys.stderr)
+    note = explain_thousands(token.value)
+    if note:
+        print(f"moewright: {token.keyword} {note}", file=sys.stderr)
     return length
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from moewright.codec.layout_text import FIELD_OF_KEY, split_layout
 from moewright.spec.choices import FieldKind
 from moewright.spec.layout import DEGREES, Layout
-from moewright.spec.units import plural
+from moewright.spec.units import mention, plural
 
 _MEMBERS = MappingProxyType(
     {
@@ -61,6 +61,21 @@ _LABELS = MappingProxyType(
 )
 
 _STAGES = "uneven stages"
+_NOUNS = MappingProxyType({"layout": "uneven stages", "zero": "ZeRO stage"})
+# What is said of a layout that has not what another has.
+_ABSENT = MappingProxyType(
+    {
+        "cp": "CP 1",
+        "etp": "ETP 1",
+        "layout": "even stages",
+        "dispatcher": "all-to-all",
+        "overlap": "nothing overlapped",
+        "recompute": "nothing recomputed",
+        "offload": "nothing in host memory",
+        "graphs": "no CUDA graphs",
+        "schedule": "the usual schedule",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,15 +96,51 @@ def describe_layout(layout: Layout) -> LayoutWords:
     That is "2 pipeline stages x 4 chunks, experts over 8 devices, no tensor parallelism, 8 replicas
     of the model; DeepEP; overlapped: experts' exchange".
     """
-    parts = split_layout(layout)
-    choices = [_label(key, value) for key, value in parts.items() if key not in DEGREES]
+    choices = list(_label_choices(layout).values())
     named = [_STAGES if label.startswith(_STAGES) else label for label in choices]
     degrees = ", ".join((*_describe_degrees(layout), _describe_micro_batch(layout)))
     return LayoutWords(
         sentence="; ".join((degrees[0].upper() + degrees[1:], *named)),
-        labels=(*_label_degrees(layout), *choices),
+        labels=(*_label_degrees(layout).values(), *choices),
         choices=tuple(named),
     )
+
+
+def describe_changes(layout: Layout, base: Layout) -> tuple[str, ...]:
+    """Return the labels that a layout has and another has not, and what it goes without.
+
+    The data-parallel degree is none of them: on the same devices it follows from the others.
+    """
+    own = {**_label_degrees(layout), **_label_choices(layout)}
+    others = {**_label_degrees(base), **_label_choices(base)}
+    changed = (label for key, label in own.items() if key != "dp" and others.get(key) != label)
+    lacking = (key for key in others if key not in own)
+    return (*changed, *(_ABSENT.get(key, f"without {others[key]}") for key in lacking))
+
+
+def summarize_changes(layout: Layout, base: Layout) -> str:
+    """Say in one line what a layout has that another has not; its text says the rest.
+
+    That is "TP 1, PP 2 x 8, MBS 2; adds offload, graphs; other overlap; no recompute".
+    """
+    own, others = _label_degrees(layout), _label_degrees(base)
+    degrees = [label for key, label in own.items() if key != "dp" and others.get(key) != label]
+    degrees += [_ABSENT[key] for key in others if key not in own]
+    parts, base_parts = _label_choices(layout), _label_choices(base)
+    added = [key for key in parts if key not in base_parts]
+    other = [key for key in parts if key in base_parts and parts[key] != base_parts[key]]
+    lacking = [key for key in base_parts if key not in parts]
+    phrases = (
+        ", ".join(degrees),
+        mention("adds {}", _list_nouns(added)),
+        mention("other {}", _list_nouns(other)),
+        mention("no {}", _list_nouns(lacking)),
+    )
+    return "; ".join(filter(None, phrases))
+
+
+def _list_nouns(keys: Iterable[str]) -> str:
+    return ", ".join(_NOUNS.get(key, key.replace("_", " ")) for key in keys)
 
 
 def _describe_micro_batch(layout: Layout) -> str:
@@ -123,16 +174,26 @@ def _describe_degrees(layout: Layout) -> Iterator[str]:
         yield f"{layout.dp} data-parallel ranks"
 
 
-def _label_degrees(layout: Layout) -> Iterator[str]:
-    yield f"TP {layout.tp}"
-    if layout.cp > 1:
-        yield f"CP {layout.cp}"
-    yield f"PP {layout.pp}" + (f" x {layout.vpp}" if layout.vpp > 1 else "")
-    yield f"EP {layout.ep}"
-    if layout.etp > 1:
-        yield f"ETP {layout.etp}"
-    yield f"DP {layout.dp}"
-    yield f"MBS {layout.mbs}"
+def _label_degrees(layout: Layout) -> dict[str, str]:
+    """Return a label for each degree that is told, by its key."""
+    chunks = f" x {layout.vpp}" if layout.vpp > 1 else ""
+    labels = {
+        "tp": f"TP {layout.tp}",
+        "cp": f"CP {layout.cp}",
+        "pp": f"PP {layout.pp}{chunks}",
+        "ep": f"EP {layout.ep}",
+        "etp": f"ETP {layout.etp}",
+        "dp": f"DP {layout.dp}",
+        "mbs": f"MBS {layout.mbs}",
+    }
+    usual = {key for key in ("cp", "etp") if getattr(layout, key) == 1}
+    return {key: label for key, label in labels.items() if key not in usual}
+
+
+def _label_choices(layout: Layout) -> dict[str, str]:
+    """Return a label for each part of a layout's text that is no degree, by its key."""
+    parts = split_layout(layout)
+    return {key: _label(key, value) for key, value in parts.items() if key not in DEGREES}
 
 
 def _label(key: str, value: str) -> str:

@@ -62,6 +62,18 @@ def parse_count(text: str, field: str) -> int:
     return int(value)
 
 
+def explain_thousands(text: str) -> str:
+    """Say what a count written as 4k is where 4Ki may be meant: "4k is 4,000; 4Ki is 4,096"."""
+    text = text.strip()
+    thousands = text[:-1]
+    if text[-1:] not in ("k", "K") or not thousands.isdecimal():
+        return ""
+    if int(thousands).bit_count() != 1:
+        return ""
+    count = int(thousands)
+    return f"{text} is {count * 1000:,} tokens; {thousands}Ki is {count * 1024:,}"
+
+
 def parse_bytes(text: str, field: str) -> int:
     """Return the bytes that `text` says, such as 16MB (16,000,000), 4GiB or 1048576.
 

@@ -20,7 +20,7 @@ _CLOSE = (0, 1, 0, 0)
 NAME_WIDTH = 10  # of the name before a fact
 _INDENT = re.compile(r" *(?:- |\d+\. |[a-z]+ {2,})?")
 _WORD = re.compile(r"\S+")
-_ASCII_BARS = str.maketrans("█░", "#.")
+_ASCII_BARS = str.maketrans("█░■□", "#.#o")
 
 
 class _Console(Console):
@@ -167,5 +167,5 @@ def make_table(*columns: str, text_columns: Iterable[str] = (), title: str = "")
 
 
 def spell(console: Console, text: str) -> str:
-    """Return a text in letters that a console has: bars are of # where it has ASCII alone."""
+    """Return a text in letters that a console has: bars and squares are of # in ASCII alone."""
     return text.translate(_ASCII_BARS) if console.options.ascii_only else text

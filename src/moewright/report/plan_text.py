@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moewright.codec import format_layout, format_layout_changes
-from moewright.codec.layout_words import describe_layout
+from moewright.codec.layout_words import describe_layout, summarize_changes
 from moewright.cost.evidence import JOIN, OWN_RATES
 from moewright.diagnosis.judgement import describe_nearest_run
 from moewright.diagnosis.published import find_nearest_runs
@@ -27,8 +27,10 @@ from moewright.report.document import (
 )
 from moewright.report.document_text import draw_phrase, print_sections
 from moewright.report.estimate_document import VERDICT_TONES, build_assumptions, job_title
+from moewright.report.rank_grid import build_rank_grid, draw_ranks
 from moewright.search.explain import DEPARTURE, EXPECTED_ERROR, SECOND, UNUSED
 from moewright.search.misfit import REMEDY
+from moewright.spec.layout import Layout
 from moewright.spec.plan import (
     Estimate,
     Evidence,
@@ -63,6 +65,7 @@ _DETAILS = (
 _BAR_WIDTH = 10
 _NAMES_SHOWN = 2  # of choices without evidence
 _INDENT = "    "  # of a layout under its figures
+_SPELLED_PLANS = 3  # that a short answer has in words and as text, four lines each
 _WIDEST_LAYOUT = 40  # characters of a layout that a column of the table holds
 _GRADES = {
     EvidenceGrade.MEASURED: "published runs made all choices of this plan together",
@@ -93,9 +96,10 @@ def print_plans(
         console.print(Text("No legal layout fits.", style="red"))
         print_sections(console, _rejections(rejected), verbose=True)
         return
-    console.print(Text(job_title(plans[0]), style="bold"))
-    words = describe_layout(plans[0].layout).sentence
-    console.print(Text(f"First: {words[0].lower()}{words[1:]}."))
+    title, _, flops = job_title(plans[0]).rpartition(", ")
+    console.print(Text(f"{title}, {flops}" if verbose else title, style="bold"))
+    console.print(Text(f"First: {_say_layout(plans[0].layout)}."))
+    _print_ranks(console, plans[0], plans[0].layout)
     if verbose:
         console.print(_ranking_table(console, plans, plans[:1]))
     else:
@@ -106,7 +110,8 @@ def print_plans(
     extra_lines = _extra_lines(plans, own, gambles)
     if any(later.estimate.step_s < plan.estimate.step_s for plan, later in pairwise(plans)):
         console.print(Text(_describe_order(plans[0].rule)))
-    for line in (*describe_recommendations(plans[0], console.width), *why, *extra_lines):
+    _print_recommendations(console, plans[0])
+    for line in (*why, *extra_lines):
         if verbose or not line.startswith(_DETAILS):
             console.print(Text(line))
     if verbose:
@@ -192,10 +197,23 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
         )
 
 
-def describe_recommendations(plan: Plan, width: int) -> Iterable[str]:
-    """Yield what to expect of the first plan of a search, and of the layout that somebody ran.
+def _say_layout(layout: Layout) -> str:
+    """Return a layout in words, as they go on in a sentence."""
+    words = describe_layout(layout).sentence
+    return f"{words[0].lower()}{words[1:]}"
 
-    The text of that layout is lines of its own, to be copied, of at most `width` columns. Nothing
+
+def _print_ranks(console: Console, plan: Plan, layout: Layout) -> None:
+    """Print the ranks of a layout on the hardware of a plan, where there are several."""
+    if layout.world_size > 1:
+        grid = build_rank_grid(layout, plan.hardware.fabric.devices_per_node)
+        console.print(Text(f"{_INDENT}{spell(console, draw_ranks(grid))}"))
+
+
+def _print_recommendations(console: Console, plan: Plan) -> None:
+    """Print what to expect of the first plan of a search, and of the layout that somebody ran.
+
+    That one is printed as labels, as ranks, and as text to be copied, in lines of its own. Nothing
     is said of a plan that no search chose.
     """
     if plan.fast is None:
@@ -206,17 +224,21 @@ def describe_recommendations(plan: Plan, width: int) -> Iterable[str]:
         choices = [name for name in describe_layout(plan.layout).choices if name not in proven]
         if choices and plan.estimate.evidence.grade is not EvidenceGrade.MEASURED:
             fast += f"; adds {'; '.join(choices)}; nobody published all of it together"
-    yield f"{fast}."
+    console.print(Text(f"{fast}."))
     if plan.proven is None:
         if plan.hardware.device.kind.is_accelerator:
-            yield "Proven: nobody published a run of its choices on this part that is as fast."
+            line = "Proven: nobody published a run of its choices on this part that is as fast."
+            console.print(Text(line))
     elif plan.proven.layout == plan.layout:
-        yield f"Proven: the same; {_count_runs(plan.proven)}."
+        console.print(Text(f"Proven: the same; {_count_runs(plan.proven)}."))
     else:
         expected = _describe_expectation(plan.proven, first=plan.fast)
-        yield f"Proven: {expected}; {_count_runs(plan.proven)}:"
+        labels = ", ".join(describe_layout(plan.proven.layout).labels)
+        console.print(Text(f"Proven: {labels}; {expected}; {_count_runs(plan.proven)}:"))
+        _print_ranks(console, plan, plan.proven.layout)
         text = format_layout(plan.proven.layout)
-        yield from (f"{_INDENT}{line}" for line in _break_at_commas(text, width - len(_INDENT)))
+        for line in _break_at_commas(text, console.width - len(_INDENT)):
+            console.print(Text(f"{_INDENT}{line}"))
 
 
 def _describe_expectation(answer: Recommendation, *, first: Recommendation | None = None) -> str:
@@ -235,9 +257,8 @@ def _describe_expectation(answer: Recommendation, *, first: Recommendation | Non
     if named is not None and (named.id, named.differs) == (run.id, run.differs):
         text += f"; {run.ratio:.2f} x that run"
     else:
-        name = f"{run.model.rpartition('/')[2]} on {run.devices:,} x {run.device}"
-        text += f"; {run.ratio:.2f} x the nearest published run, {name}"
-        # The name says how many devices.
+        text += f"; {run.ratio:.2f} x the nearest published run, on {run.devices:,} x {run.device}"
+        # It says how many devices; runs of other models are none that an answer names.
         differs = [part for part in run.differs.split(", ") if part and not part[0].isdigit()]
         if differs:
             text += f" ({', '.join(differs)})"
@@ -322,9 +343,15 @@ def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Pla
 
 
 def _ranking_lines(plans: Sequence[Plan], picked: Sequence[Plan], width: int) -> Iterable[Text]:
-    """Yield a line of figures a plan, and its layout below, for layouts that no column holds."""
+    """Yield a line of figures a plan, and its layout below, for layouts that no column holds.
+
+    What a layout has and the first has not stands before its text. Those behind the third are
+    counted: an answer is a screen.
+    """
     yield Text(f"{'':3}{'step':>10}{'tok/s/dev':>12}{'MFU':>8}{'peak':>11}   verdict", style="bold")
     for rank, plan in enumerate(plans, 1):
+        if rank > _SPELLED_PLANS and plan not in picked:
+            continue
         estimate = plan.estimate
         is_picked = plan in picked
         mark = f"> {rank}" if is_picked else str(rank)
@@ -334,8 +361,15 @@ def _ranking_lines(plans: Sequence[Plan], picked: Sequence[Plan], width: int) ->
             f"{format_bytes(estimate.peak_bytes):>11}   "
         )
         yield figures.append_text(_verdict_cell(estimate))
+        changes = summarize_changes(plan.layout, plans[0].layout)
+        if changes:
+            yield Text(f"{_INDENT}{changes}")
         for line in _break_at_commas(format_layout(plan.layout), width - len(_INDENT)):
             yield Text(f"{_INDENT}{line}", style="bold" if is_picked else "")
+    rest = [plan.estimate.step_s for plan in plans[_SPELLED_PLANS:] if plan not in picked]
+    if rest:
+        steps = " to ".join(dict.fromkeys(map(format_seconds, (min(rest), max(rest)))))
+        yield Text(f"{_INDENT}{plural(len(rest), 'plan')} more at {steps} a step, with -v")
 
 
 def _break_at_commas(text: str, width: int) -> Iterable[str]:

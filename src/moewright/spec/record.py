@@ -210,7 +210,10 @@ def list_columns(rows: Iterable[Row]) -> list[str]:
 
 
 def format_cell(value: object) -> str:
-    """Return a value as the text of a cell: floats with four digits, a tuple as "a+b"."""
+    """Return a value as the text of a cell: floats with four digits, a tuple as "a+b".
+
+    A long text is cut where it has words; a layout's, an address or a path is there to be copied.
+    """
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, bool) or value is None:
@@ -224,6 +227,6 @@ def format_cell(value: object) -> str:
     if isinstance(value, tuple):
         value = "+".join(format_cell(item) for item in value)
     text = str(value)
-    if len(text) <= _MAX_CELL:
+    if len(text) <= _MAX_CELL or " " not in text:
         return text
     return f"{text[: _MAX_CELL - 3]}..."

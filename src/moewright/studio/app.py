@@ -32,6 +32,7 @@ from moewright.api.views import (
 )
 from moewright.report.trace import build_trace
 from moewright.spec.errors import BadInput
+from moewright.spec.quoting import Html
 from moewright.spec.record import Record, format_json
 from moewright.spec.workload import Dtype
 from moewright.studio.access import Access
@@ -60,7 +61,13 @@ from moewright.studio.tasks import Workers
 from moewright.studio.wire import build_or_refuse, encode_data, encode_failure, encode_record
 from moewright.view.card import render_card
 from moewright.view.course.glossary import list_terms, load_glossary
-from moewright.view.page import PAGES, read_asset, render_page, render_shell
+from moewright.view.page import (
+    PAGES,
+    read_asset,
+    render_course_page,
+    render_page,
+    render_shell,
+)
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _JSON = "application/json"
@@ -109,7 +116,7 @@ def build_app(confinement: Confinement, access: Access) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=[guard],
-        exception_handlers={ClientDisconnect: _leave_alone},
+        exception_handlers={ClientDisconnect: _leave_alone, 404: _show_missing},
         lifespan=studio.live,
     )
 
@@ -335,6 +342,18 @@ async def _while_connected(
         gone.cancel()
         task.cancel()
         await asyncio.wait((task, gone))
+
+
+async def _show_missing(request: Request, error: Exception) -> Response:
+    """Answer an address that leads nowhere with the pages that there are."""
+    name = request.url.path.strip("/")
+    body = Html.write(
+        '<section class="panel verdict refused"><h1>There is no such page</h1>'
+        "<p>Nothing is called {}. The pages stand above; Plan is where a job begins.</p></section>",
+        name,
+    )
+    page = render_course_page("There is no such page", body)
+    return Response(page, status_code=404, media_type="text/html")
 
 
 async def _leave_alone(_: Request, error: Exception) -> Response:

@@ -23,7 +23,7 @@ from moewright.api.watching import WatchedJob
 from moewright.codec import format_layout, parse_json, write_json
 from moewright.codec.data import from_data, to_data
 from moewright.codec.files import read_text
-from moewright.codec.numbers import parse_count
+from moewright.codec.numbers import explain_thousands, parse_count
 from moewright.intake import hf
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
@@ -194,6 +194,7 @@ def read_query(params: Mapping[str, str]) -> ViewQuery:
             options, network=params.get("network", ""), rampup_batch_size=_read_ramp(params)
         ),
         layout=params.get("layout", ""),
+        notes=tuple(filter(None, (explain_thousands(params.get("seq_len", "")),))),
     )
 
 

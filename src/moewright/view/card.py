@@ -7,15 +7,13 @@ from textwrap import wrap
 from moewright.spec.plan import Plan
 from moewright.spec.quoting import Html
 from moewright.spec.units import format_bytes, format_seconds
-from moewright.view.plan_view import JobView, build_plan_view
+from moewright.view.layout_view import STAGE_STEP, count_drawn_stages, draw_grid
+from moewright.view.plan_view import build_plan_view
 
 _WIDTH = 680  # of a README's column on GitHub, with room beside
+_LEFT = 18  # of text and squares, within the frame
 _LINE = 20  # between lines of text
 _COLUMNS = 84  # of the words of a layout
-_MOST_RANKS = 32  # drawn of a stage
-_MOST_STAGES = 4
-_STEP = 12  # between ranks
-_GAP = 6  # between expert groups
 _STYLE = """
 .card { fill: #ffffff; stroke: #d9dfe6; } .ink { fill: #17202b; } .quiet { fill: #566273; }
 .rank { fill: #235fb0; } text { font: 14px system-ui, "DejaVu Sans", sans-serif; }
@@ -31,10 +29,10 @@ def render_card(plan: Plan) -> Html:
     """Return the card of a plan: job, layout in words and as ranks, figures, verdict."""
     view = build_plan_view(plan)
     job, estimate = view.job, plan.estimate
-    lines = wrap(job.words, _COLUMNS)
+    shown = job.shown
+    lines = wrap(shown.words, _COLUMNS)
     below = 68 + _LINE * len(lines)
-    stages = min(job.grid.stages, _MOST_STAGES)
-    figures_at = below + 14 * stages + 34
+    figures_at = below + STAGE_STEP * count_drawn_stages(shown.grid) + 34
     figures = (
         ("step", format_seconds(estimate.step_s)),
         ("tokens/s a device", f"{estimate.tokens_per_s_per_device:,.0f}"),
@@ -59,7 +57,7 @@ def render_card(plan: Plan) -> Html:
 <text class="quiet small" text-anchor="end" x="{}" y="28">predicted by moewright</text>
 </svg>
 """,
-        *(_WIDTH, height, _WIDTH, height, title, job.words, Html.trust(_STYLE)),
+        *(_WIDTH, height, _WIDTH, height, title, shown.words, Html.trust(_STYLE)),
         *(_WIDTH - 1, height - 1, title, batch),
         Html.concat(
             (
@@ -68,7 +66,7 @@ def render_card(plan: Plan) -> Html:
             ),
             "\n",
         ),
-        _draw_ranks(job, below + 4),
+        draw_grid(shown.grid, _LEFT, below + 4),
         Html.concat(
             (
                 Html.write(
@@ -82,22 +80,4 @@ def render_card(plan: Plan) -> Html:
             "\n",
         ),
         _WIDTH - 18,
-    )
-
-
-def _draw_ranks(job: JobView, top: int) -> Html:
-    """Return ranks as squares: a row a pipeline stage, a block the ranks that share the experts."""
-    grid = job.grid
-    return Html.concat(
-        (
-            Html.write(
-                '<rect class="rank" x="{}" y="{}" width="10" height="10" rx="2" opacity="{}"/>',
-                18 + _STEP * rank + _GAP * (rank // grid.ep),
-                top + 14 * stage,
-                0.45 if rank // grid.tp % 2 else 0.85,
-            )
-            for stage in range(min(grid.stages, _MOST_STAGES))
-            for rank in range(min(grid.ranks, _MOST_RANKS))
-        ),
-        "\n",
     )

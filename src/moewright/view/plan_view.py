@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from moewright.codec import format_layout
-from moewright.codec.layout_words import describe_layout
 from moewright.cost.pipeline_rows import simulate_plan
 from moewright.diagnosis.judgement import Judgement, judge_plan
 from moewright.diagnosis.published import PublishedRun, find_nearest_runs
@@ -18,9 +16,11 @@ from moewright.spec.errors import Reason
 from moewright.spec.ledger import Component, Ledger
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan, TimePart
-from moewright.spec.record import Record, Row, spread
+from moewright.spec.quoting import Html
+from moewright.spec.record import Record, Row, render_html_table, spread
 from moewright.spec.units import format_bytes, format_seconds
 from moewright.view.layout_controls import LayoutControl, list_controls
+from moewright.view.layout_view import SHOWN_NAMES, LayoutView, build_layout_view, render_layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,23 +77,9 @@ class StepPart:
     hidden_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankGrid:
-    """How many ranks a stage, an expert group, a tensor group and a node have, for a drawing."""
-
-    stages: int
-    ranks: int  # of a stage
-    ep: int  # ranks that share a set of experts
-    tp: int
-    node: int  # devices of a node
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class JobView(Record):
-    """What a page says of the job: model, hardware, batch, and the layout as text and in words.
-
-    `grid` has the sizes of the layout's groups.
-    """
+    """What a page says of the job: model, hardware, batch, and the layout."""
 
     model: str
     device: str
@@ -101,15 +87,12 @@ class JobView(Record):
     seq_len: int
     global_batch: int
     precision: str
-    layout: str
-    words: str
-    labels: tuple[str, ...]
-    grid: RankGrid
+    shown: LayoutView = field(metadata=spread(*SHOWN_NAMES))
 
     def title(self) -> str:
         """Return the job in one line."""
         return (
-            f"{self.model} on {self.devices:,} x {self.device}: {self.layout}, sequence "
+            f"{self.model} on {self.devices:,} x {self.device}: {self.shown.layout}, sequence "
             f"{self.seq_len:,}, global batch {self.global_batch:,}, {self.precision}"
         )
 
@@ -170,6 +153,10 @@ class PlanView(Record):
             for item in self.parts
         ]
 
+    def _repr_html_(self) -> Html:
+        table = render_html_table(self.title(), self.to_rows())
+        return Html.concat((render_layout(self.job.shown), table))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BrokenRule:
@@ -224,25 +211,14 @@ def build_refusal(
 
 def build_job_view(plan: Plan) -> JobView:
     """Return the job of a plan as pages name it."""
-    layout = plan.layout
-    words = describe_layout(layout)
     return JobView(
         model=plan.model.name or "model",
         device=plan.hardware.device.name,
-        devices=layout.world_size,
+        devices=plan.layout.world_size,
         seq_len=plan.workload.seq_len,
         global_batch=plan.workload.global_batch,
         precision=plan.workload.precision.value,
-        layout=format_layout(layout),
-        words=words.sentence,
-        labels=words.labels,
-        grid=RankGrid(
-            stages=layout.pp,
-            ranks=layout.world_size // layout.pp,
-            ep=layout.ep * layout.etp,
-            tp=layout.tp,
-            node=plan.hardware.fabric.devices_per_node,
-        ),
+        shown=build_layout_view(plan.layout, plan.hardware.fabric.devices_per_node),
     )
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 from moewright.codec import format_layout
-from moewright.codec.layout_words import describe_layout
+from moewright.codec.layout_words import describe_changes, describe_layout
 from moewright.search.search import SearchResult
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan, Recommendation, WhatIf
+from moewright.spec.quoting import Html
 from moewright.spec.record import Record, Row, spread
-from moewright.spec.units import mention
+from moewright.spec.units import format_seconds, mention
+from moewright.view.layout_view import SHOWN_NAMES, LayoutView, build_layout_view, render_layout
 from moewright.view.plan_view import ListedFigures, NamedValue, list_figures
 
 _MOST_POINTS = 300  # more would hide each other, and make the page heavy
@@ -28,11 +30,15 @@ class RankedKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedPlan:
-    """A layout of a ranking with what is compared; a candidate has no speed and no grade."""
+    """A layout of a ranking with what is compared; a candidate has no speed and no grade.
+
+    `labels` are what its layout has and the first has not.
+    """
 
     kind: RankedKind
     layout: str
     words: str
+    labels: tuple[str, ...] = ()
     figures: ListedFigures = field(metadata=spread(*(item.name for item in fields(ListedFigures))))
     is_on_front: bool = False
     trainers: tuple[str, ...] = ()
@@ -56,8 +62,7 @@ class AnswerView:
     """
 
     title: str
-    layout: str
-    words: str
+    shown: LayoutView = field(metadata=spread(*SHOWN_NAMES))
     expected_step_s: float
     runs: int
     grade: str
@@ -108,19 +113,20 @@ def build_search_view(
     is_final: bool,
 ) -> SearchView:
     """Build the record of a search; `trainers` are what starts the layouts of `plans`."""
-    shown = [
-        *(_rank_plan(plan, RankedKind.PLAN, trainers) for plan in plans),
-        *(_rank_plan(plan, RankedKind.GAMBLE, trainers) for plan in result.gambles),
+    estimated = [
+        *((RankedKind.PLAN, plan) for plan in plans),
+        *((RankedKind.GAMBLE, plan) for plan in result.gambles),
     ]
+    shown = [_rank_plan(plan, kind, estimated[0][1], trainers) for kind, plan in estimated]
     capacity = 0
     gains: tuple[WhatIf, ...] = ()
     if plans:
         capacity = plans[0].estimate.capacity_bytes
         gains = plans[0].gains
-    estimated = {item.layout for item in shown}
+    texts = {item.layout for item in shown}
     for candidate in result.near_best[:_MOST_POINTS]:
         layout = format_layout(candidate.layout)
-        if layout not in estimated:
+        if layout not in texts:
             shown.append(
                 RankedPlan(
                     kind=RankedKind.CANDIDATE,
@@ -144,27 +150,30 @@ def build_search_view(
         scored=result.scored,
         capacity_bytes=capacity,
         is_final=is_final,
-        answers=_build_answers(plans[0]) if plans else (),
+        answers=build_answers(plans[0]) if plans else (),
     )
 
 
-def _build_answers(plan: Plan) -> tuple[AnswerView, ...]:
+def build_answers(plan: Plan) -> tuple[AnswerView, ...]:
     """Return the answers that a search gave beside its first plan; () where it was not whole."""
     fast, proven = plan.fast, plan.proven
+    node = plan.hardware.fabric.devices_per_node
     if fast is None:
         return ()
     if proven is None:
-        return (_build_answer("Fastest, and nobody published a run like it", fast, fast),)
+        return (_build_answer("Fastest, and nobody published a run like it", fast, fast, node),)
     if proven.layout == fast.layout:
-        return (_build_answer("Fastest, and proven by published runs", fast, fast),)
+        return (_build_answer("Fastest, and proven by published runs", fast, fast, node),)
     return (
-        _build_answer("Fastest", fast, proven),
-        _build_answer("Fastest that somebody ran", proven, fast),
+        _build_answer("Fastest", fast, proven, node),
+        _build_answer("Fastest that somebody ran", proven, fast, node),
     )
 
 
-def _build_answer(title: str, answer: Recommendation, other: Recommendation) -> AnswerView:
-    words = describe_layout(answer.layout)
+def _build_answer(
+    title: str, answer: Recommendation, other: Recommendation, node: int
+) -> AnswerView:
+    shown = build_layout_view(answer.layout, node)
     other_labels = describe_layout(other.layout).labels
     run = answer.published
     published = ""
@@ -175,23 +184,38 @@ def _build_answer(title: str, answer: Recommendation, other: Recommendation) -> 
         )
     return AnswerView(
         title=title,
-        layout=format_layout(answer.layout),
-        words=words.sentence,
+        shown=shown,
         expected_step_s=answer.expected_step_s,
         runs=answer.runs,
         grade=answer.grade.value,
-        adds=tuple(label for label in words.labels if label not in other_labels),
+        adds=tuple(label for label in shown.labels if label not in other_labels),
         published=published,
     )
 
 
+def render_answers(answers: Sequence[AnswerView]) -> Html:
+    """Return the answers of a search for a notebook."""
+    return Html.concat(map(_render_answer, answers))
+
+
+def _render_answer(answer: AnswerView) -> Html:
+    return Html.write(
+        '<div style="margin-bottom:1em">{}<br>{}<br>expect {} a step{}</div>\n',
+        answer.title,
+        render_layout(answer.shown),
+        format_seconds(answer.expected_step_s),
+        mention("; {} published runs made its choices", answer.runs),
+    )
+
+
 def _rank_plan(
-    plan: Plan, kind: RankedKind, trainers: Mapping[Layout, tuple[str, ...]]
+    plan: Plan, kind: RankedKind, first: Plan, trainers: Mapping[Layout, tuple[str, ...]]
 ) -> RankedPlan:
     return RankedPlan(
         kind=kind,
         layout=format_layout(plan.layout),
         words=describe_layout(plan.layout).sentence,
+        labels=describe_changes(plan.layout, first.layout),
         figures=list_figures(plan.estimate),
         trainers=trainers.get(plan.layout, ()),
     )

@@ -49,7 +49,7 @@ mw.signed = (value, show) => `${value < 0 ? "−" : "+"}${show(Math.abs(value))}
 mw.tile = (label, text, note, name, value) => mw.el("div", {class: "tile"},
   mw.el("span", {}, mw.term(label)),
   mw.el("b", {"data-name": name, "data-value": value === undefined ? null : String(value), title: value === undefined ? null : String(value)}, text),
-  mw.el("small", {}, note || ""));
+  mw.el("small", {}, (note || "").replaceAll(/(\d) (?=(?:s|ms|us|[GMK]iB|B)\b)/g, "$1\u00a0")));
 
 /* What stands where an answer will be. */
 mw.skeleton = (...heights) => heights.map(height => mw.el("div", {class: "panel skeleton", style: `height:${height}px`, "aria-hidden": "true"}));
@@ -74,29 +74,31 @@ mw.wide = node => { node.classList.add("span"); return node; };
 mw.copied = run => {
   if (!(run instanceof Element)) return run instanceof Node ? run.textContent : String(run ?? "");
   if (run.dataset.layout) return run.dataset.layout;
-  return run.matches("button.copy") ? "" : [...run.childNodes].map(mw.copied).join("");
+  return run.matches("button.copy, .labels") ? "" : [...run.childNodes].map(mw.copied).join("");
 };
+/* Rows as text, to be copied; `read` gives the heads and the rows when they are wanted. */
+mw.asCsv = lines => lines.map(line => line.map(cell => /[",\n]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell).join(",")).join("\n");
+mw.asMarkdown = ([heads, ...rows]) => [heads, heads.map(() => "---"), ...rows].map(line => `| ${line.map(cell => cell.replaceAll("|", "\\|")).join(" | ")} |`).join("\n");
+mw.rowCopies = (read, caption) => [mw.copyButton(() => mw.asCsv(read()), `${caption} as CSV`, "CSV"), mw.copyButton(() => mw.asMarkdown(read()), `${caption} as Markdown`, "Markdown")];
+mw.readTable = table => [...table.rows].map(row => [...row.cells].map(cell => mw.copied(cell).trim()));
 /* A table is copied whole, shows its first rows, and turns into cards where its box is too narrow. */
 mw.shownRows = {table: 12, cards: 4};
 mw.table = (columns, rows, caption, totals = []) => {
   const body = mw.el("tbody", {}, rows.map((row, place) => mw.el("tr", {class: totals[place] ? "total" : null},
     columns.map((column, index) => mw.el("td", {class: column.n ? "n" : null, "data-label": column.t || null}, row[index])))));
   const head = mw.el("thead", {}, mw.el("tr", {}, columns.map(column => mw.el(column.t ? "th" : "td", {class: column.n ? "n" : null, scope: column.t ? "col" : null}, mw.term(column.t)))));
-  const text = cell => [cell].flat().map(mw.copied).join("").trim();
-  const lines = [columns.map(column => column.t), ...rows.map(row => columns.map((column, index) => text(row[index])))];
-  const quote = cell => /[",\n]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell;
-  const markdown = [lines[0], lines[0].map(() => "---"), ...lines.slice(1)].map(line => `| ${line.map(cell => cell.replaceAll("|", "\\|")).join(" | ")} |`).join("\n");
-  const copies = rows.length > 1 ? [mw.copyButton(lines.map(line => line.map(quote).join(",")).join("\n"), `${caption} as CSV`, "CSV"), mw.copyButton(markdown, `${caption} as Markdown`, "Markdown")] : [];
-  return mw.tableBox(mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, caption), head, body), copies);
+  return mw.tableBox(mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, caption), head, body));
 };
-mw.tableBox = (table, copies = []) => {
-  const body = table.querySelector("tbody");
+mw.tableCopies = table => mw.rowCopies(() => mw.readTable(table), table.caption ? table.caption.textContent : "the table");
+mw.tableBox = table => {
+  const body = table.querySelector("tbody"), copies = mw.tableCopies(table);
   const more = mw.el("button", {type: "button", class: "small no-print", hidden: true, onclick: () => { box.classList.add("whole"); more.hidden = true; }});
   const box = mw.el("div", {class: "table-box"}, table, mw.el("div", {class: "row copies no-print"}, more, copies));
   let width = -1;
   box.fit = () => {
     if (!box.clientWidth) { width = -1; return; }
     width = box.clientWidth;
+    for (const copy of copies) copy.hidden = body.children.length < 2;
     box.classList.remove("narrow");
     box.classList.toggle("narrow", innerWidth <= 560 || table.scrollWidth > width + 1);
     const most = mw.shownRows[box.classList.contains("narrow") ? "cards" : "table"], count = body.children.length;
@@ -108,7 +110,9 @@ mw.tableBox = (table, copies = []) => {
   return box;
 };
 
-mw.copyButton = (text, name, shown = "Copy") => mw.el("button", {type: "button", class: "small copy no-print", title: shown === "Copy" ? text : null, "aria-label": `copy ${name}`, onclick: event => {
+/* `content` is a text, or what makes it when it is wanted. */
+mw.copyButton = (content, name, shown = "Copy") => mw.el("button", {type: "button", class: "small copy no-print", title: shown === "Copy" ? content : null, "aria-label": `copy ${name}`, onclick: event => {
+  const text = typeof content === "string" ? content : content();
   const done = () => { event.target.textContent = "Copied"; setTimeout(() => { event.target.textContent = shown; }, 1500); };
   if (navigator.clipboard) { navigator.clipboard.writeText(text).then(done, () => prompt(name, text)); } else prompt(name, text);
 }}, shown);
@@ -125,7 +129,7 @@ mw.uncut = option => { for (const axis of [option.yAxis].flat()) if (axis && axi
 /* A chart that is drawn anew when the width of its box, whatever changes it, or the colours of the system change. */
 mw.chart = (label, height, option, alternative) => {
   const box = mw.el("div", {class: "chart", role: "img", "aria-label": label, style: `height:${height}px`});
-  const png = mw.el("button", {type: "button", class: "small copy", "aria-label": `copy as PNG: ${label}`, onclick: () => mw.copyPicture(item, png)}, "PNG");
+  const png = mw.pngButton(label, () => item.chart.getDataURL({pixelRatio: 2, backgroundColor: mw.colour("card")}));
   const holder = mw.el("div", {}, box, mw.el("div", {class: "row copies no-print"}, png), alternative || "");
   const item = {box, chart: null, option, label, hidden: new Set(), width: 0, pick: null};
   item.draw = () => {
@@ -154,6 +158,7 @@ mw.longest = {page: 3900, list: 4};
 mw.settle = (root, name) => {
   settledWidth = innerWidth;
   if (name && !root.querySelector("h1")) root.prepend(mw.el("h1", {class: "visually-hidden"}, name));
+  mw.addCopies(root);
   root.querySelectorAll(".table-box").forEach(box => box.fit());
   root.querySelectorAll(".unfold").forEach(button => button.undo());
   if (innerWidth > 560) return;
@@ -178,16 +183,58 @@ mw.fold = (node, kind, text, place, name) => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => mw.charts.forEach(item => item.draw()));
 addEventListener("beforeprint", () => mw.charts.forEach(item => item.draw()));
 
-/* A picture goes to the clipboard; where there is none, it is saved. */
-mw.copyPicture = async (item, button) => {
-  const address = item.chart.getDataURL({pixelRatio: 2, backgroundColor: mw.colour("card")});
-  const bytes = Uint8Array.from(atob(address.split(",")[1]), letter => letter.charCodeAt(0));
-  const blob = new Blob([bytes], {type: "image/png"});
-  try {
-    await navigator.clipboard.write([new ClipboardItem({"image/png": blob})]);
-    button.textContent = "Copied";
-    setTimeout(() => { button.textContent = "PNG"; }, 1500);
-  } catch { mw.save(`${item.label.split(/[;,]/)[0]}.png`, blob); }
+/* A picture goes to the clipboard; where there is none, it is saved. `paint` gives its address, as PNG. */
+mw.pngButton = (label, paint) => {
+  const button = mw.el("button", {type: "button", class: "small copy no-print", "aria-label": `copy as PNG: ${label}`, onclick: async () => {
+    const address = await paint();
+    const bytes = Uint8Array.from(atob(address.split(",")[1]), letter => letter.charCodeAt(0));
+    const blob = new Blob([bytes], {type: "image/png"});
+    try {
+      await navigator.clipboard.write([new ClipboardItem({"image/png": blob})]);
+      button.textContent = "Copied";
+      setTimeout(() => { button.textContent = "PNG"; }, 1500);
+    } catch { mw.save(`${label.split(/[;,:]/)[0]}.png`, blob); }
+  }}, "PNG");
+  return button;
+};
+mw.onCard = (width, height, source) => {
+  const canvas = mw.el("canvas", {width: Math.ceil(width), height: Math.ceil(height)}), pen = canvas.getContext("2d");
+  pen.fillStyle = mw.colour("card");
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  pen.drawImage(source, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/png");
+};
+/* A drawing alone has no style sheet: what that gives each shape goes with it. */
+mw.drawnStyles = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-family", "font-size", "font-weight", "text-anchor", "dominant-baseline", "display", "visibility"];
+mw.paintDrawing = async drawing => {
+  if (drawing.tagName === "CANVAS") return mw.onCard(drawing.width, drawing.height, drawing);
+  const copy = drawing.cloneNode(true), box = drawing.getBoundingClientRect();
+  const shapes = [copy, ...copy.querySelectorAll("*")];
+  [drawing, ...drawing.querySelectorAll("*")].forEach((shape, place) => {
+    const style = getComputedStyle(shape);
+    shapes[place].style.cssText = mw.drawnStyles.map(name => `${name}:${style.getPropertyValue(name)}`).join(";");
+  });
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  copy.setAttribute("width", box.width);
+  copy.setAttribute("height", box.height);
+  const image = new Image();
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(copy))}`;
+  await image.decode();
+  return mw.onCard(2 * box.width, 2 * box.height, image);
+};
+/* Charts and tables that scripts make bring their copies; every other drawing and table of a page gets them here. */
+mw.addCopies = root => {
+  for (const drawing of root.querySelectorAll("svg[role=img], canvas[role=img]")) {
+    const place = drawing.closest("[data-live], .canvas-wrap, figure") || drawing, next = place.nextElementSibling;
+    if (next && next.matches(".copies") || place.querySelector(".copy")) continue;
+    const shown = () => [...place.parentElement.querySelectorAll("svg[role=img], canvas[role=img]")].find(item => place.contains(item) && item.getClientRects().length);
+    place.after(mw.el("div", {class: "row copies no-print"}, mw.pngButton(drawing.getAttribute("aria-label") || "the drawing", () => mw.paintDrawing(shown()))));
+  }
+  for (const box of root.querySelectorAll("details.table-box")) {
+    if (box.querySelector(".copies")) continue;
+    const find = () => box.querySelector("table");
+    if (find()) box.append(mw.el("div", {class: "row copies no-print"}, mw.rowCopies(() => mw.readTable(find()), find().caption ? find().caption.textContent : "the table")));
+  }
 };
 
 mw.axis = extra => ({
@@ -196,6 +243,18 @@ mw.axis = extra => ({
   splitLine: {lineStyle: {color: mw.colour("line"), opacity: .6}},
   nameTextStyle: {color: mw.colour("quiet")}, ...Object.fromEntries(Object.entries(extra || {}).filter(([key]) => key !== "axisLabel")),
 });
+/* A legend over a chart, in as many rows as its names take, and where the name of an axis has room below them. */
+mw.chartLegend = (names, width) => {
+  const pen = mw.el("canvas").getContext("2d"), mark = 40, line = 24;
+  pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  let rows = 1, used = 0;
+  for (const name of names) {
+    const wide = pen.measureText(name).width + mark;
+    if (used && used + wide > width - 10) { rows += 1; used = 0; }
+    used += wide;
+  }
+  return {legend: {top: 0, itemGap: 10, textStyle: {color: mw.colour("ink")}, data: names}, below: 22 + line * rows};
+};
 mw.tooltip = (formatter, trigger = "axis") => ({
   trigger, confine: true, backgroundColor: mw.colour("card"), borderColor: mw.colour("line"),
   textStyle: {color: mw.colour("ink"), fontSize: 12}, axisPointer: {type: "shadow", shadowStyle: {opacity: .12}}, formatter,

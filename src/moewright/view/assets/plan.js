@@ -30,13 +30,13 @@ mw.showJudgement = (judgement, load) => {
 };
 
 /* Ranks as squares: a row a pipeline stage, a block an expert group, a shade a tensor group, a line a node. */
-mw.gridDrawing = job => {
-  const {stages, ranks, ep, tp, node} = job.grid;
+mw.gridDrawing = shown => {
+  const {stages, ranks, ep, tp, node} = shown.grid;
   const rows = Math.min(stages, 8), columns = Math.min(ranks, 32), size = 13, step = 15;
   const svg = (tag, attributes) => { const item = document.createElementNS("http://www.w3.org/2000/svg", tag); for (const [name, value] of Object.entries(attributes)) item.setAttribute(name, value); return item; };
   const at = rank => rank * step + 7 * Math.floor(rank / ep);
   const width = at(columns - 1) + size + 2, height = rows * 23;
-  const drawing = svg("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", class: "grid", "aria-label": `the ranks of the layout: ${job.words}`});
+  const drawing = svg("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", class: "grid", "aria-label": `the ranks of the layout: ${shown.words}`});
   for (let stage = 0; stage < rows; stage += 1)
     for (let rank = 0; rank < columns; rank += 1) {
       drawing.append(svg("rect", {x: at(rank), y: stage * 23, width: size, height: size, rx: 2, fill: "var(--accent)", opacity: Math.floor(rank / tp) % 2 ? .45 : .8}));
@@ -44,18 +44,21 @@ mw.gridDrawing = job => {
       drawing.append(svg("rect", {x: at(rank), y: stage * 23 + 16, width: joined ? at(rank + 1) - at(rank) : size, height: 2, fill: "var(--quiet)"}));
     }
   const more = [stages > rows ? `${mw.count(stages - rows)} more stages` : "", ranks > columns ? `${mw.count(ranks - columns)} more ranks a stage` : ""].filter(Boolean).join(", ");
-  return mw.el("figure", {class: "grid"}, drawing, mw.el("figcaption", {class: "note"}, `${stages > 1 ? "A row is a pipeline stage, a" : "A"} block ${ep > 1 ? "the ranks that share the experts" : "a rank"}, a line a node${tp > 1 ? ", a shade a tensor group" : ""}${more ? `; ${more}` : ""}.`));
+  return mw.el("figure", {class: "grid"}, drawing, mw.el("figcaption", {class: "note"}, mw.el("span", {}, `${stages > 1 ? "A row is a pipeline stage, a" : "A"} block ${ep > 1 ? "the ranks that share the experts" : "a rank"}, a line a node${tp > 1 ? ", a shade a tensor group" : ""}${more ? `; ${more}` : ""}.`), mw.pngButton(`the ranks of ${shown.layout}`, () => mw.paintDrawing(drawing))));
 };
+
+/* A layout: in words, as labels, as its ranks, and as text to copy. */
+mw.labels = labels => labels.length ? mw.el("div", {class: "row labels"}, labels.map(label => mw.el("span", {class: "badge"}, label))) : "";
+mw.layoutFace = (shown, id) => [mw.el("p", {class: "words"}, shown.words), mw.labels(shown.labels), mw.gridDrawing(shown),
+  mw.el("div", {class: "row layout"}, mw.el("code", {id}, shown.layout), mw.copyButton(shown.layout, "the layout's text"))];
 
 mw.verdictPanel = (plan, act) => mw.el("section", {class: `panel verdict ${mw.qualityClass[plan.judgement.quality]}`, id: "verdict", "data-quality": plan.judgement.quality, "aria-live": "polite"},
   mw.el("h1", {}, plan.headline),
   mw.el("div", {id: "judgement"}, ...mw.judgementLines(plan.judgement, act ? undefined : null)),
   mw.el("p", {}, `${plan.sentence}.`),
   mw.el("p", {class: "quiet"}, `${plan.job.model} on ${mw.count(plan.job.devices)} × ${plan.job.device}, sequence ${mw.count(plan.job.seq_len)}, global batch ${mw.count(plan.job.global_batch)}, ${plan.job.precision}`),
-  mw.el("p", {class: "words"}, plan.job.words),
-  mw.el("div", {class: "row"}, plan.job.labels.map(label => mw.el("span", {class: "badge"}, label))),
-  mw.gridDrawing(plan.job),
-  mw.el("div", {class: "row layout"}, mw.el("code", {id: "layout-text"}, plan.job.layout), mw.copyButton(plan.job.layout, "the layout's text")),
+  plan.notes.length ? mw.el("p", {class: "note"}, plan.notes.join("; ")) : "",
+  mw.layoutFace(plan.job, "layout-text"),
   mw.figures(plan));
 
 mw.stackTotal = (stage, hidden) => stage.components.reduce((sum, part) => sum + (hidden.has(part.name) ? 0 : part.value), 0);
@@ -156,8 +159,7 @@ mw.render.PlanView = (plan, root, act) => {
     mw.el("div", {class: "cards"},
       mw.panel("Memory of every pipeline rank", mw.memoryChart(plan)),
       mw.panel("Where the step goes", mw.stepChart(plan)),
-      mw.evidencePanel(plan)),
-    plan.notes.length ? mw.el("p", {class: "note"}, plan.notes.join("; ")) : "");
+      mw.evidencePanel(plan)));
 };
 
 /* The values that a rule names as nearest: numbers, names, or a string of stages in quotes. */

@@ -103,10 +103,11 @@ mw.heatColour = load => {
   const level = Math.max(-1, Math.min(1, Math.log2(load)));
   return level >= 0 ? `rgba(224,123,57,${(.12 + .88 * level).toFixed(2)})` : `rgba(72,120,184,${(.12 - .88 * level).toFixed(2)})`;
 };
-mw.heat = (layers, key, unit) => mw.el("div", {class: "heat", role: "img", "aria-label": `Load of every ${unit} over its layer's mean`},
+mw.heat = (layers, key, unit) => mw.el("div", {}, mw.el("div", {class: "heat", role: "img", "aria-label": `Load of every ${unit} over its layer's mean`},
   layers.map(layer => mw.el("div", {class: "heatrow"}, mw.el("span", {class: "n"}, String(layer.layer)),
     mw.el("div", {class: "cells"}, layer[key].map((load, index) => mw.el("i", {style: `background:${mw.heatColour(load)}`, title: `layer ${layer.layer}, ${unit} ${index}: ${load.toFixed(2)} × the mean`}))),
-    mw.el("b", {}, Math.max(...layer[key]).toFixed(2)))));
+    mw.el("b", {}, Math.max(...layer[key]).toFixed(2))))),
+  mw.el("div", {class: "row copies no-print"}, mw.rowCopies(() => [["layer", ...layers[0][key].map((_, index) => `${unit} ${index}`)], ...layers.map(layer => [String(layer.layer), ...layer[key].map(load => load.toFixed(2))])], `load of every ${unit}`)));
 
 mw.expertPanel = experts => {
   const panel = mw.panel("Expert load", mw.el("p", {class: "note"}, `${experts.window}; a row a layer, a cell an expert; blue gets less than the mean, orange more; the figure is the hottest. ${experts.dead}.`), mw.heat(experts.layers, "experts", "expert"));

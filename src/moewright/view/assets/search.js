@@ -5,8 +5,8 @@ mw.searchState = {key: "step_s", down: false, verdict: "all", grade: "all"};
 
 mw.searchChart = (view, pick) => {
   const kinds = {plan: mw.palette.memory.communication, gamble: mw.palette.memory.activations, candidate: mw.palette.memory.fragmentation};
-  const option = () => {
-    const gib = 2 ** 30;
+  const option = width => {
+    const gib = 2 ** 30, names = [...Object.values(mw.kindWords), "Pareto front"], {legend, below} = mw.chartLegend(names, width);
     const front = view.ranked.filter(item => item.is_on_front).sort((a, b) => a.step_s - b.step_s);
     const series = Object.entries(kinds).map(([kind, colour]) => ({
       name: mw.kindWords[kind], type: "scatter", symbolSize: kind === "candidate" ? 7 : 13, itemStyle: {color: colour, opacity: kind === "candidate" ? .6 : 1, borderColor: mw.colour("card"), borderWidth: 1},
@@ -15,7 +15,7 @@ mw.searchChart = (view, pick) => {
     series.push({name: "Pareto front", type: "line", step: "end", symbol: "none", lineStyle: {color: mw.colour("accent"), width: 1.5, type: "dashed"}, data: front.map(item => [item.step_s, item.peak_bytes / gib]), silent: true,
       markLine: {symbol: "none", silent: true, lineStyle: {color: mw.colour("bad"), width: 2, type: "solid"}, label: {show: false}, data: [{yAxis: view.capacity_bytes / gib}]}});
     return {
-      grid: {left: 8, right: 16, top: 40, bottom: 30, containLabel: true}, legend: {top: 0, textStyle: {color: mw.colour("ink")}, type: "scroll"}, series,
+      grid: {left: 8, right: 16, top: below, bottom: 30, containLabel: true}, legend, series,
       xAxis: {type: "value", scale: true, name: "step, s", nameLocation: "middle", nameGap: 26, ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
       yAxis: {type: "value", scale: true, name: "peak, GiB", max: range => Math.ceil(Math.max(range.max, view.capacity_bytes / gib) * 1.03), ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
       tooltip: mw.tooltip(item => item.data.item ? `<b>${mw.escape(item.data.item.layout)}</b><br>${mw.seconds(item.data.item.step_s)} a step, ${mw.bytes(item.data.item.peak_bytes)}, fits with a probability of ${mw.percent(item.data.item.fit_probability, 0)}` : "", "item"),
@@ -40,7 +40,7 @@ mw.searchTable = (view, pick) => {
     heads.forEach((head, index) => { if (columns[index][0] === state.key) head.setAttribute("aria-sort", state.down ? "descending" : "ascending"); else head.removeAttribute("aria-sort"); });
     order.value = state.key;
     body.replaceChildren(...rows.map(item => mw.el("tr", {class: item === full[0] ? "best" : ""}, columns.map(([key, , show]) => {
-      if (key === "layout") return mw.el("td", {}, mw.layoutCell(item.layout, item.words, pick && (() => pick(item.layout))));
+      if (key === "layout") return mw.el("td", {}, mw.layoutCell(item.layout, item.words, pick && (() => pick(item.layout))), mw.labels(item.labels));
       if (key === "grade") return mw.el("td", {"data-label": "evidence"}, mw.el("span", {class: `badge ${item.verdict}`}, item.verdict), " ", mw.gradeWords[item.grade] || item.grade);
       if (key === "trainers") return mw.el("td", {"data-label": "runs in"}, item.trainers.join(", "));
       return mw.el("td", {class: "n", "data-label": columns.find(column => column[0] === key)[1]}, show(item[key]));
@@ -56,9 +56,10 @@ mw.searchTable = (view, pick) => {
 
 /* The fastest layout, and the fastest that somebody ran: what each adds to the other. */
 mw.answerPanel = (answer, pick) => mw.el("section", {class: "panel", "data-answer": answer.layout},
-  mw.el("h2", {}, answer.title), mw.layoutCell(answer.layout, answer.words, pick && (() => pick(answer.layout))),
+  mw.el("h2", {}, answer.title), mw.layoutFace(answer),
+  pick ? mw.el("p", {}, mw.el("button", {type: "button", class: "small pick", onclick: () => pick(answer.layout)}, "Show this plan")) : "",
   mw.el("p", {}, `Expect ${mw.seconds(answer.expected_step_s)} a step. `, mw.el("span", {class: "badge"}, answer.runs ? `${mw.count(answer.runs)} published runs made its choices` : mw.gradeWords[answer.grade] || answer.grade)),
-  answer.adds.length ? mw.el("p", {class: "note"}, answer.runs ? "Has " : "Adds ", answer.adds.join(", "), answer.runs ? "." : ": nobody published all of them together.") : "",
+  answer.adds.length && !answer.runs ? mw.el("p", {class: "note"}, "Adds ", answer.adds.join(", "), ": nobody published all of them together.") : "",
   answer.published ? mw.el("p", {class: "note"}, `${answer.published}.`) : "");
 
 mw.render.SearchView = (view, root, act, pick) => {
@@ -131,12 +132,12 @@ mw.render.BudgetView = (view, root, act, pick) => {
   if (!points.length) return;
   const line = (name, days, style) => ({type: "line", name, itemStyle: {color: mw.palette.time.attention}, data: points.map(point => [point.devices, days(point)]), ...style});
   const option = () => ({
-    grid: {left: 8, right: 24, top: 30, bottom: 30, containLabel: true},
+    grid: {left: 8, right: 52, top: 30, bottom: 30, containLabel: true},
     xAxis: {type: "log", logBase: 2, min: "dataMin", max: "dataMax", name: "devices", nameLocation: "middle", nameGap: 26, ...mw.axis({axisLabel: {formatter: value => mw.count(Math.round(value))}})},
     yAxis: {type: "log", logBase: 2, name: "days", ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
     tooltip: mw.tooltip(items => { const point = points[items[0].dataIndex]; return `<b>${mw.count(point.devices)} devices</b><br>${mw.digits(point.days)} days (80 %: ${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])})<br>${mw.seconds(point.step_s)} a step`; }),
     series: [
-      line("days", point => point.days, {symbolSize: 9, lineStyle: {color: mw.palette.time.attention}, label: {show: true, position: "top", color: mw.colour("ink"), formatter: item => mw.digits(item.value[1])}}),
+      line("days", point => point.days, {symbolSize: 9, lineStyle: {color: mw.palette.time.attention}, label: {show: true, position: "top", align: "left", color: mw.colour("ink"), formatter: item => mw.digits(item.value[1])}}),
       ...[0, 1].map(end => line("80 %", point => point.days_80[end], {symbol: "none", silent: true, lineStyle: {color: mw.palette.time.attention, width: 1, opacity: .55}})),
       line("as many device-hours as the fewest", point => points[0].days * points[0].devices / point.devices, {symbol: "none", silent: true, lineStyle: {color: mw.colour("quiet"), width: 1, type: "dashed"}}),
     ],
@@ -150,9 +151,9 @@ mw.render.BudgetView = (view, root, act, pick) => {
 mw.render.DesignView = (view, root) => {
   const roles = [["chosen", "chosen shape", mw.palette.time.experts, 16], ["front", "no shape beats it", mw.palette.time.attention, 9], ["published", "published models, trained alike", mw.colour("quiet"), 9]];
   const describe = point => `<b>${mw.escape(point.name)}</b><br>${mw.tokens(point.total)} parameters, ${mw.tokens(point.active)} active<br>${mw.tokens(point.tokens)} tokens in ${mw.digits(point.days)} days<br>loss ${point.loss.toFixed(3)} (${point.interval.map(end => end.toFixed(3)).join(" to ")})`;
-  const option = () => ({
-    grid: {left: 8, right: 24, top: 36, bottom: 30, containLabel: true},
-    legend: {top: 0, textStyle: {color: mw.colour("ink")}, data: roles.map(role => role[1])},
+  const option = width => ({
+    grid: {left: 8, right: 24, top: mw.chartLegend(roles.map(role => role[1]), width).below, bottom: 30, containLabel: true},
+    legend: mw.chartLegend(roles.map(role => role[1]), width).legend,
     xAxis: {type: "log", name: "parameters", nameLocation: "middle", nameGap: 26, ...mw.axis({axisLabel: {formatter: value => mw.tokens(value)}})},
     yAxis: {type: "value", scale: true, name: "predicted loss, nats", ...mw.axis({axisLabel: {formatter: value => value.toFixed(2)}})},
     tooltip: mw.tooltip(item => describe(item.data.point), "item"),

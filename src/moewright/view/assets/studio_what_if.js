@@ -13,6 +13,8 @@ studio.whatIfBar = (axis, point, most) => {
   return mw.el("a", {class: "multiple", href: `${path}?${params}`, "aria-current": point.is_own ? "true" : null, title: `${mw.seconds(point.step_s)} a step, ${mw.bytes(point.peak_bytes)}, ${mw.verdictWords[point.verdict].toLowerCase()}`,
     onclick: event => { event.preventDefault(); studio.go({[axis.key]: point.value}, "plan"); }}, mw.el("span", {}, point.label), mw.el("span", {class: "rail"}, bar), mw.el("b", {}, mw.digits(point.tokens_per_s_per_device)));
 };
+studio.whatIfRows = view => [["option", "value", "tokens/s a device", "step", "peak", "verdict"], ...view.axes.flatMap(axis => axis.points.map(point => [axis.title, point.label,
+  ...(point.rule ? ["", "", "", point.rule] : [mw.digits(point.tokens_per_s_per_device), mw.seconds(point.step_s), mw.bytes(point.peak_bytes), mw.verdictWords[point.verdict]])]))];
 /* Asked once the choices rest, as the judgement is. */
 studio.askWhatIf = () => {
   clearTimeout(studio.whatIfTimer);
@@ -25,6 +27,8 @@ studio.askWhatIf = () => {
     if (view.kind !== "WhatIfView" || studio.record !== record || !panel.isConnected) return;
     const most = Math.max(...view.axes.flatMap(axis => axis.points.map(point => point.tokens_per_s_per_device)));
     panel.querySelector(".multiples").replaceChildren(...view.axes.map(axis => mw.el("div", {}, mw.el("h3", {}, axis.title), axis.points.map(point => studio.whatIfBar(axis, point, most)))));
+    panel.querySelector(".copies")?.remove();
+    panel.append(mw.el("div", {class: "row copies no-print"}, mw.rowCopies(() => studio.whatIfRows(view), "what if")));
     if (!shown) mw.settle(studio.content());
   }, 700);
 };

@@ -22,9 +22,11 @@ mw.rankBars = trace => {
 };
 mw.rankHeat = trace => {
   const rows = trace.parts.map(part => ({part: part.part, mean: part.seconds.reduce((sum, value) => sum + value, 0) / part.seconds.length, seconds: part.seconds})).filter(row => row.mean > 0);
-  return mw.el("div", {class: "heat", id: "rank-heat", role: "img", "aria-label": "Seconds of every rank over the mean of all ranks, by part"}, rows.map(row => mw.el("div", {class: "heatrow part"}, mw.el("span", {class: "n"}, row.part),
+  const lines = () => [["part", ...trace.ranks.map(rank => `rank ${rank}`)], ...rows.map(row => [row.part, ...row.seconds.map(seconds => (seconds / row.mean).toFixed(2))])];
+  return mw.el("div", {}, mw.el("div", {class: "heat", id: "rank-heat", role: "img", "aria-label": "Seconds of every rank over the mean of all ranks, by part"}, rows.map(row => mw.el("div", {class: "heatrow part"}, mw.el("span", {class: "n"}, row.part),
     mw.el("div", {class: "cells"}, row.seconds.map((seconds, index) => mw.el("i", {style: `background:${seconds > 0 ? mw.heatColour(seconds / row.mean) : "transparent"}`, title: `rank ${trace.ranks[index]}, ${row.part}: ${mw.seconds(seconds)}, ${(seconds / row.mean).toFixed(2)} × the mean`}))),
-    mw.el("b", {}, (Math.max(...row.seconds) / row.mean).toFixed(2)))));
+    mw.el("b", {}, (Math.max(...row.seconds) / row.mean).toFixed(2))))),
+  mw.el("div", {class: "row copies no-print"}, mw.rowCopies(lines, "ranks beside their mean")));
 };
 mw.stepStrip = worst => {
   const lane = 20, top = 4, left = 132, height = top + lane * worst.lanes.length + 22;
