@@ -6,7 +6,6 @@ Each is done at three sizes, has its answer in words, and leaves nothing wrong o
 import csv
 import io
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,21 @@ TINY = "model=allenai/OLMoE-1B-7B-0924&on=4xH100&seq_len=4096&global_batch=64&pr
 SMALL = "model=Qwen/Qwen3-30B-A3B&on=16xH100&seq_len=4096&global_batch=512&precision=bf16"
 START = f"?{TINY}&layout=ep4"
 CLIPBOARD = "navigator.clipboard.writeText = async text => { window.copied = text; }"
+CONFIG: dict[str, object] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "vocab_size": 32000,
+    "intermediate_size": 2048,
+    "tie_word_embeddings": False,
+}
 SCRIPT = "examples/qwen3_30b_16h100.sh"
 
 
@@ -169,15 +183,10 @@ def compare_with_nothing(page):
 
 
 def bring_a_config(page):
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    config |= {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16}
-    config |= {"num_key_value_heads": 4, "head_dim": 64, "num_experts": 16}
-    config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 512, "vocab_size": 32000}
-    config |= {"intermediate_size": 2048, "tie_word_embeddings": False}
     show_controls(page)
     page.locator("details.group summary").click()
     file = {"name": "config.json", "mimeType": "application/json"}
-    page.locator("#file").set_input_files([{**file, "buffer": json.dumps(config).encode()}])
+    page.locator("#file").set_input_files([{**file, "buffer": json.dumps(CONFIG).encode()}])
     page.locator("#layout-text").wait_for(timeout=60_000)
     page.locator("#drop-state", has_text="is read").wait_for(state="attached")
 
@@ -188,7 +197,6 @@ def bring_a_text_that_is_no_script(page):
     page.locator("#script").fill("hello, is this a script?")
     page.get_by_text("Take the script's layout").click()
     page.locator("#drop-state:not(:empty)").wait_for()
-    assert "reading" not in page.locator("#drop-state").inner_text() or True
     page.wait_for_function(
         "() => !/reading/.test(document.getElementById('drop-state').textContent)"
     )
@@ -231,9 +239,11 @@ def learn_something(page):
 
 
 def ask_a_page_that_is_not_there(page):
-    answer = page.goto(page.url.split("?")[0] + "nosuchpage")
+    # Asked beside the page, for a browser complains of every 404 in its console.
+    answer = page.request.get(page.url.split("?")[0] + "nosuchpage")
     assert answer.status == 404
-    assert page.locator("a[href='/']").count() >= 1
+    assert "There is no such page" in answer.text()
+    assert 'href="/top"' in answer.text()
 
 
 def take_a_memory_of_my_own(page):
@@ -249,7 +259,7 @@ def stop_a_search(page):
 
 
 def start_it_under_slurm(page):
-    page.locator("header nav [data-page='share']").click()
+    page.goto(f"{page.url.split('?')[0]}share?{SMALL}&layout=ep8,mbs1,recompute=full")
     page.locator("[data-target='slurm']").click()
     page.locator("pre.file").wait_for()
     text = read_copy(page, page.locator("#export-file").get_by_text("Copy", exact=True))
@@ -280,15 +290,16 @@ TASKS = (
     *(learn_something, ask_a_page_that_is_not_there, take_a_memory_of_my_own, stop_a_search),
     *(start_it_under_slurm, zoom_into_the_timetable),
 )
-EXPECTED_COMPLAINT = re.compile("404")  # of the browser's console, where a page is not there
 
 
 @pytest.mark.turns
 @pytest.mark.parametrize("task", TASKS, ids=[task.__name__ for task in TASKS])
 def test_a_newcomer_does_a_task(studio, open_page, screen, task):
     page = open_page(f"{studio}{START}")
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(40_000)
     task(page)
     page.wait_for_timeout(300)
+    # What a reader has opened by himself may be scrolled.
+    page.evaluate("document.querySelectorAll('details.group').forEach(item => item.open = false)")
     faults = [fault for fault in find_faults_of_size(page, screen, 900) if "high" not in fault[1]]
     assert faults == []
