@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -39,6 +40,23 @@ def test_a_frame_has_the_values_of_the_rows(library: str) -> None:
     assert list(frame["name"]) == ["a", "b", "c"]
     assert frame["step_s"].sum() == 4.0
     assert next(iter(frame["parts"])) == "1+2"
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_column_has_one_type_and_its_values(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = rng.sample([3, -(1 << 70), 2.5, "fits", True, None], rng.choice((1, 2, 3)))
+    values = [rng.choice(kinds) for _ in range(6)]
+    column = frames.give_one_type(values)
+    assert len({type(value) for value in column if value is not None}) <= 1
+    for value, own in zip(values, column, strict=True):
+        assert (value is None) == (own is None)
+        assert isinstance(own, str) or own == value
+        assert not isinstance(own, str) or own == str(value)
+        assert not isinstance(own, int) or abs(own) < 1 << 63
+    if importlib.util.find_spec("polars"):
+        frame = importlib.import_module("polars").DataFrame({"column": column})
+        assert frame["column"].to_list() == column
 
 
 @pytest.mark.parametrize("library", frames.CHARTS)

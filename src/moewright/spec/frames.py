@@ -16,6 +16,7 @@ from moewright.spec.errors import BadInput, Reason
 FRAMES = ("pandas", "polars")
 CHARTS = ("matplotlib", "plotly")
 _PLAIN = (bool, int, float, str)
+_INT_LIMIT = 1 << 63  # integers of a frame have 64 bits
 
 
 def choose_library(library: str, legal: Sequence[str], field: str) -> str:
@@ -54,11 +55,28 @@ def _to_cell(value: object) -> object:
 def build_frame(rows: Iterable[Mapping[str, object]], library: str = "") -> Any:
     """Return the rows as a pandas.DataFrame or a polars.DataFrame.
 
+    A column of polars has one type: with numbers and text in it, it is text.
+
     Raises:
         BadInput: the library is not installed.
     """
-    module = import_module(choose_library(library, FRAMES, "to_frame"))
-    return module.DataFrame(build_columns(rows))
+    chosen = choose_library(library, FRAMES, "to_frame")
+    columns = build_columns(rows)
+    if chosen == "polars":
+        columns = {name: give_one_type(values) for name, values in columns.items()}
+    return import_module(chosen).DataFrame(columns)
+
+
+def give_one_type(values: Sequence[Any]) -> list[Any]:
+    """Return the values of a column in one type: their own, floats of numbers, or text."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int} and all(abs(value) < _INT_LIMIT for value in values if value is not None):
+        return list(values)
+    if kinds and kinds <= {int, float}:
+        return [None if value is None else float(value) for value in values]
+    if len(kinds) > 1:
+        return [None if value is None else str(value) for value in values]
+    return list(values)
 
 
 def draw_bars(
