@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -166,6 +167,9 @@ def test_lines_of_other_trainers_are_read(tmp_path: Path) -> None:
     series = read_numbers(tmp_path / "titan.log", titan)
     assert (series.trainer, series.has_rates, len(series.numbers)) == ("torchtitan", True, 30)
     assert series.steps_s[9] == pytest.approx(1 / 5010)
+    assert (
+        mw.watch(tmp_path / "titan.log").title() == "step 30: 199 us a token of a device, 0 alarms"
+    )
     plan = mw.estimate("Llama-3.1-8B", "recompute=full", on="8xH100")
     plan_file = tmp_path / "plan.json"
     main(["estimate", "Llama-3.1-8B", "--on", "8xH100", "--json", str(plan_file)])
@@ -302,6 +306,29 @@ def test_event_files_of_tensorboard_are_watched_as_they_grow(
     path.write_bytes(b"\xff" * 200)
     with pytest.raises(BadInput, match="is no event file of TensorBoard"):
         mw.watch(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+def test_progress_bars_of_nemo_are_read(tmp_path: Path, end: str) -> None:
+    """A bar is drawn over itself; the state that is being written is not read yet."""
+    states = [
+        f"Epoch 0: :   1%| | {number}/300 [09:07<878:01, v_num=, reduced_train_loss="
+        f"{9 - number / 100:.3f}, global_step={number - 1}.0, consumed_samples={number * 8}.0, "
+        f"train_step_timing in s=4.{number:03d}]"
+        for number in range(1, 31)
+    ]
+    rest = "Epoch 0: :  2%| | 31/300 [09:07<878:01, v_"
+    text = "".join(f"{state}{end}" for state in (*states, states[-1]))
+    series = read_numbers(tmp_path / "bar.log", text + rest)
+    assert series.sort().numbers == tuple(range(1, 31))
+    assert (series.trainer, series.total) == ("NeMo", 300)
+    assert series.steps_s[11] == 4.012
+    assert series.losses[11] == 8.88
+    assert series.end == len(text)
+    untimed = re.sub(r", train_step_timing in s=[\d.]+", "", text)
+    (tmp_path / "bar.log").write_text(untimed)
+    with pytest.raises(BadInput, match="has steps of NeMo without their seconds"):
+        mw.watch(tmp_path / "bar.log")
 
 
 def test_what_cannot_be_watched_is_refused(

@@ -31,6 +31,7 @@ from moewright.diagnosis.traces.megatron_timers import TimerBlock
 from moewright.diagnosis.traces.step_lines import (
     SortedSteps,
     StepSeries,
+    lacks_seconds,
     read_head,
     read_lines_between,
     read_new_steps,
@@ -97,6 +98,9 @@ class LogWatcher:
         if not self._series.numbers:
             rule = "holds no step of Megatron-LM, Bridge, NeMo, torchtitan or moewright"
             nearest = "the console output of a trainer, or a run folder"
+            if not is_event_file(self._path) and lacks_seconds(self._path):
+                rule = "has steps of NeMo without their seconds"
+                nearest = "a log with train_step_timing (exp_manager.log_step_timing=true)"
             raise BadInput(Reason(field=self._name, rule=rule, nearest=nearest))
         if not self._has_head:  # what comes before the first step had not come yet
             self._has_head = True

@@ -133,7 +133,12 @@ class RunWatch(Record):
     def title(self) -> str:
         """Return the step, the speed, and how many alarms there are."""
         alarms = plural(len(self.alarms), "alarm")
-        return f"step {self.latest}: {format_seconds(self.step_s)} a step, {alarms}"
+        return f"step {self.latest}: {format_seconds(self.step_s)} {self.unit}, {alarms}"
+
+    @property
+    def unit(self) -> str:
+        """What `step_s` is the time of, in words."""
+        return "a token of a device" if self.has_rates else "a step"
 
     def to_rows(self) -> list[Row]:
         """Return a row for each alarm."""

@@ -53,8 +53,7 @@ def list_facts(watch: RunWatch) -> Iterator[tuple[str, str]]:
     of = mention(" of {:,}", watch.total)
     yield "trainer", watch.trainer
     yield "step", f"{watch.latest:,}{of}, {watch.steps:,} read"
-    unit = "a token of a device" if watch.has_rates else "a step"
-    yield "now", f"{format_seconds(watch.step_s)} {unit}, the median of the latest 50"
+    yield "now", f"{format_seconds(watch.step_s)} {watch.unit}, the median of the latest 50"
     if watch.predicted_s:
         low, high = watch.band_s
         ends = f"{format_seconds(low)} to {format_seconds(high)}"

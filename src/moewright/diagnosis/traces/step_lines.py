@@ -116,12 +116,31 @@ def read_new_steps(path: Path, series: StepSeries) -> None:
         if size <= series.end:
             return
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            stop = text.rfind(b"\n") + 1
+            stop = _find_last_end(text, series.end, size)
             _scan(text, series, stop)
             series.end = max(series.end, stop)
     except (OSError, ValueError) as error:
         rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise BadInput(Reason(field=str(path), rule=rule)) from None
+
+
+def _find_last_end(text: mmap.mmap, start: int, size: int) -> int:
+    """Return the place behind the last line, or the last state of a progress bar, that is whole."""
+    newline = text.rfind(b"\n", start, size)
+    drawn = text.rfind(b"\r", max(start, newline, size - _LONGEST_LINE), size)
+    return max(newline, drawn) + 1
+
+
+def _find_line(text: mmap.mmap, place: int, stop: int) -> tuple[int, int]:
+    """Return where the line around a place begins and ends.
+
+    A progress bar that is drawn over itself returns in place of ending a line.
+    """
+    first = max(0, place - _LONGEST_LINE)
+    last = min(place + _LONGEST_LINE, stop)
+    start = max(text.rfind(b"\n", first, place), text.rfind(b"\r", first, place), first - 1) + 1
+    ends = (text.find(b"\n", place, last), text.find(b"\r", place, last), last)
+    return start, min(end for end in ends if end >= 0)
 
 
 def _scan(text: mmap.mmap, series: StepSeries, stop: int) -> None:
@@ -134,9 +153,8 @@ def _scan(text: mmap.mmap, series: StepSeries, stop: int) -> None:
         place = series.end
         has_steps = False
         while (place := text.find(mark, place, stop)) >= 0:
-            start = text.rfind(b"\n", max(0, place - _LONGEST_LINE), place) + 1
-            end = text.find(b"\n", place, stop)
-            step = parse(text[start : min(end, start + _LONGEST_LINE)])
+            start, end = _find_line(text, place, stop)
+            step = parse(text[start:end])
             if step is not None:
                 series.add(step, start)
                 has_steps = True
@@ -154,6 +172,7 @@ def _scan_usual(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
     """
     first = len(series.numbers)
     place = series.end
+    stop = text.rfind(b"\n", place, stop) + 1
     while place < stop:
         end = text.rfind(b"\n", place, min(place + _PIECE_BYTES, stop)) + 1
         if end <= place:  # a line that is longer
@@ -204,6 +223,7 @@ _NUMBER = rb"([-+]?[\d,]+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan)"
 _NEMO = re.compile(rb"train_step_timing in s\W+" + _NUMBER)
 _NEMO_STEP = re.compile(rb"(?:iteration|global_step)\W+(\d+)(?:\s*/\s*(\d+))?")
 _NEMO_LOSS = re.compile(rb"reduced_train_loss\W+" + _NUMBER)
+_NEMO_BAR = re.compile(rb"\|\s*\d+/(\d+) \[")
 _TITAN = re.compile(
     rb"step:\s*(?:\x1b\[\d+m)*(\d+).*?loss:\s*" + _NUMBER + rb".*?tps:\s*(?:\x1b\[\d+m)*([\d,]+)"
 )
@@ -214,12 +234,13 @@ def _parse_nemo(line: bytes) -> StepLine | None:
     timing, step = _NEMO.search(line), _NEMO_STEP.search(line)
     if timing is None or step is None:
         return None
-    loss = _NEMO_LOSS.search(line)
+    loss, bar = _NEMO_LOSS.search(line), _NEMO_BAR.search(line)
+    total = int(bar[1]) if bar else 0
     return StepLine(
         number=int(step[1]) + 1,
         step_s=_to_float(timing[1]),
         loss=_to_float(loss[1]) if loss else nan,
-        total=int(step[2]) + 1 if step[2] else 0,
+        total=int(step[2]) + 1 if step[2] else total,
     )
 
 
@@ -289,6 +310,12 @@ def read_step_memory(text: str) -> tuple[MemoryReport, ...]:
         max_reserved_bytes=max(peaks_bytes),
     )
     return (report,)
+
+
+def lacks_seconds(path: Path) -> bool:
+    """Return whether a log has steps of NeMo, which prints their seconds where it is told to."""
+    with path.open("rb") as file:
+        return _NEMO_LOSS.search(file.read(_HEAD_BYTES)) is not None
 
 
 def read_head(path: Path) -> str:
