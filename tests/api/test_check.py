@@ -385,6 +385,8 @@ def test_commits_are_compared_by_the_jobs_of_the_file(
     script = SCRIPT.replace(
         "export CUDA", 'HERE=$(cd "$(dirname "$0")" && pwd)\nsource $HERE/sizes.sh\nexport CUDA'
     ).replace("--seq-length 4096", "--seq-length $SEQ --data-path $HERE/data")
+    # What only running tells is told alike too.
+    script = script.replace("--data-path", "--tensorboard-dir $HERE/$(date +%F) --data-path")
     Path("jobs").mkdir()
     Path("jobs/run.sh").write_text(script)
     Path("jobs/sizes.sh").write_text("SEQ=4096\n")

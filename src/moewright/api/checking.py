@@ -6,14 +6,15 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import cast
 
 from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.planning import estimate_request, is_plan_file
-from moewright.codec import from_data, read_toml, to_data
+from moewright.codec import read_toml
 from moewright.diagnosis.checks import ChangeBudgets, Check, JobCheck, OptionChange, find_breaches
 from moewright.diagnosis.plan_changes import compare_plans
 from moewright.intake.megatron.unknown import show_unknown
@@ -274,18 +275,27 @@ def _read_side(side: _Side, path: Path, source: JobSource, on: str | Hardware) -
         ) from None
     if not side.unpacked:
         return reading
-    return from_data(ScriptPlan, _move(to_data(reading), side.unpacked, str(find_root())), where="")
+    return cast(ScriptPlan, _move(reading, side.unpacked, str(find_root())))
 
 
-def _move(data: Any, folder: str, other: str) -> Any:
-    """Return plain data with another folder in every text."""
-    if isinstance(data, str):
-        return data.replace(folder, other)
-    if isinstance(data, list):
-        return [_move(item, folder, other) for item in data]
-    if isinstance(data, dict):
-        return {key: _move(item, folder, other) for key, item in data.items()}
-    return data
+def _move(value: object, folder: str, other: str) -> object:
+    """Return a record, or a part of one, with another folder in every text.
+
+    Values that only running a script tells stand in its options as marks that no file may hold.
+    """
+    if isinstance(value, Enum):
+        return value
+    if isinstance(value, str):
+        return value.replace(folder, other)
+    if isinstance(value, tuple):
+        return tuple(_move(item, folder, other) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _move(item, folder, other) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        old = {field.name: getattr(value, field.name) for field in fields(value)}
+        new = {name: _move(item, folder, other) for name, item in old.items()}
+        return replace(value, **{name: item for name, item in new.items() if item != old[name]})
+    return value
 
 
 def _name_place(field: str, side: _Side, path: Path) -> str:
