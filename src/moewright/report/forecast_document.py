@@ -6,7 +6,7 @@ from math import isfinite
 
 from moewright.diagnosis.load_forecast import LoadForecast, PlacementOffer
 from moewright.report.document import Document, DocumentSection, build_table, numbers, words
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_seconds, plural
 
 
 def build_forecast_document(subject: str, forecast: LoadForecast) -> Document:
@@ -58,4 +58,4 @@ def build_forecast_document(subject: str, forecast: LoadForecast) -> Document:
 def _describe_pay(offer: PlacementOffer) -> str:
     if not isfinite(offer.pays_after):
         return "never"
-    return f"{max(1, round(offer.pays_after)):,} steps"
+    return plural(max(1, round(offer.pays_after)), "step")
