@@ -371,9 +371,10 @@ def test_budgets_of_a_file_decide_the_exit_code(
         assert message in capsys.readouterr().err
 
 
-def run_git(folder: Path, *arguments: str) -> None:
+def run_git(folder: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=n", "-c", "user.email=e@x", "-c", "commit.gpgsign=false"]
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+    command = ["git", *identity, *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
 def test_commits_are_compared_by_the_jobs_of_the_file(
@@ -397,6 +398,13 @@ def test_commits_are_compared_by_the_jobs_of_the_file(
     run_git(tmp_path, "commit", "--quiet", "-m", "first")
     assert main(["check", "HEAD"]) == 0
     assert "nothing that is planned changes" in capsys.readouterr().out
+    assert mw.check("HEAD").jobs[0].options == ()
+    # A partial clone lacks files that no job reads.
+    Path("data.bin").write_text("large")
+    run_git(tmp_path, "add", "data.bin")
+    run_git(tmp_path, "commit", "--quiet", "-m", "second")
+    blob = run_git(tmp_path, "rev-parse", "HEAD:data.bin").strip()
+    (tmp_path / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
     assert mw.check("HEAD").jobs[0].options == ()
     Path("jobs/sizes.sh").write_text("SEQ=8192\n")
     (job,) = mw.check("main").jobs

@@ -23,6 +23,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
 
+_LACKS_FILE = "error: unable to read sha1 file of "  # git goes on with the other files
 _TIMEOUT_S = 120  # git may have to fetch what a partial clone lacks
 
 
@@ -63,19 +64,21 @@ def open_revision(revision: Revision) -> Iterator[Path]:
     """Give a folder with the files of a revision, which is gone afterwards.
 
     A path in it is that from the root of the repository. A symbolic link is a file that holds its
-    target, so that none leads out of the folder. The index of the repository stays as it is.
+    target, so that none leads out of the folder. The index of the repository stays as it is. Files
+    that a partial clone lacks are left out: jobs read few of a repository's files.
 
     Raises:
         BadInput: git does not give the files.
     """
     with TemporaryDirectory(prefix="moewright-") as folder:
         where = ["-C", str(find_root()), "-c", "core.symlinks=false", "--work-tree", folder]
-        _run_git([*where, "restore", "--worktree", "--source", revision.commit, "--", ":/"])
+        restore = [*where, "restore", "--worktree", "--source", revision.commit, "--", ":/"]
+        _run_git(restore, ignored=_LACKS_FILE)
         yield Path(folder)
 
 
-def _run_git(arguments: Sequence[str]) -> bytes:
-    """Return what git prints.
+def _run_git(arguments: Sequence[str], *, ignored: str = "") -> bytes:
+    """Return what git prints; what it says of errors may begin with `ignored`, line by line.
 
     Raises:
         BadInput: there is no git, or it fails.
@@ -90,6 +93,8 @@ def _run_git(arguments: Sequence[str]) -> bytes:
         rule = f"does not answer within {_TIMEOUT_S} s"
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode("utf-8", "replace").strip().splitlines() or ["fails"]
+        if ignored and all(line.startswith(ignored) for line in lines):
+            return bytes(error.stdout)
         rule = f"says: {lines[0]}"
     raise BadInput(Reason(field="git", rule=rule))
 
