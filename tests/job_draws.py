@@ -20,6 +20,7 @@ import pytest
 from layout_proof import BATCH, WORKLOAD, is_layout_free
 from layout_space import SHAPES
 from moewright.codec import format_layout, parse_layout
+from moewright.cost.memory.peak import steady_micro_batches
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout, unsupported_model
 from moewright.rules.limits.legality import check_legality
@@ -160,11 +161,13 @@ def _leave_out_numbers(rng: random.Random, job: Job) -> Job:
         assignment=RouterAssignment.TOP_K,
         drop_policy=DropPolicy.POSITION,
     )
+    # More micro-batches than bring the peak repeat what was counted.
+    micro_batches = steady_micro_batches(layout, rng.choice((1, 2, 4)))
     workload = replace(
         job.workload,
         router=router,
         data=DataSpec(),
-        global_batch=rng.choice((1, 2, 4)) * layout.dp * layout.mbs,
+        global_batch=micro_batches * layout.dp * layout.mbs,
     )
     return replace(job, layout=layout, workload=workload)
 

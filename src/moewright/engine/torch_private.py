@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 __all__ = (
+    "DEVICE_QUESTION",
     "FLASH",
     "FLASH_BACKWARD",
     "FLASH_FOR_CPU",
@@ -104,6 +105,10 @@ def storage_id(tensor: torch.Tensor) -> int:
 # The operation by which the host reads a value of a device (`item`): dry runs answer it, and graphs
 # refuse it.
 HOST_READ: Any = torch.ops.aten._local_scalar_dense
+
+# The question of a tensor's device, which torch dispatches too for tensors of Python's own: half of
+# what a dry run dispatches. It computes nothing, so nobody counts it.
+DEVICE_QUESTION: Any = torch.ops.prim.device.default
 
 # The gradient of softmax from its output, as torch's own autograd calls it.
 SOFTMAX_BACKWARD: Any = torch.ops.aten._softmax_backward_data

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moewright.engine.torch_private import TorchDispatchMode
+from moewright.engine.torch_private import DEVICE_QUESTION, TorchDispatchMode
 from moewright.spec.ledger import Module
 
 OperationArgs = tuple[Any, ...]
@@ -39,6 +39,8 @@ class ObservingMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_QUESTION:
+            return func(*args)
         kwargs = kwargs or {}
         for observe in self._before:
             observe(func, args, kwargs)

@@ -24,7 +24,12 @@ from moewright.engine.observe.storage_census import freeze_older_objects
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
 from moewright.engine.runtime import Runtime
-from moewright.engine.torch_private import HOST_READ, FakeTensorMode, TorchDispatchMode
+from moewright.engine.torch_private import (
+    DEVICE_QUESTION,
+    HOST_READ,
+    FakeTensorMode,
+    TorchDispatchMode,
+)
 from moewright.rules import grid
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import require_runnable
@@ -40,7 +45,13 @@ from moewright.spec.workload import DropPolicy, Dtype, Objective, RouterForce, W
 class HostAnswers(TorchDispatchMode):
     """A dispatch mode of a dry run, in which every number that the host reads is 1."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as of ObservingMode
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_QUESTION:
+            return args[0].device  # the property of a tensor without data asks no mode
         if func.overloadpacket is HOST_READ:
             return 1
         return func(*args, **(kwargs or {}))
