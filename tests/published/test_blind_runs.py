@@ -91,7 +91,7 @@ def test_errors_stay_near_what_they_were_blind() -> None:
     22 MoE rows: 18.4 and 36.3 %; four more are read, whose optimizer shards nothing. KempnerForge:
     187.5 % of four MoE rows (experts one by one, or batched after a pad), 23.2 % of 14 dense ones.
     Rows of transformers' layers on B300: 25.1 and 95.1 % of 97; since sums that are torch's own
-    operations are priced and FlashAttention-4's sinks cost what they do there, 11.6 and 59.9 %. Of
+    operations are priced and FlashAttention-4's sinks cost what they do there, 11.6 and 64.7 %. Of
     22 of torch's trainers 21.0 and 70.1 %.
     """
     splits = {(split.by, split.name): split for split in scored().summary.splits}
