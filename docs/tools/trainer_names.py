@@ -5,7 +5,8 @@ CHECKOUTS=DIR` reads the commit that each checkout below DIR stands at, and writ
 to src/moewright/intake/megatron/data/trainers: the name, its default, how many values it takes
 where a command has it, its group in the parser or its record, the file, and the file of the core
 that reads it. The arguments that releases of Megatron-LM had and its parser has no more go to
-former_arguments.csv with their defaults, for the dumps of logs. Nothing else is kept.
+former_arguments.csv with their defaults, for the dumps of logs, and the options of each release
+with their defaults to release_options.csv, for commands of that time. Nothing else is kept.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from moewright.spec.errors import BadInput
 TABLES = Path(__file__).parents[2] / "src/moewright/intake/megatron/data/trainers"
 CONVERTED = Path(__file__).parents[2] / "src/moewright/exporters/data/bridge_models.csv"
 FORMER = TABLES.parent / "former_arguments.csv"
+RELEASES = TABLES.parent / "releases.csv"
+RELEASE_OPTIONS = TABLES.parent / "release_options.csv"
 SOURCES = Path(__file__).with_suffix(".toml")
 _COLUMNS = ("name", "default", "values", "group", "source", "core")
 _PATCHED_OPTION = re.compile(r"^\+.*add_argument\(\s*['\"](--[\w-]+)['\"](.*)$", re.MULTILINE)
@@ -92,6 +95,10 @@ class Checkout:
         """Return the text of the first of some files that a release has."""
         listed = self._run("ls-tree", "--name-only", tag, *names).splitlines()
         return self._run("show", f"{tag}:{listed[0]}") if listed else ""
+
+    def month(self, tag: str) -> str:
+        """Return the month of a release's commit."""
+        return self._run("log", "-1", "--format=%cs", tag).strip()[: len("2026-08")]
 
     def _run(self, *words: str) -> str:
         command = ("git", "-C", str(self.folder), *words)
@@ -346,6 +353,53 @@ def write_former_arguments(folder: Path) -> Iterator[str]:
     yield from changes
 
 
+def list_spans(checkout: Checkout, entry: Mapping[str, Any]) -> Iterator[tuple[str, int, int, str]]:
+    """Yield (option, first release, last release, default) for as long as a default stayed.
+
+    The last of all releases is the parser that is read here.
+    """
+    columns = [
+        {
+            option.name: _printed_default(option)
+            for option in parse_options(checkout.read_release(release, entry["files"]))
+        }
+        for release in entry["releases"]
+    ]
+    columns.append({option.name: option.default for option in option_table().values()})
+    for name in sorted(set().union(*columns)):
+        first = 0
+        for index, column in enumerate(columns):
+            following = columns[index + 1] if index + 1 < len(columns) else {}
+            is_there = name in column
+            if is_there and following.get(name) == column[name]:
+                continue
+            if is_there:
+                yield name, first, index, column[name]
+            first = index + 1
+
+
+def write_releases(folder: Path) -> Iterator[str]:
+    """Write which options the releases of Megatron-LM have, and since when by which default."""
+    entry = tomllib.loads(SOURCES.read_text(encoding="utf-8"))["former"]
+    checkout = find_checkout(folder, entry["repository"])
+    if checkout is None:
+        yield f"{entry['repository']} is not below {folder}; its table of releases stays"
+        return
+    rows = list(list_spans(checkout, entry))
+    months = [(tag, checkout.month(tag)) for tag in entry["releases"]]
+    tables = (
+        (RELEASES, ("tag", "month"), [*months, ("d98e8a64", "2026-08")]),
+        (RELEASE_OPTIONS, ("name", "first", "last", "default"), rows),
+    )
+    for path, columns, lines in tables:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(lines)
+        path.write_text(text.getvalue(), encoding="utf-8")
+    yield f"{entry['repository']}: {len(rows)} defaults of options in {len(months)} releases"
+
+
 def write_tables(folder: Path) -> Iterator[str]:
     """Write the table of each trainer that is below a folder; yield what changed, line by line."""
     commits = dict(_read_commits())
@@ -377,6 +431,6 @@ def _read_commits() -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 if __name__ == "__main__":
-    for write in (write_tables, write_converted, write_former_arguments):
+    for write in (write_tables, write_converted, write_former_arguments, write_releases):
         for printed in write(Path(sys.argv[1])):
             print(printed)

@@ -173,3 +173,73 @@ def test_a_package_beside_a_script_is_its_trainer_where_its_program_imports_it(
     write(tmp_path, program, "pretrain_gpt.py")
     reading = read_flags(write(tmp_path, f"{START}\n", "examples/run.sh"), on="8xH100")
     assert (reading.plan.workload.trainer.attention_dropout == 0.5) is is_own
+
+
+def size(folder: Path, text: str) -> int:
+    return read_flags(write(folder, text), on="8xH100").plan.model.layers
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "false\nif [ $? -eq 0 ]; then L=4; else L=8; fi",
+        "[[ a == a ]]\nif [[ $? -ne 0 ]]; then L=4; else L=8; fi",
+        "(( 0 ))\nret=$?\nL=$((7 + ret))",
+        "L=8\npip install x\nif [ $? -ne 0 ]; then echo failed; exit 1; fi",
+        "L=8\nwhile true; do\n  ping -c1 $HOST\n  [ $? -eq 0 ] && break\n  sleep 1\ndone",
+    ],
+)
+def test_what_the_last_command_ended_with_is_known_or_decided(lines, tmp_path):
+    assert size(tmp_path, f"{lines}\n{START.replace('--num-layers 8', '--num-layers $L')}\n") == 8
+
+
+def test_a_training_that_is_tried_again_is_read_once(tmp_path):
+    loop = "ret=1\nuntil [ $ret -eq 0 ]; do\n{}\nret=$?\ndone\n"
+    assert size(tmp_path, loop.format(START)) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ('if [ -z "$A" ] || [ -z "$B" ]; then echo "A and B are required"; exit 1; fi', "--set A="),
+        ('S=${H_S:-3}\nif [ $S = 2 ]; then L=2; else echo "invalid $S"; exit 1; fi', "--set H_S="),
+        ('if [ "$#" -lt 1 ]; then echo "needs an argument"; exit 1; fi', "--script-args"),
+        ("case $SIZE in big) L=9;; *) exit 1;; esac", "--set SIZE="),
+    ],
+)
+def test_a_script_that_leaves_is_asked_for_what_its_condition_asked(text, nearest, tmp_path):
+    assert refusal(write(tmp_path, f"{text}\n{START}\n")).nearest.startswith(nearest)
+
+
+@pytest.mark.parametrize(
+    "words", ["--skip-train", "--train-iters 0", "--debug-rollout-only", "--num-rollout 0"]
+)
+def test_a_command_that_leaves_the_training_out_is_not_planned(words, tmp_path):
+    script = write(tmp_path, f"{START} {words}\n")
+    assert "leaves the training out" in refusal(script).rule
+    left_out = f"{words.split()[0]}=null"
+    assert read_flags(script, on="8xH100", overrides=[left_out]).plan.model.layers == 8
+
+
+def test_a_switch_is_set_and_cleared_by_hand(tmp_path):
+    script = write(tmp_path, f"{START} --tensor-model-parallel-size 2 --sequence-parallel\n")
+    cleared = read_flags(script, on="8xH100", overrides=["--sequence-parallel=false"])
+    again = read_flags(
+        write(tmp_path, f"{START} --tensor-model-parallel-size 2\n"),
+        on="8xH100",
+        overrides=["--sequence-parallel=true"],
+    )
+    assert not cleared.plan.layout.sp
+    assert again.plan.layout.sp
+
+
+def test_deepspeed_starts_a_rank_on_each_device_that_it_sees(tmp_path):
+    words = START.removeprefix("torchrun --nproc_per_node 8 ")
+    text = f"CUDA_VISIBLE_DEVICES=0,1 deepspeed {words} --deepspeed --zero-stage 1\n"
+    assert read_flags(write(tmp_path, text), on="H100").plan.layout.world_size == 2
+
+
+def test_options_of_a_trainer_that_stand_in_variables_are_asked_for(tmp_path):
+    reason = refusal(write(tmp_path, "torchrun $RUN_ARGS pretrain_gpt.py $MODEL_ARGS $DATA_ARGS\n"))
+    assert "MODEL_ARGS" in reason.rule
+    assert reason.nearest.startswith("--set DATA_ARGS=")

@@ -22,7 +22,7 @@ from moewright.intake.megatron.called_scripts import find_called_script
 from moewright.intake.megatron.launch import find_launch
 from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.logged_arguments import rebuild_command
-from moewright.intake.megatron.overrides import parse_script_overrides
+from moewright.intake.megatron.overrides import ScriptOverrides, parse_script_overrides
 from moewright.intake.megatron.read import ScriptJob, interpret_launch, read_launch
 from moewright.intake.megatron.stand_in_programs import RecordedCommand, record_commands
 from moewright.rules.job import plan_job
@@ -35,6 +35,7 @@ from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.units import is_whole_number, whole_number
 
+_NO_OVERRIDES = ScriptOverrides()
 _SUBMITTERS = ("sbatch", "qsub", "bsub")
 
 
@@ -45,6 +46,7 @@ def capture(
     model: str = "",
     network: str = "",
     seconds: int = 60,
+    overrides: Sequence[str] = (),
 ) -> ScriptPlan:
     """Plan what a command would train: a shell runs it, and nothing that trains is started.
 
@@ -54,6 +56,7 @@ def capture(
         model: stands in where the command gives no sizes.
         network: kinds of network in place of the hardware's own.
         seconds: how long the command may take.
+        overrides: NAME=VALUE of options, which win over those of the command.
 
     Raises:
         BadInput: the command starts no training, or its job cannot be planned.
@@ -64,10 +67,18 @@ def capture(
         raise BadInput(Reason(field="command", rule=rule, nearest=nearest))
     commands = tuple(_record_all(words, seconds))
     name = next((word for word in words if word.endswith(".sh")), words[0])
-    return _plan_commands(commands, Path(name), on=on, model=model, network=network)
+    launch = _find_started(commands, parse_script_overrides(overrides))
+    return plan_launch(launch, Path(name), model=model, on=on, network=network)
 
 
-def read_process(pid: int, *, on: str | Hardware, model: str = "", network: str = "") -> ScriptPlan:
+def read_process(
+    pid: int,
+    *,
+    on: str | Hardware,
+    model: str = "",
+    network: str = "",
+    overrides: Sequence[str] = (),
+) -> ScriptPlan:
     """Plan what a running process trains, by its command line and environment in /proc.
 
     Raises:
@@ -83,17 +94,27 @@ def read_process(pid: int, *, on: str | Hardware, model: str = "", network: str 
     split = (pair.partition("=") for pair in pairs if pair)
     environment = {name: value for name, _, value in split}
     command = RecordedCommand(words=_with_ranks(words, environment), environment=environment)
-    return _plan_commands((command,), folder, on=on, model=model, network=network)
+    launch = _find_started((command,), parse_script_overrides(overrides))
+    return plan_launch(launch, folder, model=model, on=on, network=network)
 
 
-def read_log(log: Path, *, on: str | Hardware, model: str = "", network: str = "") -> ScriptPlan:
+def read_log(
+    log: Path,
+    *,
+    on: str | Hardware,
+    model: str = "",
+    network: str = "",
+    overrides: Sequence[str] = (),
+) -> ScriptPlan:
     """Plan what a log's run trains, by the arguments that Megatron-LM dumped at its start.
 
     Raises:
         BadInput: the log has no arguments, or they do not say the ranks.
     """
     arguments = read_megatron_log(log).arguments
-    plan = read_logged_flags(arguments, log, model=model, on=on, network=network)
+    plan = read_logged_flags(
+        arguments, log, model=model, on=on, network=network, overrides=overrides
+    )
     if plan is None:
         rule = "has no dump of arguments with the number of ranks"
         raise BadInput(Reason(field="--log", value=str(log)[:60], rule=rule))
@@ -122,23 +143,15 @@ def _record_all(words: Sequence[str], seconds: int) -> Iterator[RecordedCommand]
             yield command
 
 
-def _plan_commands(
-    commands: Sequence[RecordedCommand],
-    source: Path,
-    *,
-    on: str | Hardware,
-    model: str,
-    network: str,
-) -> ScriptPlan:
-    """Return the plan of the first command that trains."""
+def _find_started(commands: Sequence[RecordedCommand], overrides: ScriptOverrides) -> LaunchCommand:
+    """Return the first of some commands that trains."""
     started: list[Command] = []
     for command in commands:
         # The words may hold a shell of their own, as in `srun bash -c '...'`.
         reading = read_commands(shlex.join(command.words), command.environment)
         exported = tuple(command.environment.items())
         started += [replace(inner, exported=exported) for inner in reading.commands]
-    launch = find_launch(ShellReading(commands=tuple(started)))
-    return plan_launch(launch, source, model=model, on=on, network=network)
+    return find_launch(ShellReading(commands=tuple(started)), overrides=overrides)
 
 
 _ALTERNATIVES = 3  # of the planner's layouts beside the script's
@@ -286,9 +299,10 @@ def read_logged_flags(
     model: str,
     on: str | Hardware,
     network: str = "",
+    overrides: Sequence[str] = (),
 ) -> ScriptPlan | None:
     """Read the arguments that a log printed into a plan; None when they do not say the ranks."""
-    command = _rebuild_launch(arguments)
+    command = _rebuild_launch(arguments, parse_script_overrides(overrides))
     if command is None:
         return None
     return plan_launch(command, log, model=model, on=on, network=network)
@@ -306,9 +320,14 @@ def read_logged_job(arguments: Sequence[tuple[str, str]]) -> ScriptJob | None:
     return interpret_launch(command, world_size=command.world_size, folder=Path())
 
 
-def _rebuild_launch(arguments: Sequence[tuple[str, str]]) -> LaunchCommand | None:
+def _rebuild_launch(
+    arguments: Sequence[tuple[str, str]], overrides: ScriptOverrides = _NO_OVERRIDES
+) -> LaunchCommand | None:
     text = rebuild_command(arguments)
-    return replace(find_launch(read_commands(text, {})), is_logged=True) if text else None
+    if not text:
+        return None
+    launch = find_launch(read_commands(text, {}), overrides=overrides)
+    return replace(launch, is_logged=True)
 
 
 def plan_launch(

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from moewright.cli.answers import STANDARD_OUTPUT, write_answer
 from moewright.cli.exit_codes import DOES_NOT_FIT, exit_code
-from moewright.cli.option_types import Count, Flag, JsonOption
+from moewright.cli.option_types import Count, Flag, JsonOption, SetOption
 from moewright.cli.options import LaunchFileOptions, LaunchScriptOptions
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.options import RunOptions
@@ -151,11 +151,14 @@ class CaptureSources:
         A log of Megatron-LM, whose dump of arguments is read instead of a command.
     seconds
         How long the command may take.
+    set_
+        NAME=VALUE of an option, which wins over the command's, and null leaves it out.
     """
 
     pid: Count = 0
     log: Path | None = None
     seconds: Count = 60
+    set_: SetOption = None
 
 
 _NO_SOURCES = CaptureSources()
@@ -201,12 +204,21 @@ def capture(
         rule = "exactly one is needed: a command, a process, or a log"
         raise BadInput(Reason(field="COMMAND, --pid or --log", rule=rule))
     if source.pid:
-        reading = read_process(source.pid, on=on, model=model, network=network)
+        reading = read_process(
+            source.pid, on=on, model=model, network=network, overrides=source.set_ or ()
+        )
     elif source.log is not None:
-        reading = read_log(source.log, on=on, model=model, network=network)
+        reading = read_log(
+            source.log, on=on, model=model, network=network, overrides=source.set_ or ()
+        )
     else:
         reading = capture_command(
-            command, on=on, model=model, network=network, seconds=source.seconds
+            command,
+            on=on,
+            model=model,
+            network=network,
+            seconds=source.seconds,
+            overrides=source.set_ or (),
         )
     with write_answer(reading.plan, json) as console:
         better = find_better_layouts(reading.plan)

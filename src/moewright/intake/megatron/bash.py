@@ -92,6 +92,7 @@ def read_commands(
         commands=tuple(commands),
         notes=notes,
         exit_line=exit_line,
+        deciding=interpreter.variables.deciding if exit_line else (),
         files=dict(interpreter.files),
         fault=fault,
     )
@@ -111,6 +112,7 @@ class _Interpreter(ShellGrammar):
         words: list[ShellToken],
         redirections: Redirections,
     ) -> Iterator[Command]:
+        self.keep_status()
         self.status = True
         first = words[0].unquoted if words else ""
         if first in ("[", "test"):

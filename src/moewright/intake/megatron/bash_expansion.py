@@ -31,6 +31,9 @@ _GIVEN = re.compile(
     r"|PYTHONPATH|LD_LIBRARY_PATH|RANDOM|SECONDS|UID|LOGNAME|IFS|OPTARG|OPTIND|BASH_\w+|FUNCNAME|LINENO"
     r"|(LOCAL_|NODE_|GROUP_)?RANK"
 )
+# A value that is a default of another variable, and a variable that a condition asks for.
+_DEFAULTED = re.compile(r"\"?\$\{(\w+):?-[^{}]*\}\"?")
+_ASKED = re.compile(r"\$\{?[#!]?(\w+|[#@*])")
 _ASSIGNMENT = re.compile(
     r"([A-Za-z_][A-Za-z0-9_]*)(?:\[((?:[^][]|\[[^]]*\])*)\])?(\+?)=(.*)", re.DOTALL
 )
@@ -82,7 +85,9 @@ class ShellVariables:
     `run_command` returns what the commands of a $(...) print, or None where only running tells.
     Those in `constants` keep their values, whatever the script assigns to them. `unread_origin` is
     what may have set those that have no value: a file that is not here. `assumed_unset` are those
-    that were taken to have none all the same, as by ${name:-default}, with that origin.
+    that were taken to have none all the same, as by ${name:-default}, with that origin. `origins`
+    are the variables that have a default in the place of another's value, with that other one, and
+    `deciding` those without a value of their own that the last condition asked for.
     """
 
     def __init__(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
@@ -93,6 +98,8 @@ class ShellVariables:
         self.constants: Mapping[str, str] = {}
         self.unread_origin = ""
         self.assumed_unset: dict[str, str] = {}
+        self.origins: dict[str, str] = {}
+        self.deciding: tuple[str, ...] = ()
         self.run_command: Callable[[str, int], str | None] = lambda text, line: None
         self.set_arguments(arguments)
 
@@ -105,6 +112,7 @@ class ShellVariables:
         other.constants = self.constants
         other.unread_origin = self.unread_origin
         other.assumed_unset = self.assumed_unset
+        other.origins = dict(self.origins)
         return other
 
     def set_constants(self, values: Mapping[str, str]) -> None:
@@ -140,12 +148,22 @@ class ShellVariables:
             self._assign_array(name, text[1:-1], word.line, appends=bool(appends), table=is_table)
             return name
         value = name_unknown(self.substitute(text, word.line), name)
+        source = _DEFAULTED.fullmatch(text)
+        self.origins.pop(name, None)
+        if source is not None and not self.first(source[1]):
+            self.origins[name] = source[1]
         if key is not None:
             self._assign_element(name, key, value, word.line, appends=bool(appends))
             return name
         old = self.arrays.get(name, ()) if appends else ()
         self.arrays[name] = ("".join(old[:1]) + value, *old[1:])
         return name
+
+    def ask(self, text: str) -> None:
+        """Take a condition's text: which of its variables a user may set to another value."""
+        names = dict.fromkeys(_ASKED.findall(text))
+        settable = (self.origins.get(name, "" if self.first(name) else name) for name in names)
+        self.deciding = tuple(filter(None, settable)) or self.deciding
 
     def _assign_array(self, name: str, text: str, line: int, *, appends: bool, table: bool) -> None:
         tokens = [token for token in tokenize(text, line) if not token.is_separator]

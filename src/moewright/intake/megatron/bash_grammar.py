@@ -168,10 +168,12 @@ class ShellGrammar(ShellBranches):
             yield from self.block(reader, ("}",), live)
             reader.expect("}")
         elif keyword == "[[":
+            self.keep_status()
             self._double_brackets(reader, live)
         elif token.is_arithmetic:
             reader.take()
             if live:
+                self.keep_status()
                 self.set_arithmetic_status(token.text[2:-2], token.line)
         elif name := reader.take_function_name():
             begin = reader.position
@@ -409,6 +411,7 @@ class ShellGrammar(ShellBranches):
         decision = None
         if live:
             try:
+                self.variables.ask(subject.text)
                 value = require_known(" ".join(self.variables.expand(subject)), line)
             except DecisionNeeded as error:
                 decision = error.unknown

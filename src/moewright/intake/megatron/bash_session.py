@@ -44,13 +44,15 @@ def _escape_quote(match: re.Match[str]) -> str:
 class ShellReading:
     """The commands that a script starts, and notes on what was taken for granted.
 
-    `exit_line` is the line at which the script leaves before its end, 0 where it does not; `files`
-    are the texts that it writes itself, by path. `fault` is why it could be read no further.
+    `exit_line` is the line at which the script leaves before its end, 0 where it does not, and
+    `deciding` are the variables and arguments, not set, that the condition before it asked for;
+    `files` are the texts that it writes itself, by path. `fault` is why it is read no further.
     """
 
     commands: tuple[Command, ...]
     notes: tuple[str, ...] = ()
     exit_line: int = 0
+    deciding: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     fault: BadInput | None = None
 
@@ -114,9 +116,16 @@ class ShellSession:
 
         if not words:
             raise syntax_refusal(line, "the test is empty")
+        self.variables.ask(" ".join(word.text for word in words))
         return Condition(words, self.variables, has_patterns=has_patterns, note=note).holds()
 
+    def keep_status(self) -> None:
+        """Set $? to what the last command ended with, as the next one sees it."""
+        value = self.decision.mark() if self.status is None else str(int(not self.status))
+        self.variables.arrays["?"] = (value,)
+
     def set_arithmetic_status(self, text: str, line: int) -> None:
+        self.variables.ask(re.sub(r"(?<![$\w{])([A-Za-z_]\w*)", r"$\1", text))
         value = self.variables.arithmetic(text, line)
         if UNKNOWN_VALUE.search(value):
             self.status = None

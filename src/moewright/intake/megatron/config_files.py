@@ -39,7 +39,12 @@ from moewright.intake.megatron.settings import (
     resolve_references,
 )
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE
-from moewright.intake.megatron.unread import last_name, read_table, sort_settings
+from moewright.intake.megatron.unread import (
+    is_of_other_optimizer,
+    last_name,
+    read_table,
+    sort_settings,
+)
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
 from moewright.spec.units import whole_number
@@ -229,6 +234,7 @@ def configure(
             f"recipe {recipe} itself is not read: what is not set beside it is taken "
             "at its default; give the run_config.yaml of its checkpoint for all of it"
         )
+    adapters = [word for settings_of in dialect.adapters for word in settings_of.take(tree)]
     steps = tree.take_text(dialect.accumulation) if dialect.accumulation else ""
     derived = ("--gradient-accumulation-steps", steps) if steps else ()
     launcher = [
@@ -240,11 +246,12 @@ def configure(
     if exported:
         notes.append(f"exported: {' '.join(exported)}")
     notes += _note_sections(dialect, tree)
+    optimizer = "".join(chosen.options.get("--optimizer", ("adam",)))
     unread, noted = sort_settings(
         {
             name: value
             for name, value in {**unknown, **tree.left()}.items()
-            if name not in referenced
+            if name not in referenced and not is_of_other_optimizer(name, optimizer)
         },
         dialect.tables,
         named=dialect.named,
@@ -254,7 +261,7 @@ def configure(
         known_names=[*reader.by_dest, *reader.fields, *dialect.settings, *dialect.values],
     )
     return ConfiguredCommand(
-        words=(*launcher, *chosen.words(), *derived),
+        words=(*launcher, *chosen.words(), *derived, *adapters),
         exported=exported,
         model=model if "--num-layers" not in chosen.options else "",
         unread=(*unread, *(name for name in settings if name not in kept)),
@@ -376,7 +383,11 @@ def _read_sections(
     """Read the sections of a dialect in its order; return what no option stands for."""
     unknown: dict[str, Value] = {}
     places = (dialect.nodes, dialect.ranks_per_node)
-    own = (*dialect.settings, *dialect.values, *dialect.apart, *dialect.model, *places)
+    of_adapters = (name for entry in dialect.adapters for name in (*entry.names, *entry.wanted))
+    own = (
+        *(*dialect.settings, *dialect.values, *dialect.apart),
+        *(*dialect.model, *places, *of_adapters),
+    )
     for section in dialect.sections:
         for name, value in tree.take_section(section, own):
             is_read = reader.take(name, value, chosen)
@@ -443,6 +454,10 @@ def _take_meaning(
         return
     meaning = meanings.get(value, meanings.get("*"))
     if meaning is None:
+        if set(meanings.values()) == {""}:
+            # It chooses a trainer or a task, which is not for a reader to choose.
+            rule = f"is planned for {' and '.join(meanings)} alone; name the model and the layout"
+            raise BadInput(Reason(field=name, value=value[:60], rule=f"{rule} to `estimate`"))
         rule = f"is one of {', '.join(meanings)}, as far as it is read here"
         nearest = closest_match(value, meanings) or next(iter(meanings))
         raise BadInput(Reason(field=name, value=value[:60], rule=rule, nearest=nearest))

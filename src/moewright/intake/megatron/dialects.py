@@ -10,6 +10,7 @@ from functools import cache
 from importlib import resources
 
 from moewright.codec import from_data
+from moewright.intake.megatron.adapters import AdapterSettings
 from moewright.spec.errors import BadInput, Reason
 
 
@@ -33,6 +34,7 @@ class ConfigDialect:
     is_commanded: bool = False
     has_options: bool = False
     refused: str = ""
+    adapters: tuple[AdapterSettings, ...] = ()
     apart: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)

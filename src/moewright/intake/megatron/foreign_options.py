@@ -173,6 +173,7 @@ class Treatment(StrEnum):
     RENAMED = "same"  # other options mean the same today
     IGNORE = "drop"  # nothing in a plan depends on it
     SHARDING = "sharding"  # it is DeepSpeed's way to say ZeRO
+    ADAPTERS = "adapters"  # it is of low-rank adapters beside frozen weights
     DEPENDENT = "dependent"  # what it means depends on others
     REFUSE = "refuse"
 
@@ -222,6 +223,11 @@ def _sharding(reason: str, value_count: int = 0) -> ForeignOption:
     return ForeignOption(treatment=Treatment.SHARDING, reason=reason, value_count=value_count)
 
 
+def _of_adapters(value_count: int) -> ForeignOption:
+    reason = "is of adapters"
+    return ForeignOption(treatment=Treatment.ADAPTERS, reason=reason, value_count=value_count)
+
+
 def _refused(reason: str, value_count: int = 0) -> ForeignOption:
     return ForeignOption(treatment=Treatment.REFUSE, reason=reason, value_count=value_count)
 
@@ -241,6 +247,7 @@ def _renamed(
     )
 
 
+_MOST_LINEARS = 64  # names behind an option: more than a layer has linears
 _DERIVED = "is derived, never given: Megatron-LM takes it from the other sizes; here it is checked"
 _DEEPSPEED = "is Megatron-DeepSpeed's"
 _MINDSPEED = "is MindSpeed's"
@@ -402,7 +409,13 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--num-layer-list": _refused(
             "is MindSpeed's; in Megatron-LM it is --pipeline-model-parallel-layout", 1
         ),
-        "--lora-r": _refused("asks for adapters, which cannot be planned from a script", 1),
+        "--lora-r": _of_adapters(1),
+        "--lora-alpha": _of_adapters(1),
+        "--lora-target-modules": _of_adapters(_MOST_LINEARS),
+        # As miles and FlagScale spell them.
+        "--lora-rank": _of_adapters(1),
+        "--lora-dim": _of_adapters(1),
+        "--target-modules": _of_adapters(_MOST_LINEARS),
         "--world-size": _checked("is derived, never given: here it is the number of ranks", 1),
         "--rank": _ignored("is the rank that a launcher says", 1),
         "--DDP-impl": _ignored("is gone: gradients are reduced by Megatron-LM's own code", 1),

@@ -31,6 +31,7 @@ from moewright.intake.megatron.post_training import is_slime, slime_words
 from moewright.intake.megatron.unknown import (
     UNKNOWN_VALUE,
     UnknownValue,
+    find_unknown,
     show_unknown,
 )
 from moewright.intake.megatron.unread import (
@@ -73,7 +74,6 @@ _OTHER_MODELS = (
         "the layout to `estimate`",
     ),
 )
-_ADAPTERS = re.compile(r"--lora[-_](r|rank|alpha|target[-_]modules|load)")
 _WITHOUT = "it trains without Megatron-core; name the model and the layout to `estimate`"
 _OTHER_TRAINERS = (
     (r"\bverl\.trainer\.", f"is verl's with FSDP: {_WITHOUT}"),
@@ -155,7 +155,6 @@ def _read_training(
             f"the first of {others + 1} training commands is read, that of line {first.line}"
         )
     words = overrides.replace_options(words)
-    _refuse_adapters(words)
     launch = parse_command(
         words, _environment(first), notes, folder, started_by=started_by, scheduled=scheduled
     )
@@ -178,6 +177,9 @@ def _explain_refusal(reading: ShellReading, folder: Path | None) -> Reason:
     named = next(filter(None, (_match_command(c, rules) for c in reading.commands)), "")
     if named:
         return Reason(field="script", rule=named)
+    asked = next(filter(None, map(_ask_options, reading.commands)), None)
+    if asked is not None and not (missing or other or reading.exit_line):
+        return asked
     if not (missing or other or reading.exit_line):
         if programs:
             rule += f"; it starts {show_unknown(programs[0])[-80:]}"
@@ -188,24 +190,36 @@ def _explain_refusal(reading: ShellReading, folder: Path | None) -> Reason:
         rule += f"; the script leaves at line {reading.exit_line}"
         printed = _last_words(reading.commands)
         rule += mention(", saying: {}", printed)
-        needed = _NEEDED_VARIABLE.search(printed)
-        if "usage" in printed.casefold():
+        needed = list(filter(None, map(_NEEDED_VARIABLE.search, (printed,))))
+        told = [*reading.deciding, *(match[1] or match[2] for match in needed)]
+        names = dict.fromkeys(name for name in told if not _is_argument(name))
+        if names:
+            nearest = " ".join(f"--set {name}=..." for name in names)
+        elif told or re.search(r"usage|\bargument", printed, re.IGNORECASE):
             nearest = '--script-args "..."'
-        elif needed is not None:
-            nearest = f"--set {needed[1] or needed[2]}=..."
     return Reason(field="script", rule=rule, nearest=nearest)
 
 
-def _refuse_adapters(words: Sequence[str]) -> None:
-    """Refuse a command that trains adapters; without their options it trains all weights."""
-    names = (word.partition("=")[0] for word in words)
-    option = next(filter(_ADAPTERS.fullmatch, names), "")
-    if option:
-        rule = (
-            "trains adapters, which cannot be planned from a script: name the model, the layout "
-            "and the adapters in a job file"
-        )
-        raise BadInput(Reason(field=option, rule=rule, nearest=f"--set {option}=null"))
+def _ask_options(command: Command) -> Reason | None:
+    """Return what asks for the options of a trainer, where they stand in variables not set here."""
+    program = _find_program(command)
+    if not program or _TRAINS.search(program) is None:
+        return None
+    whole = (word for word in command.words if not UNKNOWN_VALUE.sub("", word))
+    unknown = [value for value in map(find_unknown, whole) if value is not None]
+    names = list(dict.fromkeys(value.name for value in unknown if value.name))
+    if not names:
+        return None
+    rule = f"{show_unknown(program)[-80:]} takes its options from {', '.join(names)}, not set here"
+    return Reason(
+        field="script",
+        rule=rule[:200],
+        nearest=f'--set {names[-1]}="--num-layers ..."',
+    )
+
+
+def _is_argument(name: str) -> bool:
+    return name.isdigit() or name in ("#", "@", "*")
 
 
 def _check_decision(training: Sequence[Command]) -> list[str]:

@@ -24,6 +24,7 @@ from moewright.intake.megatron.options import (
     take_values,
 )
 from moewright.intake.megatron.parser_source import TrainerSource, find_core_use, find_own_source
+from moewright.intake.megatron.releases import MegatronRelease, find_release
 from moewright.intake.megatron.unknown import (
     UNKNOWN_VALUE,
     UnknownValue,
@@ -65,6 +66,14 @@ _ENCODER_OPTIONS = ("--decoder-seq-length", "--decoder-num-layers")
 _BIDIRECTIONAL = ("--bert-no-binary-head", "--bert-load", "--vision-pretraining")
 _OF_PICTURES = re.compile(r"--(?:\w+-)*(?:vision|img|image|images|video|pixel|pixels)(?:-\w+)*")
 _OF_GENERATION = ("--num-tokens-to-generate", "--prompts", "--prompt-file", "--genfile")
+# What leaves the training out, "" for any value.
+_WITHOUT_TRAINING = (
+    ("--skip-train", ""),
+    ("--eval-only", ""),
+    ("--debug-rollout-only", ""),
+    ("--num-rollout", "0"),
+    ("--train-iters", "0"),
+)
 _GONE: Mapping[str, str] = MappingProxyType(
     {
         "--batch-size": "--micro-batch-size",
@@ -85,7 +94,6 @@ _FORK_TABLES = ("pai", "mindspeed", "mindspeed_core", "slime", "miles", "megatro
 _HANDED_ON = ("--sglang-", "--vllm-")
 # Nearer to an option than this, a name is a typing error and not an option of a fork.
 _SIMILAR = 0.88
-_ALIKE = 0.75
 _NO_DEFAULTS = ("", "None", "False", "True")
 
 
@@ -235,6 +243,12 @@ class _LaunchParser:
             if name in _OF_GENERATION:
                 rule = "generates text and trains nothing: there is nothing to plan"
                 raise BadInput(Reason(field=name, rule=rule))
+            if (name.replace("_", "-"), "") in _WITHOUT_TRAINING or (
+                name,
+                value,
+            ) in _WITHOUT_TRAINING:
+                rule = "leaves the training out, so that there is nothing to plan; without it"
+                raise BadInput(Reason(field=name, rule=rule, nearest=f"--set {name}=null"))
             listed = self.table.get(name)
             is_default = listed is not None and value == listed.default
             if _OF_PICTURES.fullmatch(name) and not is_default:
@@ -356,10 +370,11 @@ class _LaunchParser:
             self._take_fork_option(name, fork, values)
             return
         topic = find_topic(name)
-        nearest = self._nearest_option(name, _SIMILAR if not topic else _ALIKE)
+        nearest = self._nearest_option(name, _SIMILAR)
         if topic or nearest:
             about = mention(", and sounds of {}", topic)
             rule = f"is no option of Megatron-LM or of a fork that is known here{about}"
+            nearest = nearest or f"--set {name[:60]}=null"
             self.faults.append(Reason(field=name[:60], rule=rule, nearest=nearest))
         else:
             self.notes.append(f"{name[:60]} is no option of Megatron-LM and is left out")
@@ -414,7 +429,7 @@ class _LaunchParser:
         defaults = self._list_own_defaults()
         for name, option in self.table.items():
             default = defaults.get(name, "")
-            if option.default in _NO_DEFAULTS or not default:
+            if option.default in _NO_DEFAULTS or default in _NO_DEFAULTS:
                 continue
             if self.options.keys() & {other.name for other in self.by_dest[option.dest]}:
                 continue
@@ -425,10 +440,19 @@ class _LaunchParser:
             self.options[name] = (default,)
             taken.append(f"{name} {default}")
         if taken:
-            where = "the script's own checkout"
-            if self.own_source.root is None:
-                where = "Megatron-DeepSpeed"
-            self.fork_notes[f"defaults of {where}"] = taken
+            self.fork_notes[f"defaults of {self._name_own_source()}"] = taken
+
+    def _name_own_source(self) -> str:
+        """Return whose defaults stand for what the command leaves out."""
+        if self.own_source.root is not None:
+            return "the script's own checkout"
+        if self._is_deepspeed():
+            return "Megatron-DeepSpeed"
+        release = self._find_release()
+        return f"Megatron-LM {release.tag} ({release.month}), the last with these options"
+
+    def _find_release(self) -> MegatronRelease:
+        return find_release(word.partition("=")[0] for word in self.words)
 
     def _is_deepspeed(self) -> bool:
         return not self.foreign_options.keys().isdisjoint(_DEEPSPEED_MARKS)
@@ -437,12 +461,15 @@ class _LaunchParser:
         """Return the defaults of the script's own trainer, by option.
 
         They are those of its checkout; where it lies in none and has options of DeepSpeed's, those
-        of Megatron-DeepSpeed. Layers are a trainer's own where its parser offers no others.
+        of Megatron-DeepSpeed, and otherwise those of the release that its options are of. Layers
+        are a trainer's own where its parser offers no others.
         """
         own = self.own_source.options
         if self.own_source.root is None:
-            table = read_table("megatron_deepspeed") if self._is_deepspeed() else {}
-            return {name: row.default for name, row in table.items()}
+            if self._is_deepspeed():
+                table = read_table("megatron_deepspeed")
+                return {name: row.default for name, row in table.items()}
+            return {_LAYERS: "local", **self._find_release().defaults}
         defaults = {name: option.default for name, option in own.items()}
         has_parser = _LAYERS_MARK in own
         return {_LAYERS: "local", **defaults} if has_parser else defaults

@@ -110,6 +110,12 @@ def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
     return None
 
 
+# A launcher that starts a rank on each device that it sees, and what hides others from it.
+_TAKES_ALL = ("deepspeed",)
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEVICES = re.compile(r"\d+(,\d+)*")
+
+
 def count_ranks(
     started_by: Sequence[str],
     arguments: Sequence[str],
@@ -144,6 +150,8 @@ def count_ranks(
     if not nodes_text and not any(host in told for host in _HOSTS):
         nodes = 1
     per_node = _number(_find(told, _PER_NODE), "nproc-per-node")
+    if not per_node and name in _TAKES_ALL:
+        per_node = _count_visible(variables)
     if is_whole_number(world_size) and not per_node:
         total = total or int(world_size)
     if total and nodes:
@@ -168,6 +176,12 @@ def _count_plain(tasks: _Tasks, variables: Mapping[str, str], world_size: str) -
     if whole_number(total):
         return RankCount(nodes=1, per_node=int(total), account="by WORLD_SIZE")
     return RankCount(nodes=1, account="python starts one process, and nothing says of how many")
+
+
+def _count_visible(variables: Mapping[str, str]) -> int:
+    """Return the devices that a launcher sees which takes all; 0 where the script hides none."""
+    text = variables.get(_VISIBLE, "")
+    return len(text.split(",")) if _DEVICES.fullmatch(text) else 0
 
 
 def _explain(name: str, nodes: int) -> str:

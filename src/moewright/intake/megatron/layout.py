@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, PLAIN_FIELDS
-from moewright.intake.megatron.options import Arguments
+from moewright.intake.megatron.options import Arguments, ask_missing
 from moewright.intake.megatron.stages import read_stages
 from moewright.rules.context_parallel import cp_factors
 from moewright.spec.choices import FieldKind, LayoutField
@@ -72,6 +72,8 @@ def read_layout(
     layout = replace(
         layout, **{field.name: _read_plain(arguments, field) for field in PLAIN_FIELDS}
     )
+    if layout.vpp == 1:  # micro-batches are grouped by the interleaved schedule alone
+        layout = replace(layout, vpp_group=0)
     layout = _read_recompute(arguments, layout)
     layout = _read_offload(arguments, layout)
     layout, offload_notes = _leave_out_void_offloads(layout)
@@ -101,8 +103,7 @@ def _read_plain(arguments: Arguments, field: LayoutField) -> Any:
 def _read_micro_batch(arguments: Arguments) -> int:
     name = LAYOUT_OPTIONS["mbs"]
     if not arguments.has(name):
-        rule = "is missing, and Megatron-LM has no default for it"
-        raise BadInput(Reason(field=name, rule=rule, nearest="1"))
+        raise ask_missing(name, "1")
     return arguments.size(name)
 
 

@@ -19,6 +19,7 @@ from moewright.intake.megatron.options import (
     list_former_defaults,
     option_table,
 )
+from moewright.intake.megatron.releases import list_changed
 from moewright.intake.megatron.unread import find_fork_option, find_harmless
 from moewright.spec.units import is_whole_number, whole_number
 
@@ -92,8 +93,13 @@ def _argument_words(name: str, value: str) -> Iterator[str]:
     options = options or tuple(filter(None, (option_table().get(spelled),)))
     if not options:
         yield from _other_words(spelled, name, value)
-    elif not _same_value(value, options[0].default):
+    elif not _same_value(value, options[0].default) or _is_changed(options):
         yield from _option_words(options, value)
+
+
+def _is_changed(options: Sequence[MegatronOption]) -> bool:
+    """Whether releases differ in an argument's default: left out, it would be that of a release."""
+    return any(option.name in list_changed() for option in options)
 
 
 @cache

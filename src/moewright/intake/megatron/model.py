@@ -14,7 +14,7 @@ from moewright.intake.megatron.named_model import (
     read_vocabulary,
     with_sizes,
 )
-from moewright.intake.megatron.options import Arguments
+from moewright.intake.megatron.options import Arguments, ask_missing
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import (
     Activation,
@@ -262,7 +262,7 @@ def _read_activation(arguments: Arguments, *, is_gated: bool) -> Activation:
 
 def _require_size(arguments: Arguments, name: str) -> int:
     if not arguments.has(name):
-        raise BadInput(Reason(field=name, rule="is missing, and Megatron-LM has no default for it"))
+        raise ask_missing(name)
     return arguments.size(name)
 
 

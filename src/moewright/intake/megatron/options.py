@@ -87,6 +87,12 @@ class Arguments:
         return tuple(name for name in self.options if name not in self.read_names)
 
 
+def ask_missing(name: str, typical: str = "...") -> BadInput:
+    """Return the refusal of a command without an option that has no default."""
+    rule = "is missing, and Megatron-LM has no default for it"
+    return BadInput(Reason(field=name, rule=rule, nearest=f"--set {name}={typical}"))
+
+
 def _ask_value(name: str, unknown: UnknownValue) -> Reason:
     """Return the Reason that asks for the value of an option which only running tells."""
     nearest = f"--set {unknown.name or name}=..."
@@ -108,6 +114,8 @@ _VALUE_RULES = {
         "pads no batches: pack documents (--reset-attention-mask --eod-mask-loss)"
     ),
 }
+# What stands for a value that a user of a template fills in.
+_PLACEHOLDER = re.compile(r"<+\w[\w -]*>+|\{\{.*\}\}|^\?{3}$|^(TODO|FIXME|XXX+)$")
 _COUNT_RULES = {"+": "one or more values", "*": "values", "1": "a value", "0": "no value"}
 
 
@@ -189,9 +197,15 @@ def check_values(option: MegatronOption, values: Sequence[str]) -> Iterator[Reas
             rule = _VALUE_RULES.get((option.name, value), rule)
             yield Reason(field=option.name, value=value[:60], rule=rule, nearest=nearest)
         elif option.type == "int" and not _converts(value, int):
-            yield Reason(field=option.name, value=value[:60], rule="must be a whole number")
+            yield _ask_number(option.name, value, "must be a whole number")
         elif option.type == "float" and not _converts(value, float):
-            yield Reason(field=option.name, value=value[:60], rule="must be a number")
+            yield _ask_number(option.name, value, "must be a number")
+
+
+def _ask_number(name: str, value: str, rule: str) -> Reason:
+    if _PLACEHOLDER.search(value):
+        rule = f"is a placeholder: it {rule}"
+    return Reason(field=name, value=value[:60], rule=rule, nearest=f"--set {name}=...")
 
 
 def _is_right_count(legal: str, count: int) -> bool:

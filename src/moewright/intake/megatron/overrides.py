@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from moewright.intake.megatron.options import option_table
 from moewright.intake.megatron.unknown import find_unknown
 from moewright.spec.errors import BadInput, Reason
 
@@ -77,7 +78,7 @@ class ScriptOverrides:
 def parse_script_overrides(texts: Sequence[str]) -> ScriptOverrides:
     """Parse NAME=VALUE of variables, options (--num-layers=4) and settings (model.num_layers=4).
 
-    The value null leaves an option out.
+    The value null leaves an option out; a switch is also true or false.
 
     Raises:
         BadInput: a text is none of them.
@@ -90,7 +91,7 @@ def parse_script_overrides(texts: Sequence[str]) -> ScriptOverrides:
         if not equals:
             raise _refuse(text, "needs a value", f"{text[:40]}=...")
         if name.startswith("--") and len(name) > len("--"):
-            options[_spell(name)] = None if value == _LEFT_OUT else _split(text, value)
+            options[_spell(name)] = _parse_option(text, _spell(name), value)
         elif _VARIABLE.fullmatch(name):
             variables[name] = value
         elif _SETTING.fullmatch(name):
@@ -98,6 +99,15 @@ def parse_script_overrides(texts: Sequence[str]) -> ScriptOverrides:
         else:
             raise _refuse(text, "names no variable, option or setting", "NNODES=8")
     return ScriptOverrides(variables=variables, options=options, settings=tuple(settings))
+
+
+def _parse_option(text: str, name: str, value: str) -> tuple[str, ...] | None:
+    """Return the values of an option, None to leave it out; a switch is true or false."""
+    switches = option_table()
+    is_switch = name in switches and switches[name].value_count == "0"
+    if is_switch and value.casefold() in ("true", "false"):
+        return () if value.casefold() == "true" else None
+    return None if value == _LEFT_OUT else _split(text, value)
 
 
 def _spell(name: str) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
 from moewright.codec import parse_json, read_json_data, read_text
 from moewright.codec.files import as_table
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
+from moewright.intake.megatron import adapters
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.config_files import configure_file
 from moewright.intake.megatron.directives import read_directives
@@ -33,6 +35,14 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.units import whole_number
 from moewright.spec.workload import Workload
 
+# What forks call the options of adapters.
+_ADAPTER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "--lora-rank": adapters.RANK,
+        "--lora-dim": adapters.RANK,
+        "--target-modules": adapters.TARGETS,
+    }
+)
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _GLOBAL_BATCH = WORKLOAD_OPTIONS["global_batch"]
 _DATA_PARALLEL = "--data-parallel-size"
@@ -125,6 +135,9 @@ def interpret_launch(
     arguments = Arguments({**command.options, **replaced})
     _check_unknown_words(command, arguments, has_model=named_model is not None)
     script_model = read_model(arguments, named_model)
+    fine_tuning, adapter_notes = adapters.read_adapters(
+        _name_adapters(command.foreign_options), is_moe=script_model.model.moe is not None
+    )
     is_pipelined = arguments.size(LAYOUT_OPTIONS["pp"]) > 1
     zero, zero_note = _read_deepspeed_zero(command, folder, is_pipelined=is_pipelined)
     layout, layout_notes = read_layout(arguments, script_model.model, world_size, zero)
@@ -135,6 +148,7 @@ def interpret_launch(
     _check_data_parallel(command, layout)
     batch, batch_notes = _read_global_batch(arguments, command, layout)
     workload, workload_notes = read_workload(arguments, layout, batch, command.exported)
+    workload = replace(workload, fine_tuning=fine_tuning)
     approximations, void, left = account_for_options(
         arguments.unread_names, arguments.options, command.foreign_options
     )
@@ -144,6 +158,7 @@ def interpret_launch(
         script_model.note,
         *command.notes,
         *notes_on_forks,
+        *adapter_notes,
         zero_note,
         *layout_notes,
         *queue_notes,
@@ -170,6 +185,8 @@ def _read_foreign_options(
         option = FOREIGN_OPTIONS[name]
         if option.treatment is Treatment.REFUSE:
             raise BadInput(Reason(field=name, rule=option.reason))
+        if option.treatment is Treatment.ADAPTERS:
+            continue
         if option.treatment is Treatment.DEPENDENT:
             dependent[name] = values
             continue
@@ -185,6 +202,14 @@ def _read_foreign_options(
         notes.append(note)
     translated, more = translate_options(dependent, {**command.options, **replaced})
     return [*notes, *more], {**replaced, **translated}
+
+
+def _name_adapters(options: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the options of adapters by one name each; a rank of 0 asks for none."""
+    named = {_ADAPTER_NAMES.get(name, name): values for name, values in options.items()}
+    if named.get(adapters.RANK) == ("0",):
+        return {}
+    return named
 
 
 def _check_unknown_words(command: LaunchCommand, arguments: Arguments, *, has_model: bool) -> None:
@@ -249,7 +274,10 @@ def _check_data_parallel(command: LaunchCommand, layout: Layout) -> None:
     model_ranks = layout.tp * layout.cp * layout.pp
     if layout.world_size % model_ranks:
         rule = f"{degrees} = {model_ranks} ranks do not divide {layout.world_size}"
-        raise BadInput(Reason(field=LAYOUT_OPTIONS["pp"], value=str(layout.pp), rule=rule))
+        name, degree, nearest = _nearest_degree(layout)
+        raise BadInput(
+            Reason(field=LAYOUT_OPTIONS[name], value=str(degree), rule=rule, nearest=nearest)
+        )
     data_parallel = _read_derived_number(command, _DATA_PARALLEL)
     if data_parallel and data_parallel != layout.dp:
         raise BadInput(
@@ -260,6 +288,17 @@ def _check_data_parallel(command: LaunchCommand, layout: Layout) -> None:
                 nearest=str(layout.dp),
             )
         )
+
+
+def _nearest_degree(layout: Layout) -> tuple[str, int, str]:
+    """Return which of the degrees is to be another, its value, and the nearest that fills ranks."""
+    degrees = {"pp": layout.pp, "tp": layout.tp, "cp": layout.cp}
+    for name, degree in degrees.items():
+        others = prod(degrees.values()) // degree
+        for smaller in range(degree - 1, 0, -1):
+            if not layout.world_size % (others * smaller):
+                return name, degree, str(smaller)
+    return "pp", layout.pp, ""
 
 
 def _read_global_batch(

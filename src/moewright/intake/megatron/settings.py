@@ -250,6 +250,11 @@ class SettingTree:
         value = self.take(name, default)
         return value if isinstance(value, str) else ",".join(value)
 
+    def peek_text(self, name: str) -> str:
+        """Return the text of a leaf without taking it."""
+        value = self._settings.get(name, "")
+        return value if isinstance(value, str) else ",".join(value)
+
     def take_items(self, name: str) -> tuple[str, ...]:
         """Return the items of a leaf that is a list."""
         value = self.take(name)
@@ -323,8 +328,8 @@ def _read_inherited(
     choices = {**_choices(data), **choices}
     for parent, package in _parents(data, choices):
         file = path.parent / parent
-        if not file.is_file():
-            missing.append(parent)
+        if not file.is_file() or not isinstance(_parse_text(file), Mapping):
+            missing.append(parent)  # a list holds no settings of this file
         else:
             inherited = _read_inherited(file, depth + 1, files, choices)
             prefix = mention("{}.", package)

@@ -49,7 +49,11 @@ _FORKS = (
     *("pai", "mindspeed", "mindspeed_core", "linear_moe", "slime", "flagscale"),
     *("miles", "megatron_deepspeed"),
 )
-_NEAR = 0.6
+# What trainers call the options of each optimizer after; those of Adam stand for all.
+_OF_OPTIMIZER = re.compile(
+    r"(muon|sgd|lion|soap|shampoo|ademamix|adafactor|galore|apollo|lamb|came)_"
+)
+_NEAR = 0.85
 _MOST_NAMED = 12
 
 
@@ -208,6 +212,12 @@ def is_void(name: str, others: Container[str]) -> bool:
     return any(entry.covers(name, others) for entry in list_void())
 
 
+def is_of_other_optimizer(name: str, optimizer: str) -> bool:
+    """Whether an option is called after an optimizer that a training does not take."""
+    match = _OF_OPTIMIZER.match(last_name(name))
+    return match is not None and match[1] not in optimizer.casefold()
+
+
 @cache
 def _last_names(trainer: str) -> frozenset[str]:
     return frozenset(map(last_name, read_table(trainer)))
@@ -341,8 +351,7 @@ def account_for_options(
         if harmless is not None and harmless.noted:
             noted.append(f"{name}: {harmless.reason}")
         elif harmless is None and topic and not says_nothing(" ".join(options[name]) or "on"):
-            rule = f"is about {topic} and cannot be planned here; left out, the rest is"
-            refused.append(Reason(field=name, value=" ".join(options[name])[:60], rule=rule))
+            refused.append(_refuse_option(name, " ".join(options[name])[:60], topic, options))
         else:
             left.append(name)
     if refused:
@@ -352,6 +361,15 @@ def account_for_options(
         mention("of no effect beside the others: {}", " ".join(void)),
         mention("not part of a plan: {}", " ".join(left)),
     )
+
+
+def _refuse_option(name: str, value: str, topic: str, options: Container[str]) -> Reason:
+    """Return why an option cannot be planned: a model without experts has none of their options."""
+    if name.startswith(("--moe-", "--expert-")) and "--num-experts" not in options:
+        rule = f"is missing beside {name} {value}: the model, or its experts, are not here"
+        return Reason(field="--num-experts", rule=rule, nearest="--set --num-experts=...")
+    rule = f"is about {topic} and cannot be planned here; left out, the rest is"
+    return Reason(field=name, value=value, rule=rule, nearest=f"--set {name}=null")
 
 
 def _group(name: str, tables: Sequence[str]) -> str:
@@ -376,9 +394,10 @@ def _refuse(
     shown = (value if isinstance(value, str) else ",".join(value))[:60].replace("\0", "$")
     if has_name:
         rule = f"is about {topic} and cannot be planned here; set to null it is left out"
-        return Reason(field=name, value=shown, rule=rule)
+        return Reason(field=name, value=shown, rule=rule, nearest=f"--set {name}=null")
     rule = f"is no setting of {trainer} that is known here, and sounds of {topic}"
-    return Reason(field=name, value=shown, rule=rule, nearest=nearest_name(name, known_names))
+    nearest = nearest_name(name, known_names) or f"--set {name}=null"
+    return Reason(field=name, value=shown, rule=rule, nearest=nearest)
 
 
 def nearest_name(name: str, known_names: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import WORKLOAD_OPTIONS
-from moewright.intake.megatron.options import Arguments
+from moewright.intake.megatron.options import Arguments, ask_missing
 from moewright.intake.megatron.trainer import read_batch_schedule, read_muon, read_trainer
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.rules.batch_rampup import step_samples
@@ -70,8 +70,7 @@ def read_workload(
     seq_len = arguments.integer(WORKLOAD_OPTIONS["seq_len"])
     seq_len = seq_len or arguments.integer("--encoder-seq-length")
     if not seq_len:
-        rule = "is missing, and Megatron-LM has no default for it"
-        raise BadInput(Reason(field=WORKLOAD_OPTIONS["seq_len"], rule=rule))
+        raise ask_missing(WORKLOAD_OPTIONS["seq_len"], "4096")
     ramp = _read_ramp(arguments, seq_len)
     # This workload is enough to count the steps of a growing batch.
     timed = Workload(seq_len=seq_len, global_batch=global_batch, ramp=ramp)
