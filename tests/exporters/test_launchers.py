@@ -295,3 +295,15 @@ def test_what_cannot_be_started_is_refused():
             run_dir="",
         )
     assert catalogue.hardware("GB200").fabric.devices_per_node == 4
+
+
+def test_kubernetes_says_the_reason_for_each_variable_of_the_network():
+    text = str(render_train_job(planned(), job="", run_dir="", image="trainer:1"))
+    comments = {line.partition("=")[0] for line in text.splitlines() if line.startswith("# NCCL_")}
+    variables = {
+        line.partition('"')[2].rstrip('"')
+        for line in text.splitlines()
+        if line.lstrip().startswith('- name: "NCCL_')
+    }
+    assert variables
+    assert comments == {f"# {name}" for name in variables}

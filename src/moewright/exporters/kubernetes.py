@@ -83,8 +83,11 @@ def render_train_job(
         "spec": {"runtimeRef": runtime, "trainer": trainer},
     }
     documents = (_render_runtime(launch), document)
-    comments = Yaml.lines(() if job else comment_lines(plan, Yaml, files))
-    return Yaml.concat((comments, Yaml.concat(map(Yaml.dump, documents), "---\n")))
+    comments = () if job else comment_lines(plan, Yaml, files)
+    reasons = (
+        Yaml.comment("{}={}: {}", item.name, item.value, item.reason) for item in launch.transport
+    )
+    return Yaml.concat((Yaml.lines((*comments, *reasons)), Yaml.concat(map(Yaml.dump, documents), "---\n")))
 
 
 def _list_resources(launch: LaunchSpec, hardware: Hardware) -> Iterator[tuple[str, int]]:
