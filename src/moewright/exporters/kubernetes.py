@@ -87,7 +87,8 @@ def render_train_job(
     reasons = (
         Yaml.comment("{}={}: {}", item.name, item.value, item.reason) for item in launch.transport
     )
-    return Yaml.concat((Yaml.lines((*comments, *reasons)), Yaml.concat(map(Yaml.dump, documents), "---\n")))
+    head = Yaml.lines((*comments, *reasons))
+    return Yaml.concat((head, Yaml.concat(map(Yaml.dump, documents), "---\n")))
 
 
 def _list_resources(launch: LaunchSpec, hardware: Hardware) -> Iterator[tuple[str, int]]:
