@@ -45,6 +45,7 @@ RELEASE_OPTIONS = TABLES.parent / "release_options.csv"
 SOURCES = Path(__file__).with_suffix(".toml")
 _COLUMNS = ("name", "default", "values", "group", "source", "core")
 _PATCHED_OPTION = re.compile(r"^\+.*add_argument\(\s*['\"](--[\w-]+)['\"](.*)$", re.MULTILINE)
+_OF_EVERY_PARSER = "--num-layers"
 _NEGATIONS = frozenset(("no", "disable"))  # in the name of a switch that clears its argument
 _SWITCHES = ("store_true", "store_false", "store_const")
 # A test's or another model's own configuration names no option of pre-training.
@@ -353,19 +354,24 @@ def write_former_arguments(folder: Path) -> Iterator[str]:
     yield from changes
 
 
-def list_spans(checkout: Checkout, entry: Mapping[str, Any]) -> Iterator[tuple[str, int, int, str]]:
-    """Yield (option, first release, last release, default) for as long as a default stayed.
+def list_releases(
+    checkout: Checkout, entry: Mapping[str, Any]
+) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield (tag, month, defaults by option) of the releases whose text names their options.
 
-    The last of all releases is the parser that is read here.
+    Later ones make most options of records, which the text does not name; the last of all is the
+    parser that is read here.
     """
-    columns = [
-        {
-            option.name: _printed_default(option)
-            for option in parse_options(checkout.read_release(release, entry["files"]))
-        }
-        for release in entry["releases"]
-    ]
-    columns.append({option.name: option.default for option in option_table().values()})
+    for tag in entry["releases"]:
+        options = parse_options(checkout.read_release(tag, entry["files"]))
+        defaults = {option.name: _printed_default(option) for option in options}
+        if _OF_EVERY_PARSER in defaults:
+            yield tag, checkout.month(tag), defaults
+    yield "d98e8a64", "2026-08", {o.name: o.default for o in option_table().values()}
+
+
+def list_spans(columns: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, int, int, str]]:
+    """Yield (option, first release, last release, default) for as long as a default stayed."""
     for name in sorted(set().union(*columns)):
         first = 0
         for index, column in enumerate(columns):
@@ -385,10 +391,11 @@ def write_releases(folder: Path) -> Iterator[str]:
     if checkout is None:
         yield f"{entry['repository']} is not below {folder}; its table of releases stays"
         return
-    rows = list(list_spans(checkout, entry))
-    months = [(tag, checkout.month(tag)) for tag in entry["releases"]]
+    releases = list(list_releases(checkout, entry))
+    rows = list(list_spans([defaults for _, _, defaults in releases]))
+    months = [(tag, month) for tag, month, _ in releases]
     tables = (
-        (RELEASES, ("tag", "month"), [*months, ("d98e8a64", "2026-08")]),
+        (RELEASES, ("tag", "month"), months),
         (RELEASE_OPTIONS, ("name", "first", "last", "default"), rows),
     )
     for path, columns, lines in tables:

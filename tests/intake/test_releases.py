@@ -10,7 +10,10 @@ from moewright.intake.megatron.releases import find_release, list_changed, list_
 from moewright.spec.workload import AttentionBackend
 
 SIZES = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --max-position-embeddings 2048 "
-REST = "--seq-length 2048 --micro-batch-size 1 --global-batch-size 64 --bf16 --vocab-size 32000 "
+REST = (
+    "--seq-length 2048 --micro-batch-size 1 --global-batch-size 64 --bf16 "
+    "--tokenizer-type GPT2BPETokenizer "
+)
 START = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SIZES}{REST}"
 
 
@@ -27,7 +30,7 @@ def test_options_of_today_are_of_today():
     ("words", "backend", "is_told"),
     [
         ("", AttentionBackend.FLASH, False),
-        ("--no-async-tensor-model-parallel-allreduce --activations-checkpoint-method uniform",
+        ("--activations-checkpoint-method uniform",
          AttentionBackend.LOCAL, True),
         ("--activations-checkpoint-method uniform --transformer-impl transformer_engine",
          AttentionBackend.FLASH, False),

@@ -95,10 +95,10 @@ def read_adapters(
     if not names:
         rule = "is needed beside adapters: the linears that have one"
         raise BadInput(Reason(field=TARGETS, rule=rule, nearest=f"--set {TARGETS}=all-linear"))
-    known = (*_READING, *_WRITING, *_FEEDING, *_ROUTER, *_EVERY)
+    linears = (*_READING, *_WRITING, *_FEEDING, *_ROUTER, *_EVERY)
     for name in names:
-        if name not in known:
-            rule = f"is no linear that is known here: {', '.join((*_EVERY[:1], *known[:9]))} ..."
+        if name not in linears:
+            rule = f"is no linear that is known here: {', '.join((*_EVERY[:1], *linears[:9]))} ..."
             raise BadInput(Reason(field=TARGETS, value=name[:60], rule=rule, nearest="all-linear"))
     is_every = not names.isdisjoint(_EVERY)
     feeds = is_every or not names.isdisjoint(_FEEDING)

@@ -177,9 +177,9 @@ def _explain_refusal(reading: ShellReading, folder: Path | None) -> Reason:
     named = next(filter(None, (_match_command(c, rules) for c in reading.commands)), "")
     if named:
         return Reason(field="script", rule=named)
-    asked = next(filter(None, map(_ask_options, reading.commands)), None)
-    if asked is not None and not (missing or other or reading.exit_line):
-        return asked
+    request = next(filter(None, map(_ask_options, reading.commands)), None)
+    if request is not None and not (missing or other or reading.exit_line):
+        return request
     if not (missing or other or reading.exit_line):
         if programs:
             rule += f"; it starts {show_unknown(programs[0])[-80:]}"
