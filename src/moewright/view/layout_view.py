@@ -58,7 +58,7 @@ def draw_grid(grid: RankGrid, left: int, top: int) -> Html:
                 '<rect class="rank" x="{}" y="{}" width="10" height="10" rx="2" opacity="{}"/>',
                 left + _place_rank(rank, grid),
                 top + STAGE_STEP * stage,
-                0.45 if rank // grid.tp % 2 else 0.85,
+                0.45 if grid.tp > 1 and rank // grid.tp % 2 else 0.85,
             )
             for stage in range(count_drawn_stages(grid))
             for rank in range(min(grid.ranks, _MOST_RANKS))

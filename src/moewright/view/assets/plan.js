@@ -39,7 +39,7 @@ mw.gridDrawing = shown => {
   const drawing = svg("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", class: "grid", "aria-label": `the ranks of the layout: ${shown.words}`});
   for (let stage = 0; stage < rows; stage += 1)
     for (let rank = 0; rank < columns; rank += 1) {
-      drawing.append(svg("rect", {x: at(rank), y: stage * 23, width: size, height: size, rx: 2, fill: "var(--accent)", opacity: Math.floor(rank / tp) % 2 ? .45 : .8}));
+      drawing.append(svg("rect", {x: at(rank), y: stage * 23, width: size, height: size, rx: 2, fill: "var(--accent)", opacity: tp > 1 && Math.floor(rank / tp) % 2 ? .45 : .8}));
       const place = stage * ranks + rank, next = place + 1, joined = rank + 1 < columns && Math.floor(place / node) === Math.floor(next / node);
       drawing.append(svg("rect", {x: at(rank), y: stage * 23 + 16, width: joined ? at(rank + 1) - at(rank) : size, height: 2, fill: "var(--quiet)"}));
     }

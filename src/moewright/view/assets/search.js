@@ -57,7 +57,7 @@ mw.searchTable = (view, pick) => {
 /* The fastest layout, and the fastest that somebody ran: what each adds to the other. */
 mw.answerPanel = (answer, pick) => mw.el("section", {class: "panel", "data-answer": answer.layout},
   mw.el("h2", {}, answer.title), mw.layoutFace(answer),
-  pick ? mw.el("p", {}, mw.el("button", {type: "button", class: "small pick", onclick: () => pick(answer.layout)}, "Show this plan")) : "",
+  pick ? mw.el("p", {style: "margin:.5rem 0"}, mw.el("button", {type: "button", class: "small pick", onclick: () => pick(answer.layout)}, "Show this plan")) : "",
   mw.el("p", {}, `Expect ${mw.seconds(answer.expected_step_s)} a step. `, mw.el("span", {class: "badge"}, answer.runs ? `${mw.count(answer.runs)} published runs made its choices` : mw.gradeWords[answer.grade] || answer.grade)),
   answer.adds.length && !answer.runs ? mw.el("p", {class: "note"}, "Adds ", answer.adds.join(", "), ": nobody published all of them together.") : "",
   answer.published ? mw.el("p", {class: "note"}, `${answer.published}.`) : "");
