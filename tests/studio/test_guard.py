@@ -155,6 +155,23 @@ def test_nothing_outside_the_assets_is_sent(app):
         assert ask(app, path, OWN, COOKIE)[0] == 404
 
 
+def test_an_asset_that_has_not_changed_is_not_sent_again(app):
+    status, headers, content = ask(app, "/assets/echarts.min.js", OWN, COOKIE)
+    assert status == 200
+    kept = ("if-none-match", headers["etag"])
+    assert ask(app, "/assets/echarts.min.js", OWN, COOKIE, kept)[::2] == (304, b"")
+    assert ask(app, "/assets/style.css", OWN, COOKIE, kept)[0] == 200
+    assert len(content) > 100_000
+
+
+def test_an_address_that_leads_nowhere_leads_back(app):
+    status, _, content = ask(app, "/nowhere<b>", OWN, COOKIE)
+    assert status == 404
+    assert b"There is no such page" in content
+    assert b'href="/top"' in content
+    assert b"<b>" not in content
+
+
 def test_a_root_holds_what_lies_below_it_and_no_sibling():
     assert is_below("/etc/hosts", "/")
     assert is_below("/data/a", "/data")

@@ -7,7 +7,8 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -134,8 +135,8 @@ class _Studio:
         """Keep a worker ready while the server runs, and few threads."""
         current_default_thread_limiter().total_tokens = _MOST_THREADS
         await self._workers.prepare()
-        # Tables of devices and models are read before somebody asks for a chapter.
-        reading = asyncio.create_task(run_in_threadpool(open_chapters))
+        # Tables of devices and models are read before somebody asks for a page or a chapter.
+        reading = asyncio.create_task(run_in_threadpool(_read_tables))
         yield
         await reading
         await self._workers.close()
@@ -149,12 +150,14 @@ class _Studio:
         if content is None:
             return PlainTextResponse("no such file", status_code=404)
         media_type = _TYPES.get(Path(name).suffix, "text/plain")
-        headers = {"cache-control": "no-cache"}
+        # A browser asks whether it has changed, and keeps what it has compiled where it has not.
+        headers = {"cache-control": "no-cache", "etag": f'"{sha256(content).hexdigest()[:16]}"'}
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
         return Response(content, media_type=media_type, headers=headers)
 
     async def list_catalogue(self, _: Request) -> Response:
-        rows = await run_in_threadpool(_list_names)
-        return _send_json(encode_data(rows))
+        return _send_json(await run_in_threadpool(_encode_names))
 
     async def send_plan(self, request: Request) -> Response:
         params = dict(request.query_params)
@@ -267,14 +270,25 @@ class _Studio:
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
 
-def _list_names() -> dict[str, object]:
-    """Return models and devices that have a name, precisions, and the words of the glossary."""
-    return {
+def _read_tables() -> None:
+    _encode_names()
+    open_chapters()
+
+
+@cache
+def _encode_names() -> bytes:
+    """Return models and devices that have a name, precisions, and the words of the glossary.
+
+    Every page begins with them, and counting the parameters of all models takes a third of a
+    second.
+    """
+    names = {
         "models": list_models().to_rows(),
         "devices": list_hardware().to_rows(),
         "precisions": [dtype.value for dtype in Dtype],
         "terms": list_terms(),
     }
+    return encode_data(names)
 
 
 def _render_trace(params: Mapping[str, str]) -> str:
