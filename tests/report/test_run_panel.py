@@ -85,6 +85,25 @@ def test_the_panel_fits_its_terminal_and_is_drawn_over_itself(
         assert len(third.splitlines()) > 10
 
 
+@pytest.mark.parametrize("columns", range(30, 130, 7))
+def test_a_narrow_panel_leaves_parts_out_and_cuts_no_word(columns: int, tmp_path: Path) -> None:
+    def draw(width: int) -> list[str]:
+        terminal = Terminal(width, 40)
+        panel = RunPanel(terminal.stream)
+        panel.begin(PLAN, tmp_path, 8)
+        panel.refresh()
+        text = ESCAPES.sub("", terminal.read())
+        return [line.rstrip() for line in text.splitlines() if line[:9].strip().isalpha()]
+
+    write_records(tmp_path, 8)
+    whole, narrow = draw(400), draw(columns)
+    assert len(whole) == len(narrow) > 4
+    for line, shown in zip(whole, narrow, strict=True):
+        assert line.startswith(shown)
+        assert len(shown) < columns
+        assert line[len(shown) :][:1] in ("", " ")
+
+
 def test_a_terminal_without_a_size_is_taken_for_a_usual_one(tmp_path: Path) -> None:
     write_records(tmp_path, 8)
     terminal = Terminal(0, 0)

@@ -206,13 +206,26 @@ class RunPanel:
         lines = lines[: size.lines - 1]
         with self._console.capture() as capture:
             for line in lines:
-                line.truncate(width, overflow="crop")
-                self._console.print(line, no_wrap=True, crop=False)
+                self._console.print(_fit_parts(line, width), no_wrap=True, crop=False)
         text = capture.get().replace("\n", f"{_CLEAR_LINE}\n")
         back = f"\x1b[{self._drawn_lines}A\r" if self._drawn_lines else ""
         self._stream.write(f"{back}{text}{_CLEAR_BELOW}")
         self._stream.flush()
         self._drawn_lines = len(lines)
+
+
+def _fit_parts(line: Text, width: int) -> Text:
+    """Return a line without the parts that a terminal is too narrow for, and without half a word.
+
+    Parts stand two spaces apart, where a line has several.
+    """
+    if line.cell_len <= width:
+        return line
+    shown = line.plain[: width + 1]
+    end = shown.rfind("  ", _NAME_WIDTH)
+    if end < 0:
+        end = shown.rfind(" ", _NAME_WIDTH)
+    return line[:end] if end > _NAME_WIDTH else line[:width]
 
 
 def _find_saved_step(folder: Path) -> int:
