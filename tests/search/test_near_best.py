@@ -17,6 +17,7 @@ from moewright.diagnosis.published import Nearness, find_nearest_runs, find_publ
 from moewright.rules.job import plan_job
 from moewright.search.ranking import NearBest, ProvenChoices, bound_s
 from moewright.search.screening import Screener
+from moewright.search.search import find_best_plan
 from moewright.search.space import build_search_space, degree_groups
 from moewright.spec.plan import Plan
 
@@ -118,3 +119,14 @@ def test_the_first_plan_is_the_simplest_of_those_that_tie(plans: Plans) -> None:
     fastest = min(result.near_best, key=lambda candidate: candidate.bound_s)
     assert NearBest(space, result.near_best).put_simplest_first()[0].layout == first.layout
     assert bound_s(first.estimate, result.rule) < 1.05 * fastest.bound_s
+
+
+def test_what_is_expected_of_the_first_plan_does_not_depend_on_how_many_are_shown() -> None:
+    plans = [
+        mw.plan("OLMoE-1B-7B-0924", on="8xA100-80G", global_batch=256, top=top).best
+        for top in (1, 5, 20)
+    ]
+    assert all(plan is not None and plan.fast == plans[0].fast for plan in plans)
+    assert len({plan.layout for plan in plans}) == 1
+    first = plans[0]
+    assert find_best_plan(first.model, first.workload, first.hardware).layout == first.layout

@@ -58,6 +58,9 @@ SLOWER = "slower than the layouts shown"
 # Candidates kept beyond those that are shown: simulation of their pipelines, full estimates and a
 # faster network (search_near) may change their order.
 _SPARE = 8
+# The candidates among which the first plan is picked, and from which its optimism follows: the same
+# ones however many are shown.
+_PICKED_FROM = 18
 _MAX_KEPT = 1000
 _GAMBLES = 3  # shown
 _EXTRA_BYTES = (GIB, 8 * GIB)  # more memory a device: what `with_memory` answers for
@@ -129,14 +132,16 @@ def search(
     spaces = _list_spaces(space)
     if not _may_hold_states(spaces, rule):
         spaces = spaces[-1:]  # nothing in any is safe: the last one says what is nearest
-    space, screener, pool = _screen(spaces, rule, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
+    keep = max(_PICKED_FROM, top + _SPARE)
+    space, screener, pool = _screen(spaces, rule, keep=keep, extra_bytes=_EXTRA_BYTES)
     rejected: Counter[str] = Counter(pool.refused)
     rejected[DOES_NOT_FIT] += pool.without_room
     rejected[NO_HOST_MEMORY] += pool.without_host_room
     plans: list[Plan] = []
     gambles: list[Plan] = []
-    near_best = NearBest(space, pool.ranked())
-    for candidate in near_best.put_simplest_first():
+    ranked = pool.ranked()
+    near_best = NearBest(space, ranked[:_PICKED_FROM])
+    for candidate in (*near_best.put_simplest_first(), *ranked[_PICKED_FROM:]):
         if len(plans) == top:
             break
         plan = _build_legal_plan(space, candidate, rejected)
@@ -177,7 +182,7 @@ def search(
             for extra, candidate in pool.with_more.items()
         ),
         other_overlap=other_overlap,
-        near_best=tuple(pool.ranked()),
+        near_best=tuple(ranked),
         nearest_miss=_build_nearest_miss(space, pool),
         proven=proven,
         optimism=near_best.optimism(),
@@ -210,8 +215,8 @@ def find_best_plan(
     spaces = _list_spaces(space)
     if not _may_hold_states(spaces, rule):
         return None
-    space, _, pool = _screen(spaces, rule, keep=_SPARE, extra_bytes=())
-    candidates = NearBest(space, pool.ranked()).put_simplest_first()
+    space, _, pool = _screen(spaces, rule, keep=_PICKED_FROM, extra_bytes=())
+    candidates = NearBest(space, pool.ranked()[:_PICKED_FROM]).put_simplest_first()
     plans = (_build_legal_plan(space, candidate, Counter()) for candidate in candidates)
     return next((plan for plan in plans if plan and is_safe(plan.estimate, rule)), None)
 
