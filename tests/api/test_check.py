@@ -271,6 +271,32 @@ def test_data_that_move_and_saves_that_come_oftener_are_told_and_break_nothing(
     assert job.breaches == ()
 
 
+def test_what_scripts_leave_open_is_set_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the refusal says it, on every face."""
+    monkeypatch.chdir(tmp_path)
+    sizes = r"  --(padded-)?vocab-size 151936 \\\n|  --null-tokenizer-eod-id 151935 \\\n"
+    before = re.sub(sizes, "", SCRIPT).replace("NullTokenizer", "HuggingFaceTokenizer")
+    Path("a.sh").write_text(before)
+    Path("b.sh").write_text(edit(before, ("micro-batch-size 1", "micro-batch-size 2")))
+    command = ["check", "a.sh", "b.sh", "--on", "H100"]
+    assert main(command) == 2
+    given = "--vocab-size=128000"
+    assert f"--set {given}" in capsys.readouterr().err
+    assert main([*command, "--set", given]) == 0
+    check = mw.check("a.sh", "b.sh", on="H100", overrides=(given,))
+    assert [str(switch) for switch in check.jobs[0].changes.switches] == ["micro-batch: 1 -> 2"]
+    Path("moewright.toml").write_text(
+        f"[[jobs]]\npath = 'a.sh'\non = 'H100'\noverrides = ['{given}']\n"
+    )
+    assert mw.check(".", ".").jobs[0].changes.is_neutral
+    plan = mw.estimate("Qwen3-30B-A3B", "ep8,recompute=full", on="8xH100")
+    write_json(Path("a.json"), plan)
+    with pytest.raises(BadInput, match="--set=--vocab-size=128000: is for scripts"):
+        mw.check("a.json", "a.json", overrides=(given,))
+
+
 def test_options_that_are_not_planned_are_told_and_break_nothing(tmp_path: Path) -> None:
     after = SCRIPT.replace("--log-interval 1", "--log-interval 10").replace("--mock-data", "")
     job = check_texts(tmp_path, SCRIPT, after)

@@ -101,6 +101,7 @@ class ScriptParameters:
     script_args: str = ""
     network: str = ""
     strict: bool = False
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +156,7 @@ class CheckParameters:
     model: str = ""
     script_args: str = ""
     network: str = ""
+    overrides: tuple[str, ...] = ()
     budgets: str = ""
 
 
@@ -217,6 +219,8 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "script": "The path of a launch script of Megatron-LM, or of a configuration in YAML.",
         "script_args": "What stands behind the script's name on its command line.",
         "strict": "Refuse options that are not read.",
+        "overrides": "NAME=VALUE of a variable, an option (--vocab-size=128000; null leaves it "
+        "out) or a setting, which win over those of the script: --set of the command line.",
         "run": "The path of the folder of a run, of a trace of a profiler or a folder of them, or "
         "of a console log of Megatron-LM.",
         "plan": "The path of a plan.json or a job .toml that says what is expected.",

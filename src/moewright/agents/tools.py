@@ -153,6 +153,7 @@ def _read_script(question: ScriptParameters) -> Plan:
         arguments=question.script_args,
         network=question.network,
         strict=question.strict,
+        overrides=question.overrides,
     ).plan
 
 
@@ -199,6 +200,7 @@ def _check(question: CheckParameters) -> object:
         model=question.model,
         arguments=question.script_args,
         network=question.network,
+        overrides=question.overrides,
         budgets=question.budgets or None,
     )
 

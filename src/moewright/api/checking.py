@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
+from typing import TypedDict, Unpack, cast
 
 from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.planning import estimate_request, is_plan_file
@@ -107,7 +107,8 @@ _RECORDS = (".toml", ".json")
 class JobSource:
     """A file that states a job, and what it leaves open: `on` is count x device, or the device.
 
-    `arguments` stand behind the name of a script.
+    `arguments` stand behind the name of a script; each of `overrides` is NAME=VALUE of a variable,
+    an option or a setting of it.
     """
 
     path: str
@@ -115,6 +116,7 @@ class JobSource:
     model: str = ""
     arguments: str = ""
     network: str = ""
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,15 +127,22 @@ class CheckFile:
     jobs: tuple[JobSource, ...] = ()
 
 
+class ScriptChoices(TypedDict, total=False):
+    """What launch scripts leave open; `overrides` are NAME=VALUE."""
+
+    model: str
+    arguments: str
+    network: str
+    overrides: tuple[str, ...]
+
+
 def check(
     before: Path | str | Plan,
     after: Path | str | Plan = "",
     *,
     on: str | Hardware = "",
-    model: str = "",
-    arguments: str = "",
-    network: str = "",
     budgets: Path | str | ChangeBudgets | None = None,
+    **scripts: Unpack[ScriptChoices],
 ) -> Check:
     """Say exactly what a change of a job costs, and which budgets it breaks.
 
@@ -142,10 +151,10 @@ def check(
             writes a file of a commit, or REV alone for all jobs of the file of budgets.
         after: the same; when not given, what the working folder has now.
         on: the hardware of scripts, as count x device, or the device alone.
-        model: stands in where a script gives no sizes.
-        arguments: what stands behind the name of a script.
-        network: kinds of network in place of the hardware's own.
         budgets: the file of budgets, moewright.toml when not given and there; or the budgets.
+        **scripts: what scripts leave open, the keys of ScriptChoices: model where they give no
+            sizes; arguments behind their names; network in place of the hardware's own; overrides,
+            each NAME=VALUE of a variable, an option or a setting, which win over theirs.
 
     Raises:
         BadInput: a side cannot be read or planned, or the file of budgets is at fault.
@@ -164,7 +173,7 @@ def check(
             raise BadInput(Reason(field="plan", rule=rule, nearest="two plans, or their files"))
         job = _check_plans("plan", before, after, file.budgets)
         return Check(before=before.fingerprint, after=after.fingerprint, jobs=(job,))
-    source = JobSource(path="", model=model, arguments=arguments, network=network)
+    source = JobSource(path="", **scripts)
     with ExitStack() as stack:
         sides = _open_sides(str(before), str(after), stack)
         jobs = tuple(_check_files(sides, source, on, file))
@@ -314,6 +323,9 @@ def _name_place(field: str, side: _Side, path: Path) -> str:
 
 def _read_job(path: Path, source: JobSource, on: str | Hardware) -> ScriptPlan:
     if path.suffix in _RECORDS:
+        if source.overrides:
+            rule = f"is for scripts and configurations, and {path.name[:60]} is a job or a plan"
+            raise BadInput(Reason(field="--set", value=source.overrides[0][:60], rule=rule))
         hardware = "" if is_plan_file(path) else on
         options = WorkloadOptions(network=source.network)
         plan, notes = estimate_request(path, "", on=hardware, options=options)
@@ -324,6 +336,7 @@ def _read_job(path: Path, source: JobSource, on: str | Hardware) -> ScriptPlan:
         model=source.model,
         arguments=source.arguments,
         network=source.network,
+        overrides=source.overrides,
     )
 
 

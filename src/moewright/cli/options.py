@@ -423,12 +423,16 @@ class ScriptOptions:
         What stands behind the name of a script, in quotes.
     network
         Kinds of network in place of the hardware's own, such as ib or nvl72+efa.
+    set_
+        NAME=VALUE, which wins over that of both scripts: of a variable, of an option
+        (--vocab-size=128000; null leaves one out) or of a setting. Can stand several times.
     """
 
     on: str = ""
     model: str = ""
     script_args: ShellWords = ""
     network: str = ""
+    set_: SetOption = None
 
 
 @Parameter(name="*")

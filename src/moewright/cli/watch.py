@@ -191,6 +191,7 @@ def check(
         model=scripts.model,
         arguments=scripts.script_args,
         network=scripts.network,
+        overrides=tuple(scripts.set_ or ()),
         budgets=budgets,
     )
     document = build_check_document(checked)
