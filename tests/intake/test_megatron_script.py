@@ -663,6 +663,7 @@ def test_one_training_behind_a_condition_is_read_and_two_are_asked_for(tmp_path)
 @pytest.mark.parametrize(
     ("command", "rule"),
     [
+        ("torchrun hf2mcore_qwen3_dense.py --num-layers 4", "trains no decoder"),
         ("torchrun pretrain_gpt.py --num-layers 4 --skip-train", "leaves the training out"),
         ("torchrun pretrain_vlm.py --num-layers 4 --mm-model m.json", "is MindSpeed-MM's"),
         ("torchrun ./aicb.py --num_layers 4 --micro_batch 1 --seq_length 8", "is AICB's"),

@@ -243,3 +243,50 @@ def test_options_of_a_trainer_that_stand_in_variables_are_asked_for(tmp_path):
     reason = refusal(write(tmp_path, "torchrun $RUN_ARGS pretrain_gpt.py $MODEL_ARGS $DATA_ARGS\n"))
     assert "MODEL_ARGS" in reason.rule
     assert reason.nearest.startswith("--set DATA_ARGS=")
+
+
+OLD_VERL = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer \\
+    data.max_prompt_length=512 data.max_response_length=512 \\
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-7B actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    {} trainer.n_gpus_per_node=8 trainer.nnodes=1
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "tp", "micro", "is_told"),
+    [
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=64", 4, 32, True),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size=64 "
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            2,
+            16,
+            False,
+        ),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 "
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+            1,
+            4,
+            True,
+        ),
+    ],
+)
+def test_verl_says_the_micro_batch_of_all_before_that_of_a_device(
+    words, tp, micro, is_told, tmp_path
+):
+    if "megatron." not in words:
+        words += " actor_rollout_ref.actor.megatron.sequence_parallel=true"
+    reading = read_flags(write(tmp_path, OLD_VERL.format(words)), on="H100")
+    assert (reading.plan.layout.tp, reading.plan.layout.mbs) == (tp, micro)
+    assert any("4 before verl 0.4" in note for note in reading.notes) is is_told
+
+
+def test_a_model_that_a_script_names_and_nobody_knows_is_asked_for(tmp_path):
+    words = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    text = OLD_VERL.format(words).replace("Qwen/Qwen2.5-7B", "me/my-model-7b")
+    with pytest.raises(BadInput) as caught:
+        read_flags(write(tmp_path, text), on="H100")
+    (reason,) = caught.value.reasons
+    assert (reason.field, reason.value) == ("model", "my-model-7b")
+    assert reason.nearest == "estimate CONFIG.json --from-flags ..."

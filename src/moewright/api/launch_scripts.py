@@ -31,6 +31,7 @@ from moewright.search.search import build_plan, search
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.units import is_whole_number, whole_number
@@ -365,7 +366,7 @@ def plan_launch(
             )
         )
     name = model or command.model
-    named = catalogue.model(name) if name else None
+    named = _find_model(name, is_given=bool(model)) if name else None
     job = interpret_launch(
         command, world_size=hardware.count, folder=script.parent, named_model=named
     )
@@ -382,6 +383,22 @@ def plan_launch(
             **{name: (value,) for name, value in command.exported.items()},
         },
     )
+
+
+def _find_model(name: str, *, is_given: bool) -> ModelSpec:
+    """Return a model by name; one that a script names is asked for where it is not known.
+
+    Raises:
+        BadInput: it is not known.
+    """
+    try:
+        return catalogue.model(name)
+    except BadInput:
+        if is_given:
+            raise
+        rule = "is what the script calls its model, which is not known: give its config.json"
+        nearest = "estimate CONFIG.json --from-flags ..."
+        raise BadInput(Reason(field="model", value=name[:60], rule=rule, nearest=nearest)) from None
 
 
 def to_script_options(script: Path) -> Callable[[str], str]:

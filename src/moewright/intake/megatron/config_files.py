@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
@@ -80,6 +80,11 @@ _LEVELS = 6  # folders above a script that may be its checkout
 _RECIPE_TAIL = re.compile(r"_(pretrain|finetune|sft|peft|lora|config|mcore|\d+gpu|h100|b200).*$")
 
 
+# What verl's own configuration says of tensor parallelism changed, and its mark before that.
+_TENSOR_DEGREE = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
+_OLD_MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfiguredCommand:
     """The words of the launch command that a configuration stands for.
@@ -116,6 +121,10 @@ def configure_words(
         BadInput: the file cannot be read, or the settings are of no framework that is known here.
     """
     settings = _read_named_config(_find_named_config(words), folder)
+    told = read_overrides(words)
+    is_left_out = _TENSOR_DEGREE in settings and _TENSOR_DEGREE not in told
+    if is_left_out and _OLD_MICRO_BATCH in told:
+        settings[_TENSOR_DEGREE] = "4"
     for name, value in zip(words, [*words[1:], ""], strict=True):
         option, equals, inline = name.partition("=")
         path = Path(UNKNOWN_VALUE.sub("", inline if equals else value))
@@ -123,10 +132,17 @@ def configure_words(
             settings |= read_settings(folder / path)
         elif option in ("--recipe", "--recipe-name"):
             settings["recipe"] = inline if equals else value
-    settings |= read_overrides(words)
-    return configure(
+    settings |= told
+    command = configure(
         resolve_references(settings, environment), referenced=find_referenced(settings)
     )
+    if not is_left_out:
+        return command
+    note = (
+        f"nothing here says the tensor parallelism: {settings[_TENSOR_DEGREE]}, as verl's own "
+        "configuration has it (4 before verl 0.4, 1 since)"
+    )
+    return replace(command, notes=(*command.notes, note))
 
 
 def _find_named_config(words: Sequence[str]) -> str:

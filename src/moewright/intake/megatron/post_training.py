@@ -104,12 +104,24 @@ def verl_batches(tree: SettingTree, options: dict[str, tuple[str, ...]]) -> tupl
     text += _size(tree, "data.max_response_length", 512)
     texts = _size(tree, f"{_ACTOR}ppo_mini_batch_size", 256)
     texts *= _size(tree, "actor_rollout_ref.rollout.n", 1)
-    micro = _size(tree, f"{_ACTOR}ppo_micro_batch_size_per_gpu", 1)
+    micro = _size(tree, f"{_ACTOR}ppo_micro_batch_size_per_gpu", 0) or _share_micro(tree, options)
     if tree.take_text(f"{_ACTOR}use_dynamic_bsz").lower() != "true":
         _set_batches(options, text, micro, texts)
         return (f"an update is planned on {texts} texts of {text} tokens, their full length",)
     pack = _size(tree, f"{_ACTOR}ppo_max_token_len_per_gpu", _PACKED_TOKENS)
     return _pack(tree, options, texts=texts, text=text, pack=pack)
+
+
+def _share_micro(tree: SettingTree, options: Mapping[str, tuple[str, ...]]) -> int:
+    """Return a replica's part of the micro-batch of all, as verl said it before 0.2; 1 for none."""
+    whole = _size(tree, f"{_ACTOR}ppo_micro_batch_size", 1)
+    return max(1, whole // _count_replicas(tree, options))
+
+
+def _count_replicas(tree: SettingTree, options: Mapping[str, tuple[str, ...]]) -> int:
+    ranks = _size(tree, "trainer.nnodes", 1) * _size(tree, "trainer.n_gpus_per_node", 8)
+    degrees = (_degree(options, name) for name in ("tensor", "pipeline", "context"))
+    return max(1, ranks // prod(degrees))
 
 
 def _supervised_batches(tree: SettingTree, options: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -133,12 +145,10 @@ def _pack(
     pack: int,
 ) -> tuple[str, ...]:
     """Set packs of at most `pack` tokens a rank for sequences, and return a note on them."""
-    ranks = _size(tree, "trainer.nnodes", 1) * _size(tree, "trainer.n_gpus_per_node", 8)
-    degrees = {name: _degree(options, name) for name in ("tensor", "pipeline", "context")}
-    tokens = pack * degrees["context"]
+    tokens = pack * _degree(options, "context")
     in_pack = max(1, tokens // text)
     packs = -(-texts // in_pack)
-    replicas = max(1, ranks // (degrees["tensor"] * degrees["pipeline"] * degrees["context"]))
+    replicas = _count_replicas(tree, options)
     batch = -(-packs // replicas) * replicas
     _set_batches(options, tokens, 1, batch)
     note = (
