@@ -165,3 +165,19 @@ def test_a_job_whose_choices_are_not_those_of_its_log_is_refused(changes, field,
         mw.diagnose(log, plan=other)
     (reason,) = refusal.value.reasons
     assert (reason.field, reason.nearest) == (field, nearest)
+
+
+def test_what_a_refusal_of_a_dump_asks_for_is_given_beside_it(tmp_path):
+    plan = case_plan(*CASES[3])
+    arguments = dumped_arguments(plan)
+    plain = read_log(write_log(tmp_path, arguments, 64), on=plan.hardware)
+    log = write_log(tmp_path, arguments | {"expert_shuffle_degree": "4"}, 64)
+    with pytest.raises(BadInput) as refusal:
+        read_log(log, on=plan.hardware)
+    option, _, setting = refusal.value.reasons[0].nearest.partition(" ")
+    assert option == "--set"
+    assert read_log(log, on=plan.hardware, overrides=[setting]).plan == plain.plan
+    without_experts = {name: text for name, text in arguments.items() if name != "num_experts"}
+    with pytest.raises(BadInput) as refusal:
+        read_log(write_log(tmp_path, without_experts, 64), on=plan.hardware)
+    assert refusal.value.reasons[0].nearest == "--set --num-experts=..."

@@ -66,6 +66,10 @@ def read_layout(
     if model.moe is not None:
         layout = _read_experts(arguments, layout)
         notes = _note_expert_defaults(arguments, tp)
+    elif arguments.size(LAYOUT_OPTIONS["ep"]) > 1:
+        degree = arguments.text(LAYOUT_OPTIONS["ep"])
+        rule = f"is missing beside {LAYOUT_OPTIONS['ep']} {degree}, with which Megatron-LM stops"
+        raise BadInput(Reason(field="--num-experts", rule=rule, nearest="--set --num-experts=..."))
     if arguments.has(_OTHER_RANK_ORDER) and layout.pp > 1 and layout.dp > 1:
         layout = replace(layout, order=RankOrder.DP_LAST)
     layout = read_stages(arguments, model, layout)
