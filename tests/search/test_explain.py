@@ -42,7 +42,7 @@ def test_four_bits_are_said_with_the_layers_that_recipes_leave_in_sixteen():
     layout = "ep8,mbs1,recompute=full"
     plan = mw.estimate("Qwen3-30B-A3B", layout, on="8xB200", precision="nvfp4")
     _, line = explain_precision(plan)
-    assert "bf16_last_layers = 8" in line  # 0.16 of 48
+    assert " train.bf16_last_layers = 8 " in line  # a job's key; 0.16 of 48
     trainer = replace(plan.workload.trainer, bf16_last_layers=8)
     workload = replace(plan.workload, trainer=trainer)
     other = estimate(plan.model, workload, plan.hardware, plan.layout)

@@ -153,7 +153,7 @@ def _explain_wide_layers(plan: Plan, narrow: Estimate, precision: Dtype) -> tupl
     step = f"{format_seconds(other.step_s)} a step, {relation}"
     return (
         f"For the loss's sake recipes of {precision} leave {share} in bf16: with"
-        f" trainer.bf16_last_layers = {wide} it takes {step}.",
+        f" train.bf16_last_layers = {wide} it takes {step}.",
     )
 
 
