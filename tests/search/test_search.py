@@ -334,6 +334,15 @@ def test_whole_iterations_are_captured_where_a_dispatcher_has_static_shapes(
     )
 
 
+def test_all_experts_on_each_rank_have_whole_iterations_searched() -> None:
+    """Nobody waits for sizes there, so that the search has what it would find pinned."""
+    work = replace(WORK, routing=Routing.LEARNED, global_batch=64)
+    small, node = catalogue.model("gpt-oss-20b"), catalogue.hardware("8xB200")
+    (best,) = search(small, work, node, top=1).plans
+    (pinned,) = search(small, work, node, fixed="graphs=full,ep1", top=1).plans
+    assert best.layout == pinned.layout
+
+
 def test_a_budget_of_a_rank_is_searched_with_what_pads_rows_to_it(model: ModelSpec) -> None:
     """DeepEP, the faster library on nodes, pads none; under a budget whole iterations repeat."""
     hardware = catalogue.hardware("16xH100")

@@ -312,7 +312,8 @@ def _captures_iterations(
 
     They are where the library that moves tokens here pads them to a budget of each rank, or the
     user's rank_capacity does. A capacity that fixes the rows of an expert changes what is trained,
-    and is taken only when asked for.
+    and is taken only when asked for. All experts on each rank have fixed rows too: such layouts
+    have memory to spare or none at all, so that they are searched without savings alone.
     """
     if space.hardware.device.kind is not DeviceKind.CUDA or space.model.moe is None:
         return False
@@ -322,6 +323,8 @@ def _captures_iterations(
     static = [library for library in libraries[:1] if library.facts.has_static_shapes]
     if not static and space.base.rank_capacity:
         static = [space.base.dispatcher]  # the user's, or the plain all-to-all, which pads rows
+    if not (static or recompute or offload) and 1 in _axis(space, "ep", _expert_degrees(space)):
+        static = [DEFAULT_LAYOUT.dispatcher]
     if not static:
         return False
     choices: dict[str, Any] = {
