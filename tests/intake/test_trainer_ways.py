@@ -290,3 +290,19 @@ def test_a_model_that_a_script_names_and_nobody_knows_is_asked_for(tmp_path):
     (reason,) = caught.value.reasons
     assert (reason.field, reason.value) == ("model", "my-model-7b")
     assert reason.nearest == "estimate CONFIG.json --from-flags ..."
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "nearest"),
+    [
+        ("", "--num-experts", "--set --num-experts=..."),
+        (
+            "--num-experts 8 --hybrid-override-pattern M-M-*-M-",
+            "--expert-model-parallel-size",
+            "1",
+        ),
+    ],
+)
+def test_experts_are_split_where_there_are_some(words, field, nearest, tmp_path):
+    reason = refusal(write(tmp_path, f"{START} --expert-model-parallel-size 2 {words}\n"))
+    assert (reason.field, reason.nearest) == (field, nearest)

@@ -68,6 +68,9 @@ def read_layout(
         notes = _note_expert_defaults(arguments, tp)
     elif arguments.size(LAYOUT_OPTIONS["ep"]) > 1:
         degree = arguments.text(LAYOUT_OPTIONS["ep"])
+        if arguments.has("--num-experts"):
+            rule = "splits experts, and no layer of the model has any"
+            raise BadInput(Reason(field=LAYOUT_OPTIONS["ep"], value=degree, rule=rule, nearest="1"))
         rule = f"is missing beside {LAYOUT_OPTIONS['ep']} {degree}, with which Megatron-LM stops"
         raise BadInput(Reason(field="--num-experts", rule=rule, nearest="--set --num-experts=..."))
     if arguments.has(_OTHER_RANK_ORDER) and layout.pp > 1 and layout.dp > 1:
