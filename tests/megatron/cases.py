@@ -38,8 +38,8 @@ from moewright.spec.workload import (
     Workload,
 )
 
-# Permutes have no switch that turns their fusion off.
-_UNFUSED = tuple(fusion for fusion in Fusion if fusion is not Fusion.PERMUTE)
+# Permutes, and the sums of experts' biases, have no switch that turns their fusion off.
+_UNFUSED = tuple(fusion for fusion in Fusion if fusion not in (Fusion.PERMUTE, Fusion.EXPERT_BIAS))
 VERDICTS = Path(__file__).parent / "verdicts.csv"
 COLUMNS = ("kind", "model", "machine", "workload", "layout", "command", "refusal")
 MACHINES = (

@@ -152,7 +152,9 @@ def draw_router(lesson: Lesson) -> CoursePicture:
             middle = expert * step + step / 2 - 2
             drawing.text(middle, 18 + height + 15, str(expert), "quiet small", anchor="middle")
             if expert in chosen:
-                told = f"{probability:.0%}"
+                # Neighbours on a phone have no room for the sign.
+                sign = drawing.choose(narrow="", wide="%")
+                told = f"{100 * probability:.0f}{sign}"
                 y = 18 + height - size[1] - 4
                 drawing.text(middle, y, told, "strong small", anchor="middle")
         keys = [(DEVICE_COLOURS[device], f"device {device}") for device in range(router.devices)]
