@@ -186,7 +186,12 @@ def _pack_chunk(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dynamic_levels(device: torch.device) -> torch.Tensor:
-    """Return the 256 levels of the signed dynamic map of 8 bits, rising.
+    """Return the 256 levels of the signed dynamic map of 8 bits, rising."""
+    return torch.tensor(_DYNAMIC_LEVELS, dtype=torch.float32).to(device)
+
+
+def _list_dynamic_levels() -> tuple[float, ...]:
+    """List the levels of the dynamic map.
 
     Seven powers of ten have 1, 2, 4 and so on to 64 levels on either side, in the middles of equal
     parts of 0.1 to 1; zero and one complete them.
@@ -197,7 +202,11 @@ def dynamic_levels(device: torch.device) -> torch.Tensor:
         middles = (bounds[:-1] + bounds[1:]) / 2.0
         part = (10 ** (exponent + 1 - _EXPONENTS) * middles).tolist()
         levels += part + [-level for level in part]
-    return torch.tensor(sorted(levels), dtype=torch.float32).to(device)
+    return tuple(sorted(levels))
+
+
+# Listed when the module is loaded: tensors without data, as those of a dry run, have no numbers.
+_DYNAMIC_LEVELS = _list_dynamic_levels()
 
 
 def _midpoints(levels: torch.Tensor) -> torch.Tensor:
