@@ -290,10 +290,15 @@ def list_converted(checkout: Checkout, patterns: Sequence[str]) -> Iterator[tupl
     yield from sorted(listed.items())
 
 
+def _find_source(folder: Path, name: str) -> tuple[dict[str, Any], Checkout | None]:
+    """Return an entry of the sources and its checkout, None where it is not below the folder."""
+    entry = tomllib.loads(SOURCES.read_text(encoding="utf-8"))[name]
+    return entry, find_checkout(folder, entry["repository"])
+
+
 def write_converted(folder: Path) -> Iterator[str]:
     """Write the table of the architectures that Megatron Bridge converts; yield what changed."""
-    entry = tomllib.loads(SOURCES.read_text(encoding="utf-8"))["converters"]
-    checkout = find_checkout(folder, entry["repository"])
+    entry, checkout = _find_source(folder, "converters")
     if checkout is None:
         yield f"{entry['repository']} is not below {folder}; its table of models stays"
         return
@@ -344,8 +349,7 @@ def _printed_default(option: ParsedOption) -> str:
 
 def write_former_arguments(folder: Path) -> Iterator[str]:
     """Write the table of the arguments that releases of Megatron-LM had; yield what changed."""
-    entry = tomllib.loads(SOURCES.read_text(encoding="utf-8"))["former"]
-    checkout = find_checkout(folder, entry["repository"])
+    entry, checkout = _find_source(folder, "former")
     if checkout is None:
         yield f"{entry['repository']} is not below {folder}; its table of former arguments stays"
         return
@@ -386,8 +390,7 @@ def list_spans(columns: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, int,
 
 def write_releases(folder: Path) -> Iterator[str]:
     """Write which options the releases of Megatron-LM have, and since when by which default."""
-    entry = tomllib.loads(SOURCES.read_text(encoding="utf-8"))["former"]
-    checkout = find_checkout(folder, entry["repository"])
+    entry, checkout = _find_source(folder, "former")
     if checkout is None:
         yield f"{entry['repository']} is not below {folder}; its table of releases stays"
         return

@@ -42,10 +42,8 @@ _OWN_TEXT = {
         (
             *("cost/calendar_time.py", "cost/loss_laws.py", "cost/evidence.py"),
             *("diagnosis/published.py", "diagnosis/traces/trace_waterfall.py"),
-            *("exporters/bridge.py", "intake/megatron/config_fields.py"),
-            *("intake/megatron/dialects.py", "intake/megatron/named_model.py"),
-            *("intake/megatron/options.py", "intake/megatron/unread.py"),
-            "intake/megatron/releases.py",
+            *("exporters/bridge.py", "intake/megatron/dialects.py"),
+            *("intake/megatron/packaged_tables.py", "intake/megatron/unread.py"),
             *("view/course/chapter.py", "view/course/course_pages.py"),
         ),
         "reads the package's own data",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -61,7 +61,7 @@ _LABELS = MappingProxyType(
 )
 
 _STAGES = "uneven stages"
-_NOUNS = MappingProxyType({"layout": "uneven stages", "zero": "ZeRO stage"})
+_NOUNS = MappingProxyType({"layout": _STAGES, "zero": "ZeRO stage"})
 # What is said of a layout that has not what another has.
 _ABSENT = MappingProxyType(
     {
@@ -82,11 +82,13 @@ _ABSENT = MappingProxyType(
 class LayoutWords:
     """A layout in words: a sentence, and labels that together say all that its text says.
 
-    `choices` are those of what is no degree, such as "DeepEP".
+    `choices` are those of what is no degree, such as "DeepEP", and `brief_labels` all labels, both
+    without what only the text says, such as the layers of stages.
     """
 
     sentence: str
     labels: tuple[str, ...]
+    brief_labels: tuple[str, ...]
     choices: tuple[str, ...]
 
 
@@ -99,9 +101,11 @@ def describe_layout(layout: Layout) -> LayoutWords:
     choices = list(_label_choices(layout).values())
     named = [_STAGES if label.startswith(_STAGES) else label for label in choices]
     degrees = ", ".join((*_describe_degrees(layout), _describe_micro_batch(layout)))
+    labels = _label_degrees(layout).values()
     return LayoutWords(
         sentence="; ".join((degrees[0].upper() + degrees[1:], *named)),
-        labels=(*_label_degrees(layout).values(), *choices),
+        labels=(*labels, *choices),
+        brief_labels=(*labels, *named),
         choices=tuple(named),
     )
 
@@ -113,9 +117,7 @@ def describe_changes(layout: Layout, base: Layout) -> tuple[str, ...]:
     """
     own = {**_label_degrees(layout), **_label_choices(layout)}
     others = {**_label_degrees(base), **_label_choices(base)}
-    changed = (label for key, label in own.items() if key != "dp" and others.get(key) != label)
-    lacking = (key for key in others if key not in own)
-    return (*changed, *(_ABSENT.get(key, f"without {others[key]}") for key in lacking))
+    return tuple(_list_changes(own, others))
 
 
 def summarize_changes(layout: Layout, base: Layout) -> str:
@@ -123,9 +125,7 @@ def summarize_changes(layout: Layout, base: Layout) -> str:
 
     That is "TP 1, PP 2 x 8, MBS 2; adds offload, graphs; other overlap; no recompute".
     """
-    own, others = _label_degrees(layout), _label_degrees(base)
-    degrees = [label for key, label in own.items() if key != "dp" and others.get(key) != label]
-    degrees += [_ABSENT[key] for key in others if key not in own]
+    degrees = _list_changes(_label_degrees(layout), _label_degrees(base))
     parts, base_parts = _label_choices(layout), _label_choices(base)
     added = [key for key in parts if key not in base_parts]
     other = [key for key in parts if key in base_parts and parts[key] != base_parts[key]]
@@ -137,6 +137,16 @@ def summarize_changes(layout: Layout, base: Layout) -> str:
         mention("no {}", _list_nouns(lacking)),
     )
     return "; ".join(filter(None, phrases))
+
+
+def _list_changes(own: Mapping[str, str], others: Mapping[str, str]) -> Iterator[str]:
+    """Yield the labels by key that are not the other's, and what is said of keys that lack."""
+    for key, label in own.items():
+        if key != "dp" and others.get(key) != label:
+            yield label
+    for key, label in others.items():
+        if key not in own:
+            yield _ABSENT.get(key, f"without {label}")
 
 
 def _list_nouns(keys: Iterable[str]) -> str:

@@ -203,13 +203,6 @@ def _say_layout(layout: Layout) -> str:
     return f"{words[0].lower()}{words[1:]}"
 
 
-def _label_briefly(layout: Layout) -> tuple[str, ...]:
-    """Return a layout's labels without what only its text says, such as the layers of stages."""
-    words = describe_layout(layout)
-    degrees = len(words.labels) - len(words.choices)
-    return (*words.labels[:degrees], *words.choices)
-
-
 def _print_ranks(console: Console, plan: Plan, layout: Layout) -> None:
     """Print the ranks of a layout on the hardware of a plan, where there are several."""
     if layout.world_size > 1:
@@ -240,7 +233,7 @@ def _print_recommendations(console: Console, plan: Plan) -> None:
         console.print(Text(f"Proven: the same; {_count_runs(plan.proven)}."))
     else:
         expected = _describe_expectation(plan.proven, first=plan.fast)
-        labels = ", ".join(_label_briefly(plan.proven.layout))
+        labels = ", ".join(describe_layout(plan.proven.layout).brief_labels)
         console.print(Text(f"Proven: {labels}; {expected}; {_count_runs(plan.proven)}:"))
         _print_ranks(console, plan, plan.proven.layout)
         text = format_layout(plan.proven.layout)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moewright.spec.layout import Layout
 from moewright.spec.units import plural
 
-_MOST_RANKS = 32  # that are drawn of a stage: the rest repeats them, and a line has 80 columns
+MOST_RANKS = 32  # that are drawn of a stage: the rest repeats them, and a line has 80 columns
 _SQUARES = "■□"  # of tensor groups in turns
 
 
@@ -21,6 +21,10 @@ class RankGrid:
     ep: int  # ranks that share a set of experts
     tp: int
     node: int  # devices of a node
+
+    def is_shaded(self, rank: int) -> bool:
+        """Whether a rank has the shade of every second tensor group."""
+        return self.tp > 1 and rank // self.tp % 2 == 1
 
 
 def build_rank_grid(layout: Layout, node: int) -> RankGrid:
@@ -41,8 +45,8 @@ def draw_ranks(grid: RankGrid) -> str:
     """
     squares = "".join(_draw_squares(grid))
     text = f"{grid.stages} stages of {squares}" if grid.stages > 1 else squares
-    if grid.ranks > _MOST_RANKS:
-        text += f" and {grid.ranks - _MOST_RANKS:,} more"
+    if grid.ranks > MOST_RANKS:
+        text += f" and {grid.ranks - MOST_RANKS:,} more"
     words = []
     if " " in squares or "|" in squares:
         words.append("a block shares the experts" if grid.ep > 1 else "")
@@ -58,8 +62,8 @@ def draw_ranks(grid: RankGrid) -> str:
 
 def _draw_squares(grid: RankGrid) -> Iterator[str]:
     """Yield squares with a space between expert groups, and a bar between nodes."""
-    for rank in range(min(grid.ranks, _MOST_RANKS)):
+    for rank in range(min(grid.ranks, MOST_RANKS)):
         if rank:
             space = " " if rank % grid.ep == 0 and grid.ep > 1 else ""
             yield f"{space}|{space}" if rank % grid.node == 0 else space
-        yield _SQUARES[rank // grid.tp % 2] if grid.tp > 1 else _SQUARES[0]
+        yield _SQUARES[grid.is_shaded(rank)]

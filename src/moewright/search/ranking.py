@@ -53,22 +53,29 @@ def to_ranked_layout(plan: Plan, rule: RankingRule) -> RankedLayout:
     )
 
 
+# The candidates among which the first plan is picked, and from which its optimism follows: the same
+# ones however many are shown.
+PICKED_FROM = 18
+
+
 class NearBest:
-    """The best candidates of a space, the best first, with the choices of each.
+    """The candidates of a space, the best first, with the choices of those that may be picked.
 
     Where nobody published runs of a kind of device, as of CPUs, no choice lacks evidence.
     """
 
     def __init__(self, space: SearchSpace, candidates: Sequence[Candidate]) -> None:
-        self._candidates = tuple(candidates)
+        self._candidates = tuple(candidates[:PICKED_FROM])
+        self._rest = tuple(candidates[PICKED_FROM:])
         self._hardware = space.hardware
         of_job = tuple(job_choices(space.model, space.workload, space.hardware))
         self._alike = read_measured_choices().select_alike(of_job)
         self._of_layouts = [
-            tuple(layout_choices(candidate.layout, space.hardware)) for candidate in candidates
+            tuple(layout_choices(candidate.layout, space.hardware))
+            for candidate in self._candidates
         ]
         self._choices = [(*of_job, *names) for names in self._of_layouts]
-        self._unproven: list[tuple[str, ...]] = [() for _ in candidates]
+        self._unproven: list[tuple[str, ...]] = [() for _ in self._candidates]
         if space.hardware.device.kind.is_accelerator:
             measured = read_measured_choices()
             self._unproven = [measured.support(names).formula for names in self._choices]
@@ -83,7 +90,8 @@ class NearBest:
         ]
         bounds_s = [candidate.bound_s for candidate in self._candidates]
         first = self._candidates[find_simplest(bounds_s, self._choices, burdens)]
-        return first, *(candidate for candidate in self._candidates if candidate is not first)
+        others = (candidate for candidate in self._candidates if candidate is not first)
+        return first, *others, *self._rest
 
     def optimism(self) -> float:
         """Return how far the step of the pick lies above its prediction, in logarithms."""

@@ -33,7 +33,7 @@ from moewright.search.heuristics import (
     find_departures,
     model_parallel_size,
 )
-from moewright.search.ranking import NearBest, ProvenChoices, bound_s, is_safe
+from moewright.search.ranking import PICKED_FROM, NearBest, ProvenChoices, bound_s, is_safe
 from moewright.search.screening import Screener
 from moewright.search.space import (
     Objections,
@@ -58,9 +58,6 @@ SLOWER = "slower than the layouts shown"
 # Candidates kept beyond those that are shown: simulation of their pipelines, full estimates and a
 # faster network (search_near) may change their order.
 _SPARE = 8
-# The candidates among which the first plan is picked, and from which its optimism follows: the same
-# ones however many are shown.
-_PICKED_FROM = 18
 _MAX_KEPT = 1000
 _GAMBLES = 3  # shown
 _EXTRA_BYTES = (GIB, 8 * GIB)  # more memory a device: what `with_memory` answers for
@@ -132,7 +129,7 @@ def search(
     spaces = _list_spaces(space)
     if not _may_hold_states(spaces, rule):
         spaces = spaces[-1:]  # nothing in any is safe: the last one says what is nearest
-    keep = max(_PICKED_FROM, top + _SPARE)
+    keep = max(PICKED_FROM, top + _SPARE)
     space, screener, pool = _screen(spaces, rule, keep=keep, extra_bytes=_EXTRA_BYTES)
     rejected: Counter[str] = Counter(pool.refused)
     rejected[DOES_NOT_FIT] += pool.without_room
@@ -140,8 +137,8 @@ def search(
     plans: list[Plan] = []
     gambles: list[Plan] = []
     ranked = pool.ranked()
-    near_best = NearBest(space, ranked[:_PICKED_FROM])
-    for candidate in (*near_best.put_simplest_first(), *ranked[_PICKED_FROM:]):
+    near_best = NearBest(space, ranked)
+    for candidate in near_best.put_simplest_first():
         if len(plans) == top:
             break
         plan = _build_legal_plan(space, candidate, rejected)
@@ -215,8 +212,8 @@ def find_best_plan(
     spaces = _list_spaces(space)
     if not _may_hold_states(spaces, rule):
         return None
-    space, _, pool = _screen(spaces, rule, keep=_PICKED_FROM, extra_bytes=())
-    candidates = NearBest(space, pool.ranked()[:_PICKED_FROM]).put_simplest_first()
+    space, _, pool = _screen(spaces, rule, keep=PICKED_FROM, extra_bytes=())
+    candidates = NearBest(space, pool.ranked()).put_simplest_first()
     plans = (_build_legal_plan(space, candidate, Counter()) for candidate in candidates)
     return next((plan for plan in plans if plan and is_safe(plan.estimate, rule)), None)
 

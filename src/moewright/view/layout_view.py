@@ -7,7 +7,7 @@ from typing import Final
 
 from moewright.codec import format_layout
 from moewright.codec.layout_words import describe_layout
-from moewright.report.rank_grid import RankGrid, build_rank_grid
+from moewright.report.rank_grid import MOST_RANKS, RankGrid, build_rank_grid
 from moewright.spec.layout import Layout
 from moewright.spec.quoting import Html
 
@@ -17,7 +17,6 @@ SHOWN_NAMES: Final = ("layout", "words", "labels", "grid")
 STAGE_STEP = 14  # points from a drawn stage to the next
 _RANK_STEP = 12  # points from a drawn rank to the next, two of them between
 _GROUP_GAP = 6  # between expert groups
-_MOST_RANKS = 32  # that are drawn of a stage: no card is wider
 _MOST_STAGES = 4  # that are drawn: a card is not a page
 _BADGE = "border:1px solid #8884;border-radius:9px;padding:0 .5em;margin-right:.3em"
 # One click marks the whole text, so that it can be copied.
@@ -58,10 +57,10 @@ def draw_grid(grid: RankGrid, left: int, top: int) -> Html:
                 '<rect class="rank" x="{}" y="{}" width="10" height="10" rx="2" opacity="{}"/>',
                 left + _place_rank(rank, grid),
                 top + STAGE_STEP * stage,
-                0.45 if grid.tp > 1 and rank // grid.tp % 2 else 0.85,
+                0.45 if grid.is_shaded(rank) else 0.85,
             )
             for stage in range(count_drawn_stages(grid))
-            for rank in range(min(grid.ranks, _MOST_RANKS))
+            for rank in range(min(grid.ranks, MOST_RANKS))
         ),
         "\n",
     )
@@ -69,7 +68,7 @@ def draw_grid(grid: RankGrid, left: int, top: int) -> Html:
 
 def measure_grid(grid: RankGrid) -> tuple[int, int]:
     """Return width and height of what `draw_grid` draws, in points."""
-    last = min(grid.ranks, _MOST_RANKS) - 1
+    last = min(grid.ranks, MOST_RANKS) - 1
     return _place_rank(last, grid) + _RANK_STEP, STAGE_STEP * count_drawn_stages(grid)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 
 from moewright.intake.megatron.options import (
     WHOLE_NUMBER,
@@ -14,6 +12,7 @@ from moewright.intake.megatron.options import (
     check_values,
     option_table,
 )
+from moewright.intake.megatron.packaged_tables import read_rows
 from moewright.intake.megatron.settings import Value, is_unset
 from moewright.intake.megatron.unknown import find_unknown, show_unknown
 from moewright.intake.megatron.unread import find_topic
@@ -160,8 +159,7 @@ class SettingReader:
 
 
 def _read_fields() -> Mapping[str, tuple[str, str]]:
-    file = resources.files("moewright.intake.megatron").joinpath("data/config_fields.csv")
-    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+    rows = read_rows("config_fields.csv")
     return {row["field"]: (row["option"], row["rule"]) for row in rows}
 
 

@@ -191,8 +191,10 @@ def _explain_refusal(reading: ShellReading, folder: Path | None) -> Reason:
         rule += f"; the script leaves at line {reading.exit_line}"
         printed = _last_words(reading.commands)
         rule += mention(", saying: {}", printed)
-        needed = list(filter(None, map(_NEEDED_VARIABLE.search, (printed,))))
-        told = [*reading.deciding, *(match[1] or match[2] for match in needed)]
+        told = list(reading.deciding)
+        needed = _NEEDED_VARIABLE.search(printed)
+        if needed is not None:
+            told.append(needed[1] or needed[2])
         names = dict.fromkeys(name for name in told if not _is_argument(name))
         if names:
             nearest = " ".join(f"--set {name}=..." for name in names)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS
 from moewright.intake.megatron.options import Arguments
+from moewright.intake.megatron.packaged_tables import read_rows
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -77,8 +76,7 @@ def _known_text(arguments: Arguments, name: str) -> str:
 
 
 def _list_tokenizers() -> Iterator[TokenizerEntry]:
-    file = resources.files("moewright.intake.megatron").joinpath("data/tokenizers.csv")
-    for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):
+    for row in read_rows("tokenizers.csv"):
         yield TokenizerEntry(
             type=row["type"],
             model=row["model"],

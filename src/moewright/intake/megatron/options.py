@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 
+from moewright.intake.megatron.packaged_tables import read_rows
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, find_unknown
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
@@ -139,7 +138,6 @@ class MegatronOption:
 @cache
 def option_table() -> Mapping[str, MegatronOption]:
     """Return every long option of Megatron-LM's parser at d98e8a64 (2026-08-22), by name."""
-    file = resources.files("moewright.intake.megatron").joinpath("data/megatron_flags.csv")
     options = {
         row["flag"]: MegatronOption(
             name=row["flag"],
@@ -150,7 +148,7 @@ def option_table() -> Mapping[str, MegatronOption]:
             default=row["default"],
             clears=_clears(row["flag"], row["kind"]),
         )
-        for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+        for row in read_rows("megatron_flags.csv")
     }
     return MappingProxyType(options)  # one for all callers
 
@@ -158,8 +156,7 @@ def option_table() -> Mapping[str, MegatronOption]:
 @cache
 def list_former_defaults() -> Mapping[str, tuple[str, ...]]:
     """Return the defaults of arguments that former releases had and today's parser has not."""
-    file = resources.files("moewright.intake.megatron").joinpath("data/former_arguments.csv")
-    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+    rows = read_rows("former_arguments.csv")
     return MappingProxyType({row["name"]: tuple(row["defaults"].split("|")) for row in rows})
 
 

@@ -103,9 +103,8 @@ def parse_script_overrides(texts: Sequence[str]) -> ScriptOverrides:
 
 def _parse_option(text: str, name: str, value: str) -> tuple[str, ...] | None:
     """Return the values of an option, None to leave it out; a switch is true or false."""
-    switches = option_table()
-    is_switch = name in switches and switches[name].value_count == "0"
-    if is_switch and value.casefold() in ("true", "false"):
+    option = option_table().get(name)
+    if option is not None and option.value_count == "0" and value.casefold() in ("true", "false"):
         return () if value.casefold() == "true" else None
     return None if value == _LEFT_OUT else _split(text, value)
 

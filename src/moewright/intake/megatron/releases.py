@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 
-_DATA = "moewright.intake.megatron"
+from moewright.intake.megatron.packaged_tables import read_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +22,7 @@ class MegatronRelease:
 @cache
 def list_releases() -> tuple[MegatronRelease, ...]:
     """Return the releases from the oldest on, the last being the parser that is read here."""
-    spans = _read_rows("release_options.csv")
+    spans = read_rows("release_options.csv")
     return tuple(
         MegatronRelease(
             tag=row["tag"],
@@ -37,7 +35,7 @@ def list_releases() -> tuple[MegatronRelease, ...]:
                 }
             ),
         )
-        for index, row in enumerate(_read_rows("releases.csv"))
+        for index, row in enumerate(read_rows("releases.csv"))
     )
 
 
@@ -59,8 +57,3 @@ def find_release(names: Iterable[str]) -> MegatronRelease:
     """
     told = set(names)
     return max(reversed(list_releases()), key=lambda release: len(told & release.defaults.keys()))
-
-
-def _read_rows(name: str) -> list[dict[str, str]]:
-    text = resources.files(_DATA).joinpath(f"data/{name}").read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))

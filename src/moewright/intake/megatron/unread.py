@@ -6,7 +6,6 @@ plan. A word that is in neither is named; one that sounds of what a plan consist
 
 from __future__ import annotations
 
-import csv
 import re
 import tomllib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from importlib import resources
 from typing import Any
 
 from moewright.intake.megatron.options import option_table
+from moewright.intake.megatron.packaged_tables import read_rows
 from moewright.intake.megatron.settings import Value, is_unset
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import mention
@@ -169,8 +169,6 @@ def list_harmless() -> tuple[Harmless, ...]:
 @cache
 def read_table(trainer: str) -> Mapping[str, TrainerOption]:
     """Return the options of a trainer by name, as its repository has them."""
-    file = resources.files(_DATA).joinpath(f"data/trainers/{trainer}.csv")
-    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
     return {
         row["name"]: TrainerOption(
             trainer=trainer,
@@ -179,15 +177,13 @@ def read_table(trainer: str) -> Mapping[str, TrainerOption]:
             group=row["group"],
             core=row.get("core", ""),
         )
-        for row in rows
+        for row in read_rows(f"trainers/{trainer}.csv")
     }
 
 
 @cache
 def _repositories() -> Mapping[str, str]:
-    file = resources.files(_DATA).joinpath("data/trainers/commits.csv")
-    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
-    return {row["trainer"]: row["repository"] for row in rows}
+    return {row["trainer"]: row["repository"] for row in read_rows("trainers/commits.csv")}
 
 
 def order_forks(words: Iterable[str]) -> tuple[str, ...]:
