@@ -37,18 +37,17 @@ from moewright.spec.workload import (
     TensorScaling,
     Workload,
 )
+from paired_moments import watch_moments
 from selection import thorough
 
 
 def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> None:
-    counted = dry_run(Job(model=model, workload=workload, layout=layout), rank=rank)
-    selection = round_robin_selection(Job(model=model, workload=workload, layout=layout))
-    comparison = compare_ledgers(
-        predict_rank_ledger(
-            Job(model=model, workload=workload, layout=layout), rank=rank, selection=selection
-        ),
-        counted.ledger,
-    )
+    job = Job(model=model, workload=workload, layout=layout)
+    with watch_moments() as moments:
+        counted = dry_run(job, rank=rank)
+        predicted = predict_rank_ledger(job, rank=rank, selection=round_robin_selection(job))
+    moments.check()
+    comparison = compare_ledgers(predicted, counted.ledger)
     unequal = [
         line
         for line in comparison.lines
@@ -123,6 +122,23 @@ def test_narrow_products_in_a_large_world(
     layout = parse_layout(text, world_size=64)
     work = Workload(seq_len=32, global_batch=64, precision=precision, tensor_scaling=scaling)
     assert_as_predicted(tiny_jobs.MODEL, work, layout, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "precision", "scaling"),
+    [
+        # A checkpoint over three layers keeps the input of the first when the last has ended.
+        ("ep2,mbs1,overlap=ep,recompute=uniform3", Dtype.FP32, TensorScaling.CURRENT),
+        # A node of the graph lives longer than what it held of an expert's input.
+        ("ep2,mbs1,overlap=ep", Dtype.FP8, TensorScaling.DELAYED),
+    ],
+)
+def test_every_moment_of_two_passes_is_as_predicted(
+    text: str, precision: Dtype, scaling: TensorScaling
+) -> None:
+    layout = parse_layout(text, world_size=4)
+    work = Workload(seq_len=32, global_batch=12, precision=precision, tensor_scaling=scaling)
+    assert_as_predicted(tiny_jobs.MODEL, work, layout, 1)
 
 
 @pytest.mark.thorough

@@ -29,6 +29,7 @@ from moewright.rules.timetable.paired_passes import (
     PassWork,
     WorkStep,
     backward_segments,
+    checkpoint_layers,
     forward_segments,
     pair_passes,
     paired_rows,
@@ -37,8 +38,10 @@ from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.rules.timetable.timetable_row import RowKind, TimetableRow
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import MemoryRow, Module
+from moewright.spec.model import ModelSpec
 
 Key = tuple[int, int]  # micro-batch, chunk
+LayerStep = tuple[int, PassWork]  # layer, work
 # What is kept of experts before their rows leave, or after they have come back.
 _SENT = ("sent_indices",)
 _RETURNED = ("returned_indices", "latent_out", "mlp_out")
@@ -48,37 +51,47 @@ _DECISIONS = ("chosen", "load_share")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptSpan:
-    """A kept tensor of a layer with the parts of passes in which it is kept and freed.
+    """A kept tensor of a layer with the steps of passes in which it is kept and freed.
 
     Where `is_lasting`, it is freed with the whole chunk, when its backward ends.
     """
 
     kept: KeptTensor
-    kept_in: PassWork
-    freed_in: PassWork
+    kept_in: LayerStep
+    freed_in: LayerStep
     is_lasting: bool = False
 
 
 def place_tensors(
-    tensors: Sequence[KeptTensor], recomputed: Collection[Recompute], *, is_moe: bool
+    tensors: Sequence[KeptTensor],
+    recomputed: Collection[Recompute],
+    model: ModelSpec,
+    layers: Sequence[int],
+    layer: int,
 ) -> Iterator[KeptSpan]:
     """Yield when passes keep and free the tensors that a layer keeps under a recompute choice.
 
     Autograd keeps the input of a checkpoint when its forward has ended, and frees it when its
-    backward has; decisions belong to the checkpoint.
+    backward has; decisions belong to the checkpoint. `layers` are those that a checkpoint over
+    whole layers has together with this one.
     """
     for kept in tensors:
         tensor = kept.tensor
-        work = _find_work(tensor) if is_moe else PassWork.WHOLE
-        last = PassWork.AFTER if is_moe else PassWork.WHOLE
+        own = layer, _find_work(tensor) if model.has_experts(layer) else PassWork.WHOLE
         in_router = tensor.owner is Module.ROUTER
-        in_checkpoint = Recompute.FULL in recomputed or (Recompute.MOE in recomputed and in_router)
+        is_replayed = Recompute.FULL in recomputed
+        in_checkpoint = is_replayed or (Recompute.MOE in recomputed and in_router)
         if in_checkpoint and in_router and tensor.name in _DECISIONS:
-            yield KeptSpan(kept=kept, kept_in=work, freed_in=work, is_lasting=True)
+            yield KeptSpan(kept=kept, kept_in=own, freed_in=own, is_lasting=True)
         elif in_checkpoint:
-            yield KeptSpan(kept=kept, kept_in=last, freed_in=work)
+            last = layers[-1] if is_replayed else layer
+            yield KeptSpan(kept=kept, kept_in=_last_step(model, last), freed_in=own)
         else:
-            yield KeptSpan(kept=kept, kept_in=work, freed_in=work)
+            yield KeptSpan(kept=kept, kept_in=own, freed_in=own)
+
+
+def _last_step(model: ModelSpec, layer: int) -> LayerStep:
+    return layer, PassWork.AFTER if model.has_experts(layer) else PassWork.WHOLE
 
 
 def _find_work(tensor: SavedTensor) -> PassWork:
@@ -124,16 +137,22 @@ class _StepPrices:
 
     def price_kept(self, key: Key, step: WorkStep) -> Array:
         """Return what a step of a forward keeps [modules]."""
-        tensors = self._layer_tensors(key, step)
         return self._outside_layers(key, step) + sum_by_module(
-            [(t.kept.tensor.module, t.kept.bytes) for t in tensors if t.kept_in is step.work]
+            [
+                (span.kept.tensor.module, span.kept.bytes)
+                for span in self._checkpoint_tensors(key, step)
+                if span.kept_in == (step.layer, step.work)
+            ]
         )
 
     def price_freed(self, key: Key, step: WorkStep) -> Array:
         """Return what a step of a backward has done with [modules], lasting ones included."""
-        tensors = self._layer_tensors(key, step)
         return self._outside_layers(key, step) + sum_by_module(
-            [(t.kept.tensor.module, t.kept.bytes) for t in tensors if t.freed_in is step.work]
+            [
+                (span.kept.tensor.module, span.kept.bytes)
+                for span in self._layer_tensors(key, step.layer)
+                if span.freed_in == (step.layer, step.work)
+            ]
         )
 
     def price_lasting(self, key: Key, step: WorkStep) -> Array:
@@ -142,12 +161,11 @@ class _StepPrices:
         Its shape is [modules]. Beside decisions these are tokens and targets, which belong to the
         micro-batch.
         """
-        tensors = self._layer_tensors(key, step)
         lasting_bytes = sum_by_module(
             [
-                (t.kept.tensor.module, t.kept.bytes)
-                for t in tensors
-                if t.is_lasting and t.freed_in is step.work
+                (span.kept.tensor.module, span.kept.bytes)
+                for span in self._layer_tensors(key, step.layer)
+                if span.is_lasting and span.freed_in == (step.layer, step.work)
             ]
         )
         if step.work is PassWork.HEAD:
@@ -166,13 +184,20 @@ class _StepPrices:
         is_first_depth = step.layer == self._context.job.model.layers + 1 and not has_loss
         return np.asarray(embedding + mtp_input * is_first_depth)
 
-    def _layer_tensors(self, key: Key, step: WorkStep) -> tuple[KeptSpan, ...]:
-        if step.layer < 0:
+    def _checkpoint_tensors(self, key: Key, step: WorkStep) -> Iterator[KeptSpan]:
+        """Yield what the layers keep that a checkpoint over whole layers has with this step's."""
+        for layer in self._checkpoint_layers(key[1], step.layer):
+            yield from self._layer_tensors(key, layer)
+
+    def _checkpoint_layers(self, number: int, layer: int) -> tuple[int, ...]:
+        return checkpoint_layers(self._context.job.layout, self._chunks[number], layer)
+
+    def _layer_tensors(self, key: Key, layer: int) -> tuple[KeptSpan, ...]:
+        if layer < 0:
             return ()
         micro_batch, number = key
         context = self._context
         layout = context.job.layout
-        layer = step.layer
         layers = chunk_layers(context.job.model, self._chunks[number])
         place = layers.index(layer)
         is_away = offloads_at(layout, number, place, len(layers))
@@ -187,8 +212,9 @@ class _StepPrices:
                 if tensor is not None and tensor.place is Place.DEVICE
             ]
             recomputed = recompute.layer_recompute(layout, place)
-            is_moe = context.job.model.has_experts(layer)
-            self._by_layer[layer_key] = tuple(place_tensors(kept, recomputed, is_moe=is_moe))
+            together = self._checkpoint_layers(number, layer)
+            spans = place_tensors(kept, recomputed, context.job.model, together, layer)
+            self._by_layer[layer_key] = tuple(spans)
         return self._by_layer[layer_key]
 
 

@@ -452,19 +452,24 @@ class _Converted(_Replacement):
         return self._narrow.with_tensors(parts)
 
 
-@dataclass(frozen=True, slots=True)
 class _HeldInput:
-    """What one operation's backward takes of a tensor that is kept in numbers of fewer bits."""
+    """What one operation's backward takes of a tensor that is kept in numbers of fewer bits.
 
-    kept: _Converted
+    The operation's node in the graph lives until the whole backward has ended, so what it holds
+    lets go of all that the tensor is kept with, where the rows of experts end among it, once it is
+    taken.
+    """
+
+    def __init__(self, kept: _Converted) -> None:
+        self._kept = [kept]
 
     def take(self) -> NarrowInput:
         """Return the numbers as they are kept, once."""
-        return self.kept.release()
+        return self._kept.pop().release()
 
     def take_wide(self) -> torch.Tensor:
         """Return the tensor with these numbers, once."""
-        return self.kept.release().widen()
+        return self.take().widen()
 
 
 def _geometry(x: torch.Tensor) -> tuple[object, ...]:

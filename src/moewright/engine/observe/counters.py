@@ -343,9 +343,13 @@ class Counters:
 
     def note_saved(self) -> None:
         """Note that a pass, or a segment of it, has ended: this may be the fullest moment."""
-        total = _sum_by_module(self._saved_in_flight.values())
+        total = self.sum_saved()
         if sum(total.values()) > sum(self._peak_saved.values()):
             self._peak_saved = total
+
+    def sum_saved(self) -> dict[Module, int]:
+        """Sum what is kept now for the backwards of all forwards in flight."""
+        return _sum_by_module(self._saved_in_flight.values())
 
     def release(self, key: ForwardKey) -> None:
         """Note that nothing is kept for the backward of `key` any more."""

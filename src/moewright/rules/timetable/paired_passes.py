@@ -82,6 +82,18 @@ def pair_passes(
     return tuple(segments[i] for i in sorted(range(len(segments)), key=lambda i: ordered[i]))
 
 
+def checkpoint_layers(layout: Layout, chunk: Chunk, layer: int) -> tuple[int, ...]:
+    """Return the layers that a checkpoint over whole layers has together with a layer of a chunk.
+
+    An MTP depth has a checkpoint of its own.
+    """
+    if layer not in chunk.layers:
+        return (layer,)
+    place = chunk.layers.index(layer)
+    first = place - place % layout.recompute_span
+    return tuple(chunk.layers[first : first + layout.recompute_span])
+
+
 def can_pair(layout: Layout, micro_batches: int) -> bool:
     """Return whether forwards and backwards of this layout's timetable run beside each other.
 
