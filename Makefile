@@ -15,11 +15,11 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: torchtitan bridge astra-sim what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-material reading-table
+.PHONY: torchtitan bridge astra-sim what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-slow test-all durations mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-material reading-table
 .DELETE_ON_ERROR:
 
 # Tests start hundreds of processes: where bytecode is not kept, each of them compiles the package again.
-test test-all mutants: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-all durations mutants: export PYTHONDONTWRITEBYTECODE =
 
 train: $(RUN)/plan.json
 	$(BIN)/moewright train $(JOB) --out $(RUN) --extend
@@ -70,18 +70,29 @@ astra-sim: | $(VENV)/.ready
 bench-tuning: | $(VENV)/.ready
 	$(BIN)/python -m benchmarks.tuning recipes/tune_bad_start.toml
 
-# What takes seconds comes first. Two workers take single-process tests and rank processes side by side; mypy, and then the
-# tests that mostly wait, take what these leave. What times the machine runs alone afterwards.
+# Two workers take single-process tests and rank processes side by side; the tests that mostly wait run beside them.
+spread  = $(BIN)/pytest -n 2 --dist worksteal -m "$(1) and not waits and not thorough and not serial"
+waiting = $(BIN)/pytest -q -m "$(1) and waits and not thorough" $(WAITS)
+
+# What takes seconds comes first; what times the machine runs alone afterwards.
 test: lint
-	($(BIN)/mypy && $(BIN)/pytest -q -m "waits and not thorough" $(WAITS)) & beside=$$!; \
-	$(BIN)/pytest -n 2 --dist worksteal -m "not waits and not thorough and not serial"; tests=$$?; wait $$beside && exit $$tests
+	($(BIN)/mypy && $(call waiting,not slow)) & beside=$$!; $(call spread,not slow); tests=$$?; wait $$beside && exit $$tests
 	$(BIN)/pytest -m "serial and not thorough" $(SERIAL)
+
+# Longer proofs of what `make test` has touched upon: CI runs them after it.
+test-slow: $(VENV)/.dev
+	$(call waiting,slow) & beside=$$!; $(call spread,slow); tests=$$?; wait $$beside && exit $$tests
+
+# Which tests are slow: tests/durations.tsv, measured on this machine (half an hour).
+durations: $(VENV)/.dev
+	: > tests/durations.tsv
+	$(BIN)/pytest -n 2 --dist worksteal -m "not thorough and not serial" --write-durations
 
 test-all: check
 	$(BIN)/pytest -n 2 --dist worksteal -m "not serial"
 	$(BIN)/pytest -m serial $(SERIAL)
 
-# One-line faults of the package, each of which a test of `make test` has to catch; and those that a user's own run sees, or
+# One-line faults of the package, each of which a test that CI runs has to catch; and those that a user's own run sees, or
 # `moewright verify` of its job.
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants/run.py

@@ -96,8 +96,8 @@ class JobDraw:
         return f"{self.seed}: {self.shape} {layout.world_size}x {format_layout(layout)}; {changed}"
 
 
-def list_seeds(often: int) -> list[object]:
-    """Return the seeds of the day's draws; `make test` leaves out all but the first `often`.
+def list_seeds(quick: int, often: int) -> list[object]:
+    """Return the seeds of the day's draws: the first `quick` for `make test`, `often` for CI.
 
     They are others each day. A failure names its seed; DRAWS_OF=<day> in the environment draws the
     same again.
@@ -107,7 +107,10 @@ def list_seeds(often: int) -> list[object]:
         pytest.param(
             f"{day} {number}",
             id=f"DRAWS_OF={day} {number}",
-            marks=() if number < often else (pytest.mark.thorough,),
+            marks=[
+                *([pytest.mark.slow] if number >= quick else []),
+                *([pytest.mark.thorough] if number >= often else []),
+            ],
         )
         for number in range(_DRAWS)
     ]

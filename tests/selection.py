@@ -1,10 +1,11 @@
-"""Which cases `make test` runs of what `make test-all` runs whole."""
+"""Which tests `make test` runs, and which are for `make test-slow` or `make test-all`."""
 
 from __future__ import annotations
 
+import resource
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,10 @@ import pytest
 _TESTS = Path(__file__).resolve().parent
 # Of the cases of a test marked `turns`, `make test` runs one in this many.
 _EVERY = 10
+# The tests that took as long or longer when they were last measured, one of two workers each: all
+# shorter ones together take ten minutes. `make durations` writes the file.
+_SLOW_S = 2.0
+_DURATIONS_FILE = _TESTS / "durations.tsv"
 
 
 def thorough(*values: object) -> object:
@@ -36,8 +41,32 @@ def leave_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
             seen[function] += 1
 
 
+def find_slow(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield what `make test` leaves to `make test-slow`: long tests that are not marked `core`."""
+    durations = _read_durations()
+    for item in items:
+        if item.nodeid in durations and not item.get_closest_marker("core"):
+            yield item
+
+
+def write_durations(cpu_s: Mapping[str, float]) -> None:
+    """Write the long ones of these tests, each with its seconds of CPU; others keep their line."""
+    lines = {name: f"{taken_s:.1f}" for name, taken_s in cpu_s.items() if taken_s >= _SLOW_S}
+    for name, taken_s in _read_durations().items():
+        if name not in cpu_s:
+            lines[name] = taken_s
+    text = "".join(f"{lines[name]}\t{name}\n" for name in sorted(lines))
+    _DURATIONS_FILE.write_text(text, encoding="utf-8")
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of those children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
 def find_missing(items: Sequence[pytest.Item]) -> Iterator[str]:
-    """Yield the tests of mutants, in files that were collected whole, that `make test` lacks."""
+    """Yield the tests of mutants, in files that were collected whole, that CI does not run."""
     names = {
         name
         for item in items
@@ -48,6 +77,13 @@ def find_missing(items: Sequence[pytest.Item]) -> Iterator[str]:
     for test in sorted(_tests_of_mutants() - names):
         if _prefixes(test)[0] in files:
             yield test
+
+
+@cache
+def _read_durations() -> dict[str, str]:
+    """Return the seconds of each long test."""
+    lines = _DURATIONS_FILE.read_text(encoding="utf-8").splitlines()
+    return {name: taken_s for taken_s, _, name in (line.partition("\t") for line in lines)}
 
 
 @cache

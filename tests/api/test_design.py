@@ -27,6 +27,8 @@ from moewright.search.search import find_best_plan
 from moewright.spec.options import WorkloadOptions
 from moewright.view.design_view import ShapeRole
 
+pytestmark = pytest.mark.slow  # what its tests share takes seconds
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -40,6 +40,7 @@ def test_a_slow_log_stands_beside_the_published_runs_of_its_job(tmp_path, capsys
     assert "Pai-Megatron-Patch commit 2b201af" in page.read_text()
 
 
+@pytest.mark.core
 def test_timers_say_where_the_gap_lies_and_the_first_change_closes_it(tmp_path, capsys):
     path = tmp_path / "run.log"
     text = text_with_timers(sync=9000.0).replace("(150.00, 9000.00)", "(9000.00, 9000.00)")

@@ -79,6 +79,7 @@ def refused_load(checkpoint: Path) -> str:
     return text
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 4), (4, 2), (4, 1), (3, 4)])

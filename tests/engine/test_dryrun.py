@@ -97,7 +97,7 @@ def test_any_rank_of_any_world_is_as_predicted(
         assert_as_predicted(tiny_jobs.MODEL, work, layout, rank)
 
 
-@pytest.mark.parametrize("seed", list_seeds(often=3))
+@pytest.mark.parametrize("seed", list_seeds(quick=1, often=3))
 def test_a_rank_of_a_drawn_job_is_as_predicted(seed: str) -> None:
     draw = draw_job(f"{seed} dry", worlds=(4, 8, 16), is_counted_dry=True)
     print(draw)

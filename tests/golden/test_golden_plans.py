@@ -46,6 +46,7 @@ CASES = {
 EXIT_CODES = {"deepseek_v3_estimate": 3}  # it does not fit
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_reads_as_before(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,8 @@ from moewright.cli.main import main
 from moewright.intake import hub
 from moewright.spec.errors import BadInput
 
+pytestmark = pytest.mark.slow  # what its tests share takes seconds
+
 pytest.importorskip("huggingface_hub")
 
 # One process runs several commands: each start of Python with the hub's client takes a second.

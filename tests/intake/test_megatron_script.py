@@ -83,6 +83,7 @@ def test_every_model_of_the_catalogue_is_the_same_after_export_and_import(name, 
     assert again == fingerprint(plan.model, plan.workload, plan.hardware, plan.layout)
 
 
+@pytest.mark.core
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_layout_and_workload_is_the_same_after_export_and_import(tmp_path_factory, data):

@@ -29,7 +29,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MUTANTS_FILE = Path(__file__).with_name("mutants.toml")
-# What `make test` leaves out must not be what catches a mutant.
+# What CI leaves out must not be what catches a mutant.
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not thorough")
 TIME_LIMIT_S = 600
 

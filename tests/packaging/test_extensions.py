@@ -14,6 +14,8 @@ import moewright.intake.networks
 from moewright.intake import catalogue
 from moewright.intake.devices import read_devices
 
+pytestmark = pytest.mark.slow  # what its tests share takes seconds
+
 PYPROJECT_ENTRY_POINTS = """
 [moewright.catalogue]
 acme = acme_moewright

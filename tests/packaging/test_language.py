@@ -110,6 +110,7 @@ def find_circles(imports: Mapping[str, Set[str]]) -> list[set[str]]:
     return circles
 
 
+@pytest.mark.core
 def test_a_class_name_is_used_once_in_the_package() -> None:
     places = defaultdict(list)
     for path, node in list_nodes():

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # what its tests share takes seconds
+
 ROOT = Path(__file__).resolve().parents[2]
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

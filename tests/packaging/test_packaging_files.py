@@ -55,11 +55,11 @@ def test_the_licence_is_the_whole_apache_2() -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-def test_ci_runs_make_test() -> None:
+def test_ci_runs_make_test_and_the_longer_proofs() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", script], check=True)
-    assert script.read_text().rstrip().endswith("make test")
+    assert script.read_text().rstrip().endswith("make test\nmake test-slow")
 
 
 def test_make_train_from_a_bare_clone_shows_every_step(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_constants_of_h800_predict_h100() -> None:
     assert rank_correlation(expected, measured) >= 0.8
 
 
+@pytest.mark.core
 def test_shipped_constants_predict_the_rows_they_were_fitted_to() -> None:
     runs = published_runs()
     errors = relative_errors(runs, [run.prepared.step_s(()) for run in runs])

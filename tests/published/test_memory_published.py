@@ -150,6 +150,7 @@ def peaks() -> Score:
     return score_table(read_table(DATA / "measured_peaks.csv"))
 
 
+@pytest.mark.core
 def test_the_median_error_of_measured_peaks_is_below_eight_percent(peaks: Score) -> None:
     assert peaks.summary.memory.peaks >= 35
     assert peaks.summary.memory.median_error <= 0.08

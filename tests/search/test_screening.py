@@ -239,6 +239,7 @@ def _estimate(case: Case, layout: Layout) -> Estimate:
     return estimate(space.model, space.workload, space.hardware, layout)
 
 
+@pytest.mark.core
 @given(scored(CASES))
 @settings(max_examples=60, deadline=None)
 def test_scores_are_what_estimates_say(

@@ -99,6 +99,7 @@ def test_the_same_call_goes_on_and_exports_again(run: Path, hardware: Path) -> N
     assert (run / "hf" / "model.safetensors").is_file()
 
 
+@pytest.mark.core
 def test_adapters_are_loaded_by_peft_and_equal_the_merged_weights(
     hardware: Path, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.spawn
 ADAPTERS = FineTuningSpec(task=Task.LORA, lora_rank=8, lora_experts=True)
 
 
-@pytest.mark.parametrize("seed", list_seeds(often=12))
+@pytest.mark.parametrize("seed", list_seeds(quick=3, often=12))
 def test_a_drawn_job_is_exact(seed: str, tmp_path: Path) -> None:
     draw = draw_job(seed, worlds=(1, 2, 2, 4, 4))
     print(draw)

@@ -81,6 +81,7 @@ def train_layout(
     return run_dir
 
 
+@pytest.mark.core
 @pytest.mark.turns
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
 def test_equals_one_process(

@@ -53,6 +53,7 @@ SPARSE = SHAPES["sparse"].attention
 EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"
 
 
+@pytest.mark.core
 @pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "precision", "loss"),

@@ -167,6 +167,7 @@ def test_any_number_of_signals_at_any_moment_end_the_program_with_one_code(
     assert read_steps(run_dir)[-1]["step"] == read_index(newest).step
 
 
+@pytest.mark.core
 def test_a_killed_rank_ends_the_job_and_resume_equals_uninterrupted(
     data: DataSpec, uninterrupted: Path, tmp_path: Path
 ) -> None:
