@@ -10,7 +10,7 @@ from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.cost.symbols import build_symbols
 from moewright.cost.time.collective_time import CollectiveModel, GroupSpan, group_span
-from moewright.cost.time.layer_collectives import tp_exchange_s, tp_heads_s
+from moewright.cost.time.layer_collectives import cp_exchange, tp_exchange_s, tp_heads_s
 from moewright.cost.time.op_time import DeviceRates, OpRow, find_uncovered_rates, interpolate
 from moewright.cost.time.ops import expert_ops
 from moewright.intake import catalogue
@@ -28,7 +28,7 @@ from moewright.spec.hardware import (
     Op,
     OpRate,
 )
-from moewright.spec.layout import DispatcherKind
+from moewright.spec.layout import CpComm, DispatcherKind
 from moewright.spec.model import MixerKind, RouterSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.units import Sourced, SourceKind
@@ -249,6 +249,46 @@ def test_context_over_nodes_is_cheapest_where_only_keys_cross_them() -> None:
 
     assert context_s("a2a+p2p", 16) < context_s("a2a", 16)
     assert context_s("a2a+p2p", 8) == pytest.approx(context_s("a2a", 8))
+
+
+@pytest.mark.parametrize(
+    ("comm", "cp"),
+    [
+        (CpComm.P2P, 2),
+        (CpComm.P2P, 16),
+        (CpComm.ALL_GATHER, 16),
+        (CpComm.A2A, 8),
+        (CpComm.A2A_P2P, 16),
+    ],
+)
+def test_only_a_ring_runs_beside_its_attention(comm: CpComm, cp: int) -> None:
+    """Heads that go before and after a mixer wait for it, and backward sends as many gradients.
+
+    A ring and a gather move keys and values again in backward, beside their gradients.
+    """
+    model = catalogue.model("Qwen3.5-35B-A3B")
+    hardware = catalogue.hardware("64xH100")
+    layout = parse_layout(f"tp2,cp{cp},ep8,mbs1,cp_comm={comm}", world_size=64)
+    work = Workload(routing=Routing.BALANCED, seq_len=131072, global_batch=64)
+    job = Job(model=model, workload=work, layout=layout)
+    sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=RankLoad(), router_efficiency=1.0)
+    collectives = collective_model(hardware)
+    heads = cp_exchange(collectives, sym, MixerKind.RECURRENT)
+    keys = cp_exchange(collectives, sym, MixerKind.ATTENTION)
+    assert heads.backward_s == heads.forward_s > 0
+    assert not heads.is_ring
+    assert keys.is_ring is (comm is CpComm.P2P)
+    if comm in (CpComm.P2P, CpComm.ALL_GATHER):
+        assert keys.backward_s == 2 * keys.forward_s
+    elif comm is CpComm.A2A:
+        assert keys.backward_s == keys.forward_s
+    shares = {share.part: share for share in estimate(model, work, hardware, layout).shares}
+    recurrent_layers = sum(
+        model.mixer(layer) is MixerKind.RECURRENT for layer in range(model.layers)
+    )
+    passes = recurrent_layers * work.global_batch // (64 // (2 * cp))
+    waited_s = shares[TimePart.CP_COMM].seconds
+    assert waited_s >= 0.999 * passes * (heads.forward_s + heads.backward_s)
 
 
 GPUS = tuple(

@@ -100,37 +100,54 @@ def ep_exchange_s(collectives: CollectiveModel, sym: Symbols) -> tuple[float, fl
     return forward_s, backward_s
 
 
-def cp_exchange_s(collectives: CollectiveModel, sym: Symbols, mixer: MixerKind) -> float:
-    """Return the time that keys and values of other CP ranks take in forward.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextExchange:
+    """Seconds of the exchange of context parallelism around a mixer, forward and backward.
 
-    A recurrent mixer exchanges heads for tokens, all-to-all, before and after it.
+    A ring runs beside the attention that it feeds; what moves before and after a mixer does not.
+    """
 
-    P2P is a ring of cp - 1 steps, all-gather one gather; a2a moves queries and the output too, but
-    only its own part of each; a2a+p2p does so inside a domain, and rings over the domains.
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    is_ring: bool = False
+
+
+def cp_exchange(collectives: CollectiveModel, sym: Symbols, mixer: MixerKind) -> ContextExchange:
+    """Return the time that tokens or heads of other CP ranks take.
+
+    P2P is a ring of cp - 1 steps, all-gather one gather, of keys and values; backward moves them
+    again beside their gradients. All-to-all moves queries and the output too, but only its own part
+    of each, and backward the gradients alone; a2a+p2p does so inside a domain, and rings over the
+    domains. A recurrent mixer exchanges heads for tokens, all-to-all, before and after it.
     """
     spec = sym.model.attention
     layout = sym.layout
     if layout.cp == 1 or mixer is MixerKind.NONE:
-        return 0.0
+        return ContextExchange()
     span = collectives.span(layout, "cp")
     if mixer is MixerKind.RECURRENT and sym.model.recurrent is not None:
         recurrent = sym.model.recurrent
         widths = recurrent.projected_width + recurrent.value_width
         moved_bytes = sym.c * sym.T * widths / layout.tp
-        return collectives.seconds(Collective.ALL_TO_ALL, span, moved_bytes)
+        heads_s = collectives.seconds(Collective.ALL_TO_ALL, span, moved_bytes)
+        return ContextExchange(forward_s=heads_s, backward_s=heads_s)
     kv_bytes = sym.c * sym.T * 2 * spec.kv_width / layout.tp
     if layout.cp_comm is CpComm.ALL_GATHER:
-        return collectives.seconds(Collective.ALL_GATHER, span, kv_bytes)
+        gather_s = collectives.seconds(Collective.ALL_GATHER, span, kv_bytes)
+        return ContextExchange(forward_s=gather_s, backward_s=2 * gather_s)
     if layout.cp_comm is CpComm.P2P:
-        return (layout.cp - 1) * collectives.seconds(Collective.P2P, span, kv_bytes)
+        ring_s = (layout.cp - 1) * collectives.seconds(Collective.P2P, span, kv_bytes)
+        return ContextExchange(forward_s=ring_s, backward_s=2 * ring_s, is_ring=True)
     head_bytes = kv_bytes + sym.c * sym.T * (spec.q_width + spec.out_width) / layout.tp
     if layout.cp_comm is not CpComm.A2A_P2P or span.is_inside_domain:
-        return collectives.seconds(Collective.ALL_TO_ALL, span, head_bytes)
+        heads_s = collectives.seconds(Collective.ALL_TO_ALL, span, head_bytes)
+        return ContextExchange(forward_s=heads_s, backward_s=heads_s)
     local = span.ranks_per_domain
     inside = GroupSpan(size=local, ranks_per_domain=local, domains=1)
     between = GroupSpan(size=span.domains, ranks_per_domain=1, domains=span.domains)
     ring_s = (span.domains - 1) * collectives.seconds(Collective.P2P, between, kv_bytes)
-    return collectives.seconds(Collective.ALL_TO_ALL, inside, head_bytes) + ring_s
+    heads_s = collectives.seconds(Collective.ALL_TO_ALL, inside, head_bytes)
+    return ContextExchange(forward_s=heads_s + ring_s, backward_s=heads_s + 2 * ring_s)
 
 
 # How the names of rows between dispatch and combine begin; the others come before the dispatch.

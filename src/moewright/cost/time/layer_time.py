@@ -22,8 +22,9 @@ from moewright.cost.time.gemm_rows import LayerOps
 from moewright.cost.time.host_time import host_exponent, layer_host_s
 from moewright.cost.time.layer_collectives import (
     EXPERT_ROW_NAMES,
+    ContextExchange,
     covered_exchange,
-    cp_exchange_s,
+    cp_exchange,
     ep_exchange_s,
     tp_all_reduce_s,
     tp_exchange_s,
@@ -33,7 +34,7 @@ from moewright.cost.time.layer_collectives import (
 from moewright.cost.time.op_time import DeviceRates, TimedRows
 from moewright.rules.saved.saved_tensor import fetches_chunks
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import CpComm, CudaGraphScope, Layout, Overlap, Recompute
+from moewright.spec.layout import CudaGraphScope, Layout, Overlap, Recompute
 from moewright.spec.model import MixerKind, ModelSpec
 from moewright.spec.plan import TimePart
 
@@ -114,8 +115,8 @@ class LayerCollectives:
 
     `ep_forward_s` and `ep_backward_s` are dispatch and combine. `tp_s` is one gather or scatter;
     each of `tp_blocks` blocks makes two in forward and three in backward. `heads_s` is what ranks
-    of a TP group exchange of queries and keys, forward and as much backward. `cp_s` is the exchange
-    of context parallelism in forward.
+    of a TP group exchange of queries and keys, forward and as much backward. `cp` is the exchange
+    of context parallelism.
     """
 
     ep_forward_s: float
@@ -123,7 +124,7 @@ class LayerCollectives:
     tp_s: float
     tp_blocks: int
     heads_s: float
-    cp_s: float
+    cp: ContextExchange
 
 
 def price_collectives(
@@ -144,7 +145,7 @@ def price_collectives(
         tp_s=tp_s,
         tp_blocks=_tp_blocks(sym, kind),
         heads_s=tp_heads_s(collectives, sym, kind.mixer),
-        cp_s=cp_exchange_s(collectives, sym, kind.mixer),
+        cp=cp_exchange(collectives, sym, kind.mixer),
     )
 
 
@@ -234,10 +235,10 @@ def device_time(
     if Overlap.EP in layout.overlap:
         hidden_share = collectives.constants["ep_overlap_hidden"]
         rows_s = sum(seconds for _, seconds in (*priced.forward, *priced.backward))
-        beside_s = (rows_s + 5 * tp_s + 2 * moved.heads_s + 3 * moved.cp_s + host_s) / 2
+        cp_s = moved.cp.forward_s + moved.cp.backward_s
+        beside_s = (rows_s + 5 * tp_s + 2 * moved.heads_s + cp_s + host_s) / 2
         forward_hidden_s = min(moved.ep_forward_s, hidden_share * covered.forward_s, beside_s)
         backward_hidden_s = min(moved.ep_backward_s, hidden_share * covered.backward_s, beside_s)
-    cp_hides = layout.cp_comm is CpComm.P2P
     sums = _PartSums()
     forward_s = _add_pass(
         sums,
@@ -245,8 +246,8 @@ def device_time(
         ep_s=moved.ep_forward_s,
         hidden_ep_s=forward_hidden_s,
         tp_s=2 * tp_s + moved.heads_s,
-        cp_s=moved.cp_s,
-        cp_hides=cp_hides,
+        cp_s=moved.cp.forward_s,
+        cp_hides=moved.cp.is_ring,
     )
     backward_s = _add_pass(
         sums,
@@ -254,8 +255,8 @@ def device_time(
         ep_s=moved.ep_backward_s,
         hidden_ep_s=backward_hidden_s,
         tp_s=3 * tp_s + moved.heads_s,
-        cp_s=2 * moved.cp_s,
-        cp_hides=cp_hides,
+        cp_s=moved.cp.backward_s,
+        cp_hides=moved.cp.is_ring,
     )
     return DeviceTime(
         exposed=sums.exposed, hidden=sums.hidden, forward_s=forward_s, backward_s=backward_s
@@ -347,7 +348,7 @@ def replay_cost(
     if Recompute.FULL in choices:
         block_s = sum(seconds for _, seconds in priced.forward)
         tp_s = 2 * moved.tp_blocks * moved.tp_s
-        block_s += moved.ep_forward_s + tp_s + moved.heads_s + moved.cp_s
+        block_s += moved.ep_forward_s + tp_s + moved.heads_s + moved.cp.forward_s
         block_host_share = 1.0
         block_layer_share = _recomputed_share(layout, sym.model)
     elif choices:
