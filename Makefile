@@ -86,7 +86,7 @@ test-slow: $(VENV)/.dev
 # Which tests are slow: tests/durations.tsv, measured on this machine (half an hour).
 durations: $(VENV)/.dev
 	: > tests/durations.tsv
-	$(BIN)/pytest -n 2 --dist worksteal -m "not thorough and not serial" --write-durations
+	$(BIN)/pytest -n 2 --dist worksteal -m "not waits and not thorough and not serial" --write-durations
 
 test-all: check
 	$(BIN)/pytest -n 2 --dist worksteal -m "not serial"

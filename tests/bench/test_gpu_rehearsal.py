@@ -112,6 +112,7 @@ def test_without_a_device_it_is_refused_in_one_line() -> None:
     assert "needs a CUDA device" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_machine_without_a_network_runs_it_from_wheels(tmp_path: Path) -> None:
     """The environment has what the machine of a first card has, and no index to ask."""

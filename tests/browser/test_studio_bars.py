@@ -82,6 +82,7 @@ def test_a_timetable_is_painted_soon(studio, open_page):
     assert_within(1000, measure)
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_a_newcomer_gets_through_his_tasks(studio, open_page, screen):
     """Each of fifteen tasks is a few clicks from the last, and has its answer in words."""

@@ -140,6 +140,7 @@ def test_a_wrong_model_offers_the_nearest_and_words_lead_to_the_glossary(studio,
     assert target.locator(address.partition("/learn/glossary")[2]).count() == 1
 
 
+@pytest.mark.slow
 def test_any_answer_is_a_whole_page(open_page, tmp_path):
     """Tables of any width and length, titles without end, words without a space."""
     draws = random.Random(34)
@@ -266,6 +267,7 @@ def _add_steps(log, steps, step_s):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("screen")
 def test_a_watched_log_is_followed_beside_its_band(studio, open_page, tmp_path):
     log = tmp_path / "run.log"
