@@ -13,10 +13,14 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+import pytest
+
 from moewright.calibration.cross_validate import calibrate_as_shipped
 from moewright.calibration.score import Score, score_table
 from moewright.calibration.table import read_table
 from moewright.spec.plan import Verdict
+
+pytestmark = pytest.mark.slow  # what its tests share takes seconds
 
 DATA = Path(__file__).parent / "data"
 TABLE = DATA / "blind_runs.csv"
