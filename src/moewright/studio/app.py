@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import cache, partial
-from hashlib import sha256
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -64,7 +63,7 @@ from moewright.view.card import render_card
 from moewright.view.course.glossary import list_terms, load_glossary
 from moewright.view.page import (
     PAGES,
-    read_asset,
+    load_assets,
     render_course_page,
     render_page,
     render_shell,
@@ -146,15 +145,17 @@ class _Studio:
 
     async def send_asset(self, request: Request) -> Response:
         name = request.path_params["name"]
-        content = read_asset(name)
-        if content is None:
+        asset = load_assets().get(name)
+        if asset is None:
             return PlainTextResponse("no such file", status_code=404)
-        media_type = _TYPES.get(Path(name).suffix, "text/plain")
-        # A browser asks whether it has changed, and keeps what it has compiled where it has not.
-        headers = {"cache-control": "no-cache", "etag": f'"{sha256(content).hexdigest()[:16]}"'}
+        # An address with the digest leads to this content for ever; without it a browser asks.
+        is_named = request.url.query == asset.digest
+        kept = "max-age=31536000, immutable" if is_named else "no-cache"
+        headers = {"cache-control": kept, "etag": f'"{asset.digest}"'}
         if request.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers=headers)
-        return Response(content, media_type=media_type, headers=headers)
+        media_type = _TYPES.get(Path(name).suffix, "text/plain")
+        return Response(asset.content, media_type=media_type, headers=headers)
 
     async def list_catalogue(self, _: Request) -> Response:
         return _send_json(await run_in_threadpool(_encode_names))

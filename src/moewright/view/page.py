@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from importlib import resources
 from types import MappingProxyType
@@ -87,8 +89,8 @@ def build_palette() -> dict[str, dict[str, str]]:
     }
 
 
+_CHARTS = "echarts.min.js"  # which studio pages load where they have a chart
 _SCRIPTS = (
-    "echarts.min.js",
     "basics.js",
     "document.js",
     "plan.js",
@@ -117,35 +119,47 @@ _HEAD = Html.write("""<!doctype html>
 """)
 
 
-def list_assets() -> frozenset[str]:
-    """Return the names of the files that pages need."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asset:
+    """A file that pages need; `digest` changes with its content, and stands in its address."""
+
+    content: bytes
+    digest: str
+
+
+@cache
+def load_assets() -> Mapping[str, Asset]:
+    """Return the files that pages need by name, as they are when this is first called."""
     folder = resources.files("moewright.view").joinpath("assets")
-    return frozenset(item.name for item in folder.iterdir() if item.is_file())
+    contents = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
+    return MappingProxyType(
+        {
+            name: Asset(content=content, digest=sha256(content).hexdigest()[:16])
+            for name, content in contents.items()
+        }
+    )
 
 
-def read_asset(name: str) -> bytes | None:
-    """Return the content of a file that pages need; None where there is none of the name."""
-    if name not in list_assets():
-        return None
-    return resources.files("moewright.view").joinpath("assets").joinpath(name).read_bytes()
+def _address(name: str) -> str:
+    """Return the address of a file: browsers keep what it leads to for good."""
+    return f"/assets/{name}?{load_assets()[name].digest}"
 
 
 def _read_text(name: str) -> str:
-    content = read_asset(name)
-    assert content is not None
-    return content.decode()
+    return load_assets()[name].content.decode()
 
 
 def render_shell() -> Html:
     """Return the studio's page, which asks its server for all that it shows."""
     scripts = Html.concat(
-        Html.write('<script src="/assets/{}" defer></script>\n', name)
+        Html.write('<script src="{}" defer></script>\n', _address(name))
         for name in (*_SCRIPTS, *_studio_scripts())
     )
     return Html.write(
         """{}<title>moewright studio</title>
-<link rel="icon" href="/assets/mark.svg">
-<link rel="stylesheet" href="/assets/style.css">
+<link rel="icon" href="{}">
+<link rel="stylesheet" href="{}">
+<link rel="prefetch" id="charts" href="{}">
 <script type="application/json" id="palette">{}</script>
 {}</head>
 <body>
@@ -161,6 +175,7 @@ def render_shell() -> Html:
 </html>
 """,
         _HEAD,
+        *map(_address, ("mark.svg", "style.css", _CHARTS)),
         Html.embed(build_palette()),
         scripts,
         _render_header(),
@@ -196,11 +211,11 @@ def render_course_page(title: str, body: Html) -> Html:
     """Return a page of the course, which its server has written."""
     return Html.write(
         """{}<title>{} · moewright</title>
-<link rel="icon" href="/assets/mark.svg">
-<link rel="stylesheet" href="/assets/style.css">
-<link rel="stylesheet" href="/assets/course.css">
-<script src="/assets/basics.js" defer></script>
-<script src="/assets/course.js" defer></script>
+<link rel="icon" href="{}">
+<link rel="stylesheet" href="{}">
+<link rel="stylesheet" href="{}">
+<script src="{}" defer></script>
+<script src="{}" defer></script>
 </head>
 <body>
 <a class="skip" href="#content">To the text</a>
@@ -209,21 +224,22 @@ def render_course_page(title: str, body: Html) -> Html:
 </body>
 </html>
 """,
-        *(_HEAD, title, _render_header("learn"), body),
+        *(_HEAD, title),
+        *map(_address, ("mark.svg", "style.css", "course.css", "basics.js", "course.js")),
+        *(_render_header("learn"), body),
     )
 
 
 def _studio_scripts() -> list[str]:
     """Return the scripts of the studio's own pages, the first of which the others extend."""
-    names = (name for name in list_assets() if name.startswith("studio"))
+    names = (name for name in load_assets() if name.startswith("studio"))
     return sorted(names, key=lambda name: (len(name), name))
 
 
 def render_page(records: tuple[Record, ...], title: str) -> Html:
     """Return one file with records, styles and scripts inside; its policy forbids any request."""
     data = [{"kind": type(record).__name__, **record.to_dict()} for record in records]
-    scripts = [_read_text(name) for name in _SCRIPTS]
-    scripts.append(_read_text("offline.js"))
+    scripts = [_read_text(name) for name in (_CHARTS, *_SCRIPTS, "offline.js")]
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = (
         f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {hashes}"

@@ -28,7 +28,8 @@ mw.digits = value => {
   if (Math.abs(rounded) < 1e3) return String(rounded);
   return mw.count(value);
 };
-mw.count = value => (Math.sign(value) * Math.round(Math.abs(value)) + 0).toLocaleString("en-US");
+/* By hand: a page's first toLocaleString reads tables of all languages, 30 ms. */
+mw.count = value => String(Math.sign(value) * Math.round(Math.abs(value)) + 0).replace(/\B(?=(?:\d{3})+$)/g, ",");
 mw.seconds = value => {
   const size = Math.abs(value);
   if (size >= 1 || size === 0) return `${mw.digits(value)} s`;
@@ -91,23 +92,31 @@ mw.table = (columns, rows, caption, totals = []) => {
 };
 mw.tableCopies = table => mw.rowCopies(() => mw.readTable(table), table.caption ? table.caption.textContent : "the table");
 mw.tableBox = table => {
-  const body = table.querySelector("tbody"), copies = mw.tableCopies(table);
+  const copies = mw.tableCopies(table);
   const more = mw.el("button", {type: "button", class: "small no-print", hidden: true, onclick: () => { box.classList.add("whole"); more.hidden = true; }});
   const box = mw.el("div", {class: "table-box"}, table, mw.el("div", {class: "row copies no-print"}, more, copies));
-  let width = -1;
-  box.fit = () => {
-    if (!box.clientWidth) { width = -1; return; }
-    width = box.clientWidth;
-    for (const copy of copies) copy.hidden = body.children.length < 2;
-    box.classList.remove("narrow");
-    box.classList.toggle("narrow", innerWidth <= 560 || table.scrollWidth > width + 1);
-    const most = mw.shownRows[box.classList.contains("narrow") ? "cards" : "table"], count = body.children.length;
-    more.hidden = box.classList.contains("whole") || count <= most + 1;
-    more.textContent = `Show all ${count}`;
-    [...body.children].forEach((row, place) => row.classList.toggle("beyond", !more.hidden && place >= most && !row.classList.contains("total") && !row.classList.contains("best")));
-  };
-  new ResizeObserver(() => { if (box.clientWidth !== width) box.fit(); }).observe(box);
+  box.fit = () => mw.fitTables([box]);
+  box.parts = {table, copies, more, width: -1};
+  new ResizeObserver(() => { if (box.clientWidth !== box.parts.width) box.fit(); }).observe(box);
   return box;
+};
+/* All boxes are read and then all are written, so that a page is laid out as often as a single table's. */
+mw.fitTables = boxes => {
+  for (const box of boxes) box.parts.width = box.clientWidth || -1;
+  const shown = boxes.filter(box => box.parts.width > 0);
+  for (const box of shown) {
+    for (const copy of box.parts.copies) copy.hidden = box.parts.table.tBodies[0].children.length < 2;
+    box.classList.remove("narrow");
+  }
+  const narrow = shown.map(box => innerWidth <= 560 || box.parts.table.scrollWidth > box.parts.width + 1);
+  shown.forEach((box, place) => {
+    const {table, more} = box.parts, rows = [...table.tBodies[0].children];
+    box.classList.toggle("narrow", narrow[place]);
+    const most = mw.shownRows[narrow[place] ? "cards" : "table"];
+    more.hidden = box.classList.contains("whole") || rows.length <= most + 1;
+    more.textContent = `Show all ${rows.length}`;
+    rows.forEach((row, number) => row.classList.toggle("beyond", !more.hidden && number >= most && !row.classList.contains("total") && !row.classList.contains("best")));
+  });
 };
 
 /* `content` is a text, or what makes it when it is wanted. */
@@ -126,21 +135,37 @@ mw.textStyle = () => ({color: mw.colour("ink"), fontFamily: getComputedStyle(doc
 
 /* The name above an axis begins where the axis stands, so that no edge cuts it. */
 mw.uncut = option => { for (const axis of [option.yAxis].flat()) if (axis && axis.name) axis.nameTextStyle = {...axis.nameTextStyle, align: "left"}; return option; };
-/* A chart that is drawn anew when the width of its box, whatever changes it, or the colours of the system change. */
+/* The library of charts is compiled where a page has one, and behind the frame that has its words. Pages that stand alone
+   have it inside. */
+mw.library = null;
+mw.loadCharts = () => mw.library ||= window.echarts ? Promise.resolve() : new Promise(done => {
+  document.head.append(mw.el("script", {src: document.getElementById("charts").href, onload: done}));
+}).then(() => mw.drawAll());
+mw.nearby = 200;  // points beyond the screen, within which a chart is drawn
+/* A chart that is drawn when it comes near the screen, and anew when the width of its box, whatever changes it, or the colours
+   of the system change. */
 mw.chart = (label, height, option, alternative) => {
   const box = mw.el("div", {class: "chart", role: "img", "aria-label": label, style: `height:${height}px`});
-  const png = mw.pngButton(label, () => item.chart.getDataURL({pixelRatio: 2, backgroundColor: mw.colour("card")}));
+  const png = mw.pngButton(label, async () => (await item.show()).getDataURL({pixelRatio: 2, backgroundColor: mw.colour("card")}));
   const holder = mw.el("div", {}, box, mw.el("div", {class: "row copies no-print"}, png), alternative || "");
-  const item = {box, chart: null, option, label, hidden: new Set(), width: 0, pick: null};
+  const item = {box, chart: null, option, label, hidden: new Set(), width: 0, pick: null, isNear: false};
+  const nearing = new IntersectionObserver(entries => { if (entries.some(entry => entry.isIntersecting)) { item.isNear = true; item.draw(); } }, {rootMargin: `${mw.nearby}px`});
+  nearing.observe(box);
   item.draw = () => {
     if (!box.isConnected) { if (item.chart) item.chart.dispose(); item.chart = null; mw.charts.delete(item); return; }
     if (!box.clientWidth) return;
     mw.charts.add(item);
+    if (!window.echarts) { requestIdleCallback(mw.loadCharts, {timeout: 500}); return; }
+    const frame = item.isNear || box.getBoundingClientRect();
+    item.isNear = item.isNear || frame.top < innerHeight + mw.nearby && frame.bottom > -mw.nearby;
+    if (!item.isNear) return;
+    nearing.disconnect();
     if (!item.chart) { item.chart = echarts.init(box, null, {renderer: "canvas"}); item.chart.on("click", event => item.pick && item.pick(event)); }
     if (item.width !== box.clientWidth) item.chart.resize();
     item.width = box.clientWidth;
     item.chart.setOption({animation: false, textStyle: mw.textStyle(), ...mw.uncut(item.option(item.width, item.hidden))}, true);
   };
+  item.show = async () => { await mw.loadCharts(); item.isNear = true; item.draw(); return item.chart; };
   item.update = next => { item.option = next; item.draw(); };
   new ResizeObserver(() => { if (box.clientWidth !== item.width || !box.isConnected) item.draw(); }).observe(box);
   holder.item = item;
@@ -159,7 +184,7 @@ mw.settle = (root, name) => {
   settledWidth = innerWidth;
   if (name && !root.querySelector("h1")) root.prepend(mw.el("h1", {class: "visually-hidden"}, name));
   mw.addCopies(root);
-  root.querySelectorAll(".table-box").forEach(box => box.fit());
+  mw.fitTables([...root.querySelectorAll("div.table-box")]);
   root.querySelectorAll(".unfold").forEach(button => button.undo());
   if (innerWidth > 560) return;
   for (const list of root.querySelectorAll("ul.plain, ol.plain"))
@@ -181,7 +206,7 @@ mw.fold = (node, kind, text, place, name) => {
   return button;
 };
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => mw.charts.forEach(item => item.draw()));
-addEventListener("beforeprint", () => mw.charts.forEach(item => item.draw()));
+addEventListener("beforeprint", () => mw.charts.forEach(item => { item.isNear = true; item.draw(); }));
 
 /* A picture goes to the clipboard; where there is none, it is saved. `paint` gives its address, as PNG. */
 mw.pngButton = (label, paint) => {

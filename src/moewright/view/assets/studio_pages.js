@@ -141,6 +141,7 @@ studio.picture = async (name, build, kind) => {
   const record = await studio.get("/api/plan", studio.job());
   if (record.kind !== "PlanView") { studio.paint(record); return; }
   const {item} = mw[build](record);
+  await mw.loadCharts();
   const box = mw.el("div", {style: "width:1000px;height:420px;position:absolute;left:-9999px"});
   document.body.append(box);
   const chart = echarts.init(box, null, {renderer: kind === "svg" ? "svg" : "canvas", width: 1000, height: 420});
