@@ -37,8 +37,6 @@ mw.plan(17)  # type: ignore[arg-type]
 """
 
 
-
-
 def list_classes(hint: object) -> Iterator[type]:
     """Yield the classes in a type, those of unions, tuples and mappings too."""
     if isinstance(hint, type) and not get_args(hint):
@@ -77,7 +75,9 @@ def write_reader() -> str:
             if isinstance(value, property)
         ]
         lines.append(f"def read_{number}(record: {kind.__name__}) -> None:")
-        lines += [f"    print(record.{name})" for name in names if not name.startswith("_")] or ["    ..."]
+        lines += [f"    print(record.{name})" for name in names if not name.startswith("_")] or [
+            "    ..."
+        ]
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ import pytest
 import moewright as mw
 from moewright.api.watching import LogWatcher, WatchedJob
 from moewright.cli.main import main
-from moewright.diagnosis.traces.event_files import read_new_events
+from moewright.diagnosis.traces.event_files import EventReader
 from moewright.diagnosis.traces.megatron_log import parse_log
 from moewright.diagnosis.traces.step_lines import StepSeries, read_new_steps
 from moewright.spec.errors import BadInput
@@ -260,7 +260,7 @@ def test_losses_that_rise_or_are_lost_raise_an_alarm(tmp_path: Path) -> None:
     assert alarm.text == "the latest losses are no numbers"
 
 
-def write_events(path: Path, step: int, scalars: dict[str, float]) -> None:
+def write_events(path: Path, step: int, scalars: dict[str, float], written_s: float = 1.0) -> None:
     """Write events as TensorBoard does, one for each scalar, as SummaryWriter has them."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -270,7 +270,8 @@ def write_events(path: Path, step: int, scalars: dict[str, float]) -> None:
         records = RecordWriter(file)
         for tag, value in scalars.items():
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
-            records.write(Event(step=step, wall_time=1.0, summary=summary).SerializeToString())
+            event = Event(step=step, wall_time=written_s, summary=summary)
+            records.write(event.SerializeToString())
         records.flush()
 
 
@@ -293,9 +294,10 @@ def test_event_files_of_tensorboard_are_watched_as_they_grow(
         write_events(path, n, {"learning-rate": 1e-4, loss_tag: 3 + 1 / n, time_tag: step_s})
     whole = path.read_bytes()
     series = StepSeries()
+    reader = EventReader(path)
     for end in (0, 5, len(whole) // 3, len(whole) - 3, len(whole)):
         path.write_bytes(whole[:end])
-        read_new_events(path, series)
+        reader.read_new(series)
     assert series.sort().numbers == tuple(range(1, 301))
     shown = mw.watch(tmp_path)
     assert (shown.trainer, shown.steps) == (trainer, 300)
@@ -306,6 +308,33 @@ def test_event_files_of_tensorboard_are_watched_as_they_grow(
     path.write_bytes(b"\xff" * 200)
     with pytest.raises(BadInput, match="is no event file of TensorBoard"):
         mw.watch(tmp_path)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("time_tag", ["", "iteration-time"])
+def test_event_files_of_a_run_that_began_again_are_read_together(
+    tmp_path: Path, time_tag: str, every: int
+) -> None:
+    """Without a tag of seconds the clock of the events tells them, as any trainer writes them."""
+    pytest.importorskip("tensorboard")
+    rng = random.Random(7)
+    folder = tmp_path / "logs" / "version_0"
+    folder.mkdir(parents=True)
+    now_s = 1.7e9
+    for start, (first, last) in enumerate(((1, 180), (161, 300), (301, 400))):
+        path = folder / f"events.out.tfevents.{1700000000 + start}.host.{start}.0"
+        now_s += 300  # a start takes its time
+        for n in range(first, last + 1):
+            step_s = 2 * (1 + 0.005 * rng.gauss(0, 1)) * (1.05 if n >= 320 else 1)
+            now_s += every * step_s
+            values = {"train/loss": 3 + 1 / n, **({time_tag: step_s} if time_tag else {})}
+            write_events(path, every * n, values, now_s)
+    shown = mw.watch(tmp_path)
+    assert shown.latest == 400 * every
+    assert shown.steps >= 397  # of a start's first step a clock tells nothing
+    assert shown.step_s == pytest.approx(2.1, rel=0.01)
+    (alarm,) = shown.alarms
+    assert (alarm.kind, abs(alarm.step - 320 * every) <= 3 * every) == ("slower", True)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])

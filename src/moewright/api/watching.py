@@ -25,7 +25,7 @@ from moewright.diagnosis.run_watch import (
     raise_alarms,
     watch_steps,
 )
-from moewright.diagnosis.traces.event_files import EVENT_FILES, is_event_file, read_new_events
+from moewright.diagnosis.traces.event_files import EVENT_FILES, EventReader, is_event_file
 from moewright.diagnosis.traces.megatron_log import MegatronLog, MemoryReport, parse_log
 from moewright.diagnosis.traces.megatron_timers import TimerBlock
 from moewright.diagnosis.traces.step_lines import (
@@ -74,6 +74,7 @@ class LogWatcher:
         self._name = name or str(self._path)
         self._job = job
         self._series = StepSeries()
+        self._events = EventReader(self._path)
         self._head = _read_head_of(self._path)
         self._has_head = is_event_file(self._path) or bool(self._head.iterations)
         self._plan = _state_plan(self._path, self._head, job)
@@ -92,7 +93,7 @@ class LogWatcher:
             BadInput: it has no step.
         """
         if is_event_file(self._path):
-            read_new_events(self._path, self._series)
+            self._events.read_new(self._series)
         else:
             read_new_steps(self._path, self._series)
         if not self._series.numbers:
@@ -173,7 +174,9 @@ class LogWatcher:
 
 
 def find_log(path: Path) -> Path:
-    """Return the file that grows: steps.jsonl of a run folder, the newest log of another.
+    """Return what grows: steps.jsonl of a run folder, the newest log of another.
+
+    Of event files it is the folder with the newest, at any depth, as TensorBoard looks for them.
 
     Raises:
         BadInput: there is none.
@@ -189,16 +192,20 @@ def find_log(path: Path) -> Path:
         return recorded[0]
     names = ("*.log", "*.out", "*.txt", EVENT_FILES)
     logs = [file for name in names for file in path.glob(name)]
+    logs = logs or list(path.rglob(EVENT_FILES))
     if not logs:
         rule = f"holds no {STEPS_FILE} and no .log, .out, .txt or event file of TensorBoard"
         raise BadInput(Reason(field=str(path), rule=rule))
-    return max(logs, key=lambda file: file.stat().st_mtime)
+    newest = max(logs, key=lambda file: file.stat().st_mtime)
+    return newest.parent if is_event_file(newest) else newest
 
 
 def _read_head_of(path: Path) -> MegatronLog:
+    if is_event_file(path):
+        return parse_log("")
     if not path.is_file():
         raise BadInput(Reason(field=str(path), rule="is not a regular file"))
-    return parse_log("" if is_event_file(path) else read_head(path))
+    return parse_log(read_head(path))
 
 
 def _state_plan(path: Path, head: MegatronLog, job: WatchedJob) -> Plan | None:
@@ -235,7 +242,7 @@ def watch(
     Args:
         log: a console log of Megatron-LM, Megatron Bridge, NeMo or torchtitan; the folder of a run
             of this engine; an event file of TensorBoard; the folder of a step recorder; or a folder
-            with logs or event files, of which the newest is taken.
+            with logs, of which the newest is taken, or with event files, which are read together.
         plan: a plan.json or a job .toml, which says what is expected.
         script: the launch script, in place of a plan.
         model: the model, beside `on` and `layout`, in place of a plan.

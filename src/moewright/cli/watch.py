@@ -48,8 +48,8 @@ def watch(
     ----------
     log
         A console log of Megatron-LM, Megatron Bridge, NeMo or torchtitan, "-" for standard input; a
-        run folder of this engine; the folder of a step recorder; or a folder of logs or of
-        TensorBoard's event files, of which the newest is taken.
+        run folder of this engine; the folder of a step recorder; a folder of logs, of which the
+        newest is taken; or a folder of TensorBoard's event files, which are read together.
     plan
         A plan.json or a job .toml: what is expected.
     script

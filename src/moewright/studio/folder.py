@@ -22,6 +22,7 @@ from moewright.api.reporting import build_report, find_run_folder, view_run
 from moewright.api.watching import find_log
 from moewright.codec import PLAN_FILE, write_text
 from moewright.codec.run_files import STEPS_FILE
+from moewright.diagnosis.traces.event_files import EVENT_FILES
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import format_bytes
 from moewright.studio.wire import build_or_refuse, encode_record
@@ -197,9 +198,12 @@ def stamp_log(path: Path, root: Path) -> RunStamp:
         BadInput: there is none, or it lies outside.
     """
     log = find_log(_require_inside(path, root))
-    state = _require_inside(log, root).stat()
-    is_live = time.time() - state.st_mtime < _LIVE_S
-    return RunStamp(text=f"{state.st_size}-{state.st_mtime_ns}", is_live=is_live)
+    files = sorted(log.glob(EVENT_FILES)) if log.is_dir() else [log]
+    states = [_require_inside(file, root).stat() for file in files]
+    size = sum(state.st_size for state in states)
+    written_ns = max(state.st_mtime_ns for state in states)
+    is_live = time.time() - written_ns / 1e9 < _LIVE_S
+    return RunStamp(text=f"{size}-{written_ns}", is_live=is_live)
 
 
 def _require_inside(path: Path, root: Path) -> Path:

@@ -72,6 +72,11 @@ class StepSeries:
         self.offsets.append(offset)
         self.total = step.total or self.total
 
+    def clear(self) -> None:
+        """Forget all steps."""
+        for values in (self.numbers, self.steps_s, self.losses, self.offsets):
+            del values[:]
+
     def extend(self, steps: PieceSteps, place: int) -> None:
         """Add the steps of a piece of the log that begins at a place of it."""
         self.numbers.frombytes(steps.numbers.tobytes())
