@@ -89,9 +89,10 @@ which were refused at first, were 20 to 25 % slow), 18.4 and 36.3 % of 22 more o
 more could not be read), 187.5 and 249.6 % of four of a trainer of plain operations, 25.1 and
 95.1 % of 97 on B300 (transformers' layers, prime-rl and torchtitan), 21.0 and 70.1 % of 22 of
 torch's trainers (pith-train, AutoEP, TRL, halo), 22.3 and 48.0 % of 32 of 2026-11-28
-(fms-acceleration, Megatron-LM's FSDP at 128k tokens, pith-train), and 10.2 and 56.1 % of 67 dense
-rows (five more: 23.8 and 27.1 %; 14 of that trainer: 23.2 and 25.2 %). The table is what the
-planner says since; what was mended stands in [the log](log/planner_accuracy.md).
+(fms-acceleration, Megatron-LM's FSDP at 128k tokens, pith-train), 31.5 and 56.0 % of 44 of that day
+over EFA on B300, and 10.2 and 56.1 % of 67 dense rows (five more: 23.8 and 27.1 %; 14 of that
+trainer: 23.2 and 25.2 %). The table is what the planner says since; what was mended stands in
+[the log](log/planner_accuracy.md).
 """
 _BARS = "\n<!-- bars: median by split in rows -->"
 _STATEMENTS = ("complete", "switches unstated", "natural routing")

@@ -3,6 +3,7 @@
 import pytest
 
 from moewright.codec import write_toml
+from moewright.cost.constants import Constants
 from moewright.intake import catalogue
 from moewright.intake.catalogue import read_hardware_file
 from moewright.intake.job import read_job
@@ -145,3 +146,19 @@ def test_a_hardware_file_and_a_job_name_their_network(tmp_path) -> None:
     job.write_text(text.format("wifi"))
     with pytest.raises(BadInput, match=r"train\.network"):
         read_job(job)
+
+
+@pytest.mark.parametrize(
+    ("part", "share"), [("H100", 0.25), ("H200", 0.5), ("B200", 1.0), ("B300", 0.5)]
+)
+def test_a_library_takes_a_port_of_each_device_over_efa(part: str, share: float) -> None:
+    """AWS builds 32, 16, 8 and 16 ports into nodes of eight; only p5 has the older cards.
+
+    What a kind implies for a part goes with the kind.
+    """
+    hardware = catalogue.hardware(f"16x{part}", "efa")
+    constants = Constants(hardware)
+    assert constants["proxy_rail_share"] == share
+    assert (constants["proxy_message_s"] < 1e-5) is (part != "H100")
+    back = apply_network(hardware, "ib")
+    assert Constants(back)["proxy_message_s"] == 1e-5

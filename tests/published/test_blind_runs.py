@@ -49,7 +49,9 @@ TORCH = ("pith", "autoep", "trlcp", "hchat", "htwo", "hfa")
 # The rows of 2026-11-28 at commit aa41dab3: fms-acceleration on A100, Megatron-LM's FSDP with TP
 # and CP at 128k tokens, pith-train with forced balance.
 NEWEST = ("fmsmoe", "verlprac", "balpith")
-COLLECTIONS = (LATER, LATEST, KEMPNER, HALO, TORCH, NEWEST)
+# The rows of 2026-11-28 over EFA on B300, at the same commit.
+EFA = ("awsqwen", "awskimi", "awsdsv")
+COLLECTIONS = (LATER, LATEST, KEMPNER, HALO, TORCH, NEWEST, EFA)
 # MLPerf's LoRA runs keep the inputs of the activation in 8 bits and adapt attention alone, which a
 # row cannot say: the planner counts 16-bit inputs of every product.
 SAID_NOT_TO_FIT = {"mlperf-019"}
@@ -69,7 +71,7 @@ def collection(row_id: str) -> int:
 def moe_errors() -> tuple[list[float], ...]:
     """Return the errors of the MoE rows of each collection."""
     with_experts = {row.id for row in read_table(TABLE).rows if row.model.moe is not None}
-    errors: tuple[list[float], ...] = [], [], [], [], [], [], []
+    errors: tuple[list[float], ...] = [], [], [], [], [], [], [], []
     for row in scored().rows:
         measured = row.measured_tokens_per_s_per_gpu
         predicted = row.predicted_tokens_per_s_per_gpu
@@ -80,7 +82,7 @@ def moe_errors() -> tuple[list[float], ...]:
 
 def test_rows_are_read_but_those_whose_facts_are_missing() -> None:
     rows = scored().rows
-    assert len(rows) == len({row.id for row in rows}) == 323
+    assert len(rows) == len({row.id for row in rows}) == 367
     assert {row.id for row in rows if row.skipped} == NOT_READ
 
 
@@ -100,15 +102,16 @@ def test_errors_stay_near_what_they_were_blind() -> None:
     Rows of transformers' layers on B300: 25.1 and 95.1 % of 97; since sums that are torch's own
     operations are priced and FlashAttention-4's sinks cost what they do there, 11.6 and 64.7 %. Of
     22 of torch's trainers 21.0 and 70.1 %. The newest 32: 22.3 and 48.0 %; since what recurrent
-    mixers exchange is not hidden and a script's permutes are read, 16.4 and 41.1 %.
+    mixers exchange is not hidden and a script's permutes are read, 16.4 and 41.1 %. Of 44 over
+    EFA 31.5 and 56.0 %; with ports and latency of its newer cards 27.5 and 44.5 %.
     """
     splits = {(split.by, split.name): split for split in scored().summary.splits}
     moe = splits["moe", "all"]
     dense = splits["dense", "all"]
-    assert moe.speeds.rows == 224
-    earlier, later, latest, kempner, halo, torch, newest = moe_errors()
+    assert moe.speeds.rows == 268
+    earlier, later, latest, kempner, halo, torch, newest, efa = moe_errors()
     assert (len(earlier), len(later), len(latest)) == (17, 26, 26)
-    assert (len(kempner), len(halo), len(torch), len(newest)) == (4, 97, 22, 32)
+    assert (len(kempner), len(halo), len(torch), len(newest), len(efa)) == (4, 97, 22, 32, 44)
     assert median(earlier) <= 0.25
     assert median(later) <= 0.24
     assert median(latest) <= 0.19
@@ -116,6 +119,7 @@ def test_errors_stay_near_what_they_were_blind() -> None:
     assert median(halo) <= 0.13
     assert median(torch) <= 0.23
     assert median(newest) <= 0.17
+    assert median(efa) <= 0.28
     assert dense.speeds.rows == 96
     assert dense.speeds.median_error <= 0.14
     assert moe.coverage_95 is not None
@@ -126,14 +130,16 @@ def test_errors_stay_near_what_they_were_blind() -> None:
 
 def test_peaks_are_near() -> None:
     """Blind 22.4 % of five: the logits of an eager loss were counted once, in the compute dtype."""
-    errors: tuple[list[float], ...] = [], [], [], [], [], [], []
+    errors: tuple[list[float], ...] = [], [], [], [], [], [], [], []
     for row in scored().rows:
         if row.measured_peak_memory_gb and row.predicted_peak_memory_gb:
             error = abs(row.predicted_peak_memory_gb / row.measured_peak_memory_gb - 1)
             errors[collection(row.id)].append(error)
-    assert [len(several) for several in errors] == [5, 8, 7, 18, 69, 9, 28]
+    assert [len(several) for several in errors] == [5, 8, 7, 18, 69, 9, 28, 0]
     bounds = (0.06, 0.1, 0.12, 0.42, 0.37, 0.11, 0.37)
-    assert all(median(several) <= bound for several, bound in zip(errors, bounds, strict=True))
+    assert all(
+        median(several) <= bound for several, bound in zip(errors, bounds, strict=False) if several
+    )
 
 
 def test_no_row_is_in_a_fitted_table() -> None:

@@ -70,7 +70,7 @@ class NetworkEntry:
     """A kind of network as networks.toml has it, which says what each field means.
 
     A `domain_size` or `devices_per_node` of 0 leaves the part's own. `without_libraries` are parts
-    that no library has kernels for.
+    that no library has kernels for. `part_constants` are those of a part alone, which win.
     """
 
     kind: str
@@ -84,6 +84,7 @@ class NetworkEntry:
     without_libraries: tuple[str, ...] = ()
     Bps: dict[str, float] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
+    part_constants: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def is_possible_for(self, hardware: Hardware) -> bool:
         """Return whether the part can have this network."""
@@ -113,10 +114,13 @@ class NetworkEntry:
         """Return a figure of this kind with its source."""
         return Sourced(value=value, kind=SourceKind.ASSUMED, source=f"{self.kind}: {self.source}")
 
-    def sourced_constants(self) -> tuple[Constant, ...]:
-        """Return the constants that this kind implies."""
+    def sourced_constants(self, hardware: Hardware) -> tuple[Constant, ...]:
+        """Return the constants that this kind implies for the part."""
+        words = _product_words(hardware)
+        own = (values for part, values in self.part_constants.items() if part.upper() in words)
+        values = {**self.constants, **next(own, {})}
         return tuple(
-            Constant(name=name, value=self.sourced(value)) for name, value in self.constants.items()
+            Constant(name=name, value=self.sourced(value)) for name, value in values.items()
         )
 
 
@@ -269,7 +273,7 @@ def complete_fabric(hardware: Hardware) -> Hardware:
     implied = [
         constant
         for entry in entries
-        for constant in entry.sourced_constants()
+        for constant in entry.sourced_constants(hardware)
         if constant.name not in own_names
     ]
     return replace(
@@ -332,13 +336,15 @@ def _change_constants(
     hardware: Hardware, old: NetworkEntry, new: NetworkEntry
 ) -> tuple[Constant, ...]:
     """Return the hardware's constants without those of the old kind, and with the new one's."""
-    replaced = {*new.constants}
+    implied = new.sourced_constants(hardware)
+    replaced = {constant.name for constant in implied}
+    dropped = old.sourced_constants(hardware)
     kept = [
         constant
         for constant in hardware.constants
-        if constant not in old.sourced_constants() and constant.name not in replaced
+        if constant not in dropped and constant.name not in replaced
     ]
-    return (*kept, *new.sourced_constants())
+    return (*kept, *implied)
 
 
 def _library_paths(hardware: Hardware) -> tuple[LibraryPath, ...]:
