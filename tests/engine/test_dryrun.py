@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import tiny_jobs
 from job_draws import draw_job, list_seeds
+from layout_space import SHAPES
 from moewright.codec import parse_layout
 from moewright.cost.ledger import predict_rank_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
@@ -125,20 +126,33 @@ def test_narrow_products_in_a_large_world(
 
 
 @pytest.mark.parametrize(
-    ("text", "precision", "scaling"),
+    ("model", "recompute", "precision"),
     [
-        # A checkpoint over three layers keeps the input of the first when the last has ended.
-        ("ep2,mbs1,overlap=ep,recompute=uniform3", Dtype.FP32, TensorScaling.CURRENT),
+        # A checkpoint over three layers keeps the input of the first when the last has ended, and
+        # what the routers decided until its own backward has.
+        (tiny_jobs.MODEL, ",recompute=uniform3", Dtype.FP32),
+        # A checkpoint lets go of what it runs again, of which blocks attention reads among it.
+        (SHAPES["compressed"], ",recompute=core_attn", Dtype.FP32),
         # A node of the graph lives longer than what it held of an expert's input.
-        ("ep2,mbs1,overlap=ep", Dtype.FP8, TensorScaling.DELAYED),
+        (tiny_jobs.MODEL, "", Dtype.FP8),
     ],
+    ids=["span", "block", "input"],
 )
 def test_every_moment_of_two_passes_is_as_predicted(
-    text: str, precision: Dtype, scaling: TensorScaling
+    model: ModelSpec, recompute: str, precision: Dtype
 ) -> None:
-    layout = parse_layout(text, world_size=4)
+    layout = parse_layout(f"ep2,mbs1,overlap=ep{recompute}", world_size=4)
+    scaling = TensorScaling.DELAYED if precision is Dtype.FP8 else TensorScaling.CURRENT
     work = Workload(seq_len=32, global_batch=12, precision=precision, tensor_scaling=scaling)
-    assert_as_predicted(tiny_jobs.MODEL, work, layout, 1)
+    assert_as_predicted(model, work, layout, 1)
+
+
+def test_a_stage_without_linears_sends_no_scales() -> None:
+    layout = parse_layout("pp2,ep2,mbs1,layout='E|tttL'", world_size=4)
+    work = Workload(
+        seq_len=32, global_batch=8, precision=Dtype.FP8, tensor_scaling=TensorScaling.DELAYED
+    )
+    assert_as_predicted(tiny_jobs.MODEL, work, layout, 0)
 
 
 @pytest.mark.thorough

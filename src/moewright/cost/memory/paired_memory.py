@@ -51,15 +51,11 @@ _DECISIONS = ("chosen", "load_share")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptSpan:
-    """A kept tensor of a layer with the steps of passes in which it is kept and freed.
-
-    Where `is_lasting`, it is freed with the whole chunk, when its backward ends.
-    """
+    """A kept tensor of a layer with the steps of passes in which it is kept and freed."""
 
     kept: KeptTensor
     kept_in: LayerStep
     freed_in: LayerStep
-    is_lasting: bool = False
 
 
 def place_tensors(
@@ -72,8 +68,8 @@ def place_tensors(
     """Yield when passes keep and free the tensors that a layer keeps under a recompute choice.
 
     Autograd keeps the input of a checkpoint when its forward has ended, and frees it when its
-    backward has; decisions belong to the checkpoint. `layers` are those that a checkpoint over
-    whole layers has together with this one.
+    backward has. Decisions belong to the checkpoint, and go with it. `layers` are those that a
+    checkpoint over whole layers has together with this one.
     """
     for kept in tensors:
         tensor = kept.tensor
@@ -82,12 +78,17 @@ def place_tensors(
         is_replayed = Recompute.FULL in recomputed
         in_checkpoint = is_replayed or (Recompute.MOE in recomputed and in_router)
         if in_checkpoint and in_router and tensor.name in _DECISIONS:
-            yield KeptSpan(kept=kept, kept_in=own, freed_in=own, is_lasting=True)
+            first = layers[0] if is_replayed else layer
+            yield KeptSpan(kept=kept, kept_in=own, freed_in=_first_step(model, first))
         elif in_checkpoint:
             last = layers[-1] if is_replayed else layer
             yield KeptSpan(kept=kept, kept_in=_last_step(model, last), freed_in=own)
         else:
             yield KeptSpan(kept=kept, kept_in=own, freed_in=own)
+
+
+def _first_step(model: ModelSpec, layer: int) -> LayerStep:
+    return layer, PassWork.BEFORE if model.has_experts(layer) else PassWork.WHOLE
 
 
 def _last_step(model: ModelSpec, layer: int) -> LayerStep:
@@ -150,28 +151,19 @@ class _StepPrices:
         return self._outside_layers(key, step) + sum_by_module(
             [
                 (span.kept.tensor.module, span.kept.bytes)
-                for span in self._layer_tensors(key, step.layer)
+                for span in self._checkpoint_tensors(key, step)
                 if span.freed_in == (step.layer, step.work)
             ]
         )
 
-    def price_lasting(self, key: Key, step: WorkStep) -> Array:
+    def price_lasting(self, step: WorkStep) -> Array:
         """Return the part of `price_freed` that lives until the backward of the chunk ends.
 
-        Its shape is [modules]. Beside decisions these are tokens and targets, which belong to the
-        micro-batch.
+        Its shape is [modules]. These are tokens and targets, which belong to the micro-batch.
         """
-        lasting_bytes = sum_by_module(
-            [
-                (span.kept.tensor.module, span.kept.bytes)
-                for span in self._layer_tensors(key, step.layer)
-                if span.is_lasting and span.freed_in == (step.layer, step.work)
-            ]
-        )
         if step.work is PassWork.HEAD:
-            targets = token_id_bytes(self._context)
-            return lasting_bytes + sum_by_module([(Module.HEAD, targets)])
-        return np.asarray(lasting_bytes + self._outside[0] * (step.work is PassWork.EMBEDDING))
+            return sum_by_module([(Module.HEAD, token_id_bytes(self._context))])
+        return np.asarray(self._outside[0] * (step.work is PassWork.EMBEDDING))
 
     def _outside_layers(self, key: Key, step: WorkStep) -> Array:
         embedding, head, mtp_input = self._outside
@@ -243,7 +235,7 @@ def walk_pairs(
                 live = live + prices.price_kept(key, step)
             else:
                 live = live - prices.price_freed(key, step)
-                lasting_bytes = lasting_bytes + prices.price_lasting(key, step)
+                lasting_bytes = lasting_bytes + prices.price_lasting(step)
         is_last = segment is passes[segment.kind, row.chunk][-1]
         if is_last and segment.kind is RowKind.B:
             lasting_bytes = 0.0

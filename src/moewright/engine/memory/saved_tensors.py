@@ -564,7 +564,8 @@ def run_checkpointed(
 class _Checkpoint(torch.autograd.Function):
     """A reentrant checkpoint, whose backward builds the graph of the block.
 
-    It goes through that graph at once, weight gradients included.
+    It goes through that graph at once, weight gradients included. Its node lives until the whole
+    backward has ended, so it lets go of the block, and of the tensors that this may hold, before.
     """
 
     @staticmethod
@@ -588,8 +589,10 @@ class _Checkpoint(torch.autograd.Function):
             x.detach().requires_grad_(needs_grad)
             for x, needs_grad in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
         ]
+        block = ctx.block
+        del ctx.block
         with torch.enable_grad(), ctx.counters.scopes.enter(ctx.scope):
-            outputs = ctx.block(*inputs)
+            outputs = block(*inputs)
             used = [
                 (out, grad)
                 for out, grad in zip(outputs, grads, strict=True)

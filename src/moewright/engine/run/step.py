@@ -136,9 +136,12 @@ def _train_step(
 def _update_scales(runtime: Runtime) -> None:
     """Set the delayed scales of the next step, by what all ranks of the stage saw in this one."""
     scaling = runtime.delayed_scaling
-    if scaling is not None:
+    if scaling is None:
+        return
+    amaxes = scaling.step_amaxes()
+    if len(amaxes):  # a stage may have no linears
         stage_group = runtime.mesh.group("tp_cp_dp")
-        scaling.update(all_reduce(scaling.step_amaxes(), stage_group, maximum=True))
+        scaling.update(all_reduce(amaxes, stage_group, maximum=True))
 
 
 def _sum_expert_loads(state: TrainState, backward: BackwardResult) -> torch.Tensor:
