@@ -61,6 +61,7 @@ FLAGSCALE = """
 system: {{tensor_model_parallel_size: 1, precision: {{bf16: true}}}}
 model:
   num_layers: 8
+  max_position_embeddings: 4096
   hidden_size: 4096
   num_attention_heads: 32
   {more}
@@ -306,3 +307,117 @@ def test_a_model_that_a_script_names_and_nobody_knows_is_asked_for(tmp_path):
 def test_experts_are_split_where_there_are_some(words, field, nearest, tmp_path):
     reason = refusal(write(tmp_path, f"{START} --expert-model-parallel-size 2 {words}\n"))
     assert (reason.field, reason.nearest) == (field, nearest)
+
+
+def test_all_arguments_of_a_script_are_asked_for_at_once(tmp_path):
+    text = (
+        "ENV=$1\nSIZE=$2\nSEQ=$3\nTP=${4}\n"
+        'if [ $SIZE = 1B ]; then\nLAYERS=16\nelif [ "$SIZE" = 8B ]; then\nLAYERS=32\nfi\n'
+        "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers $LAYERS --seq-length $SEQ "
+        "--hidden-size 1024 --num-attention-heads 8 --max-position-embeddings 4096 "
+        "--micro-batch-size 1 --global-batch-size 64 --bf16 --vocab-size 32000 "
+        "--tensor-model-parallel-size $TP\n"
+    )
+    script = write(tmp_path, text)
+    asked = refusal(script)
+    assert "4 arguments: ENV SIZE=1B|8B SEQ TP" in asked.rule
+    assert asked.nearest == '--script-args "..."'
+    with pytest.raises(BadInput) as caught:
+        read_flags(script, on="8xH100", arguments="dsw 7B 4096 2")
+    assert caught.value.reasons[0].field == "SIZE"
+    assert caught.value.reasons[0].nearest == "1B"
+    plan = read_flags(script, on="8xH100", arguments="dsw 8B 4096 2").plan
+    assert (plan.model.layers, plan.layout.tp) == (32, 2)
+
+
+def test_a_script_of_a_conversion_is_no_training_whatever_it_asks_for(tmp_path):
+    text = 'if [ -z "$WORLD_SIZE" ]; then echo "Please Provide WORLD_SIZE"; exit; fi\n'
+    reason = refusal(write(tmp_path, f"{text}torchrun tools/convert.py --num-layers $9\n"))
+    assert "trains no decoder" in reason.rule
+    assert not reason.nearest
+
+
+def test_what_a_program_prints_may_be_sourced(tmp_path):
+    text = f"source <(curl -s https://example.org/setup.sh) && prepare\n{START}\n"
+    assert read_flags(write(tmp_path, text), on="8xH100").plan.model.layers == 8
+
+
+def test_quotes_of_a_command_inside_a_here_document_are_the_commands_own(tmp_path):
+    text = (
+        'cat <<EOT > ds.json\n{"zero_optimization": {"stage": 1$(if [ "a" = "a" ]; then echo \',\n'
+        '"offload_optimizer": {"device": "cpu"}\'; fi)}}\nEOT\n'
+        f"{START}--deepspeed --deepspeed_config ds.json\n"
+    )
+    layout = read_flags(write(tmp_path, text), on="8xH100").plan.layout
+    assert (layout.zero, len(layout.offload)) == (1, 1)
+
+
+def test_a_script_that_is_written_sees_what_the_scheduler_says(tmp_path):
+    text = (
+        "#SBATCH --nodes=2\n#SBATCH --gres=gpu:4\n"
+        "cat <<EOT > inner.sh\ntorchrun --nnodes \\$SLURM_JOB_NUM_NODES --nproc_per_node 4 "
+        f"{START.partition('8 ')[2]}\nEOT\nsrun bash inner.sh\n"
+    )
+    assert read_flags(write(tmp_path, text), on="H100").plan.layout.world_size == 8
+
+
+def test_an_unknown_value_of_a_forks_option_is_asked_for_in_words(tmp_path):
+    text = "N=$(($(ds_ssh nvidia-smi | wc -l)-2))\nif [[ 64 -gt $N ]]; then EP=$N; else EP=64; fi\n"
+    script = write(tmp_path, f"{text}{START}--moe-expert-parallel-size $EP --num-experts 64\n")
+    reason = refusal(script)
+    assert reason.nearest == "--set N=..."
+    assert str(BadInput(reason)).isprintable()
+
+
+ALIGNER = """
+trainer: {num_nodes: 1, devices: 8, precision: bf16}
+precision: ${trainer.precision}
+exp_manager: {name: sft}
+model:
+  encoder_seq_length: 4096
+  num_layers: 8
+  max_position_embeddings: 4096
+  hidden_size: 1024
+  num_attention_heads: 8
+  tokenizer: {library: huggingface, type: gpt2}
+  vocab_size: 32000
+  data:
+    train_ds: {global_batch_size: 128, micro_batch_size: 2}
+    validation_ds: {global_batch_size: 512}
+  optim: {name: distributed_fused_adam}
+"""
+
+
+def test_the_batch_of_fine_tuning_stands_beside_its_data(tmp_path):
+    script = write(tmp_path, ALIGNER, "sft.yaml")
+    plan = read_flags(script, on="H100", overrides=("--vocab-size=32000",)).plan
+    assert (plan.workload.global_batch, plan.layout.mbs) == (128, 2)
+
+
+def test_a_size_that_stands_where_nothing_looks_is_refused_though_a_trainer_has_it(tmp_path):
+    # 128 is the default of a table of NeMo's: that made it pass in silence.
+    text = ALIGNER.replace("train_ds:", "train_set:").replace(", micro_batch_size: 2", "")
+    text = text.replace("  optim:", "  micro_batch_size: 1\n  optim:")
+    with pytest.raises(BadInput, match="train_set"):
+        read_flags(write(tmp_path, text, "sft.yaml"), on="H100", overrides=("--vocab-size=32000",))
+
+
+def test_a_setting_that_repeats_another_is_named_and_refuses_nothing(tmp_path):
+    text = ALIGNER + "rollout: {pad_to_length: '${model.encoder_seq_length}'}\n"
+    script = write(tmp_path, text, "sft.yaml")
+    reading = read_flags(script, on="H100", overrides=("--vocab-size=32000",))
+    assert any("rollout.pad_to_length" in note for note in reading.notes)
+
+
+SKYRL = (
+    "python -m skyrl.train.main_sft strategy=megatron model.path=Qwen/Qwen3-0.6B max_length=512 "
+    "batch_size=8 micro_train_batch_size_per_gpu=1 placement.num_nodes=1 "
+    "placement.num_gpus_per_node=4 megatron_config.tensor_model_parallel_size=1"
+)
+
+
+def test_skyrls_supervised_trainer_is_read_with_its_own_defaults(tmp_path):
+    plan = read_flags(write(tmp_path, f"{SKYRL}\n"), on="H100").plan
+    layout = plan.layout
+    assert (layout.tp, layout.pp, layout.mbs, layout.world_size) == (1, 2, 1, 4)
+    assert (plan.workload.global_batch, plan.workload.seq_len) == (8, 512)

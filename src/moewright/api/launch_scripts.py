@@ -19,11 +19,12 @@ from moewright.intake import catalogue
 from moewright.intake.hardware_text import parse_hardware_text
 from moewright.intake.megatron.bash import Command, ShellReading, read_commands
 from moewright.intake.megatron.called_scripts import find_called_script
-from moewright.intake.megatron.launch import find_launch
+from moewright.intake.megatron.launch import find_launch, refuse_other_task
 from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.overrides import ScriptOverrides, parse_script_overrides
 from moewright.intake.megatron.read import ScriptJob, interpret_launch, read_launch
+from moewright.intake.megatron.script_arguments import complete_refusal
 from moewright.intake.megatron.stand_in_programs import RecordedCommand, record_commands
 from moewright.rules.job import plan_job
 from moewright.rules.limits.megatron_limits import megatron_refusals
@@ -38,6 +39,7 @@ from moewright.spec.units import is_whole_number, whole_number
 
 _NO_OVERRIDES = ScriptOverrides()
 _SUBMITTERS = ("sbatch", "qsub", "bsub")
+_SHELL_SUFFIXES = ("", ".sh", ".bash", ".slurm", ".sbatch", ".pbs")
 
 
 def capture(
@@ -247,10 +249,11 @@ def read_flags(
     try:
         command = read_launch(path, os.environ, words, values)
         return _plan_strictly(command, path, model, on, network, strict=strict)
-    except BadInput as refusal:
+    except BadInput as refused:
+        refusal = _complete_refusal(refused, path, words)
         cluster = _cluster_variables(on, network)
         if not cluster:
-            raise
+            raise refusal from None
         try:
             command = read_launch(path, os.environ, words, values, cluster=cluster)
             reading = _plan_strictly(command, path, model, on, network, strict=strict)
@@ -258,6 +261,15 @@ def read_flags(
             raise refusal from None
     told = " ".join(f"{name}={value}" for name, value in cluster.items())
     return replace(reading, notes=(f"as --on says: {told}", *reading.notes))
+
+
+def _complete_refusal(refusal: BadInput, script: Path, words: Sequence[str]) -> BadInput:
+    """Return what a shell script is refused for: it trains nothing, or what its arguments lack."""
+    if script.suffix.lower() not in _SHELL_SUFFIXES or not script.is_file():
+        return refusal
+    text = script.read_text(encoding="utf-8", errors="replace")
+    other = refuse_other_task(text, script.parent)
+    return complete_refusal(refusal, text, words) if other is None else other
 
 
 def _cluster_variables(on: str | Hardware, network: str) -> dict[str, str]:

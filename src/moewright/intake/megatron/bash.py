@@ -223,8 +223,10 @@ class _Interpreter(ShellGrammar):
         if words[0] == "eval":
             yield from self.run(" ".join(words[1:]), first_line=line)
             return
-        if len(words) < 2:
-            raise syntax_refusal(line, "`source` names no file")
+        if len(words) < 2:  # source <(curl ...): what a program prints
+            self.notes.append(f"line {line}: what `{words[0]} <(...)` reads is not known here")
+            self.variables.unread_origin = f"what line {line} sources"
+            return
         text = read_script_file(words[1], self.folders(), self.files)
         if text is None:
             name = show_unknown(words[1])[:80]

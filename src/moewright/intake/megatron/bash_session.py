@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moewright.intake.megatron.bash_builtins import Condition, read_words, take_option
 from moewright.intake.megatron.bash_expansion import ShellVariables
-from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
+from moewright.intake.megatron.bash_tokens import ShellToken, find_expressions, syntax_refusal
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, show_unknown
 from moewright.spec.errors import BadInput
 from moewright.spec.units import whole_number
@@ -33,6 +33,20 @@ class Command:
 
 
 _HEREDOC_QUOTE = re.compile(r'(\\?)"')
+
+
+def _quote_heredoc(text: str, line: int) -> str:
+    """Return a here-document as text between double quotes.
+
+    Its own double quotes are text, and so is a backslash before one; those inside $(...) are not.
+    """
+    spans = find_expressions(text, line)
+    ends = (0, *(end for _, end in spans))
+    starts = (*(start for start, _ in spans), len(text))
+    plain = (text[end:start] for end, start in zip(ends, starts, strict=True))
+    escaped = [_HEREDOC_QUOTE.sub(_escape_quote, part) for part in plain]
+    inner = [text[start:end] for start, end in spans]
+    return "".join(part for pair in zip(escaped, (*inner, ""), strict=True) for part in pair)
 
 
 def _escape_quote(match: re.Match[str]) -> str:
@@ -95,6 +109,7 @@ class ShellSession:
     ) -> None:
         self.status: bool | None = True
         self.decision = UnknownValue()  # what a status that is not known depends on
+        self.environment = tuple(environment)  # what a started shell inherits too
         self.exported: dict[str, None] = {}
         self.variables = ShellVariables(environment, arguments)
         self.variables.arrays["PIPESTATUS"] = ("0",)  # a script that goes on had no failure
@@ -185,8 +200,7 @@ class ShellSession:
             if redirection.heredoc is not None:
                 if redirection.is_literal:
                     return redirection.heredoc
-                # Its double quotes are text, and so is a backslash before one.
-                text = _HEREDOC_QUOTE.sub(_escape_quote, redirection.heredoc)
+                text = _quote_heredoc(redirection.heredoc, redirection.line)
                 return self.variables.substitute(text, redirection.line, quoted=True)
             if redirection.text == "<<<" and target is not None:
                 return " ".join(self.variables.expand(target))
@@ -196,7 +210,7 @@ class ShellSession:
         """Return the variables that a started shell inherits."""
         return {
             name: self.variables.arrays.get(name, ())
-            for name in (*self.exported, "HOME", "USER", "PATH", "PWD")
+            for name in (*self.environment, *self.exported, "HOME", "USER", "PATH", "PWD")
         }
 
     def folders(self) -> tuple[Path, ...]:

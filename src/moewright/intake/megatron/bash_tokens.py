@@ -233,6 +233,22 @@ def split_expressions(text: str, line: int, quote: str = "") -> Iterator[tuple[s
         yield "text", plain
 
 
+def find_expressions(text: str, line: int) -> tuple[tuple[int, int], ...]:
+    """Return where the expressions of a here-document begin and end."""
+    spans: list[tuple[int, int]] = []
+    position = 0
+    while position < len(text):
+        if text[position] == "\\":
+            position += 2
+        elif text[position] in "$`":
+            end = _expression_end(text, position, line)
+            spans.append((position, end))
+            position = end
+        else:
+            position += 1
+    return tuple(spans)
+
+
 def syntax_refusal(line: int, rule: str, nearest: str = "") -> BadInput:
     """Build the error for a line that cannot be read."""
     return BadInput(Reason(field=f"line {line}", rule=rule, nearest=nearest))

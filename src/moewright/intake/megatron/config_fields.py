@@ -184,7 +184,7 @@ def _is_true(name: str, value: Value) -> bool:
 
 def _split_list(option: MegatronOption, text: str) -> tuple[str, ...]:
     """Return the items of an option that takes several, written [a, b] or with spaces."""
-    if option.value_count not in ("+", "*"):
+    if option.value_count in ("0", "1"):
         return (text,)
     inner = text.strip().removeprefix("[").removesuffix("]").replace(",", " ")
     return tuple(_unquote(item) for item in inner.split())

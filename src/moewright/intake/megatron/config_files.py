@@ -31,6 +31,7 @@ from moewright.intake.megatron.settings import (
     SUFFIXES,
     SettingTree,
     Value,
+    find_aliases,
     find_referenced,
     is_unset,
     read_override,
@@ -134,7 +135,9 @@ def configure_words(
             settings["recipe"] = inline if equals else value
     settings |= told
     command = configure(
-        resolve_references(settings, environment), referenced=find_referenced(settings)
+        resolve_references(settings, environment),
+        referenced=find_referenced(settings),
+        aliases=find_aliases(settings),
     )
     if not is_left_out:
         return command
@@ -190,7 +193,9 @@ def configure_file(
     """
     settings = read_settings(path) | read_overrides(arguments)
     resolved = resolve_references(settings, environment)
-    command = configure(resolved, referenced=find_referenced(settings))
+    command = configure(
+        resolved, referenced=find_referenced(settings), aliases=find_aliases(settings)
+    )
     options = [word for word in arguments if read_override(word) is None]
     return ConfiguredCommand(
         words=(*command.words, *options),
@@ -203,11 +208,15 @@ def configure_file(
 
 
 def configure(
-    settings: Mapping[str, Value], *, referenced: frozenset[str] = frozenset()
+    settings: Mapping[str, Value],
+    *,
+    referenced: frozenset[str] = frozenset(),
+    aliases: frozenset[str] = frozenset(),
 ) -> ConfiguredCommand:
     """Return the command of settings whose references are replaced.
 
-    Those that are `referenced` are read with the settings that take their values.
+    Those that are `referenced` are read with the settings that take their values; `aliases` repeat
+    another's value, so that they are named where nothing reads them, and refuse nothing.
 
     Raises:
         BadInput: they are of no framework that is known here, or one of them sets something that a
@@ -270,7 +279,7 @@ def configure(
             if name not in referenced and not is_of_other_optimizer(name, optimizer)
         },
         dialect.tables,
-        named=dialect.named,
+        named=(*dialect.named, *aliases),
         sections=dialect.known_sections,
         option_sections=dialect.sections,
         trainer=dialect.name,

@@ -89,6 +89,7 @@ _OTHER_TRAINERS = (
     ),
 )
 # A variable that a script leaves without.
+_PROGRAM_FILE = re.compile(r"[^\s\"'=;:]+\.py\b")
 _NEEDED_VARIABLE = re.compile(
     r"\b([A-Z][A-Z0-9_]{2,})\b[^.;A-Z]{0,20}(?:must be|required|not set|unset|missing|is empty)"
     r"|\b(?:[Pp]lease|[Mm]ust) (?:set|provide|export|specify) ([A-Z][A-Z0-9_]{2,})\b"
@@ -306,6 +307,21 @@ def _find_other_task(command: Command, folder: Path | None) -> str:
     name = name.rpartition(".")[2].replace("_", " ")
     is_verb = _OTHER_VERBS.search(name) is not None and _TRAINS.search(name) is None
     return next((path for path in spellings if is_verb or _OTHER_TASKS.search(path)), "")
+
+
+def refuse_other_task(text: str, folder: Path | None) -> BadInput | None:
+    """Return the refusal of a script all of whose programs do something else than train.
+
+    None where one may train, or where the script names no program.
+    """
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    programs = dict.fromkeys(_PROGRAM_FILE.findall("\n".join(lines)))
+    commands = (Command(words=("python", program), exported=(), line=0) for program in programs)
+    others = [_find_other_task(command, folder) for command in commands]
+    if not others or not all(others):
+        return None
+    rule = f"it starts no training: {others[0][-80:]} trains no decoder"
+    return BadInput(Reason(field="script", rule=rule))
 
 
 def _find_program(command: Command) -> str:

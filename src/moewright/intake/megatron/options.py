@@ -28,6 +28,10 @@ class Arguments:
         self.options = options
         self.read_names: set[str] = set()
 
+    def extend(self, options: Mapping[str, tuple[str, ...]]) -> None:
+        """Add options that a file says which the command names."""
+        self.options = {**self.options, **options}
+
     def has(self, name: str) -> bool:
         self.read_names.add(name)
         return name in self.options
@@ -56,7 +60,7 @@ class Arguments:
             return default
         for value in self.options[name]:
             if unknown := find_unknown(value):
-                raise BadInput(_ask_value(name, unknown))
+                raise BadInput(ask_value(name, unknown))
         return self.options[name]
 
     def text(self, name: str, default: str = "") -> str:
@@ -92,7 +96,7 @@ def ask_missing(name: str, typical: str = "...") -> BadInput:
     return BadInput(Reason(field=name, rule=rule, nearest=f"--set {name}={typical}"))
 
 
-def _ask_value(name: str, unknown: UnknownValue) -> Reason:
+def ask_value(name: str, unknown: UnknownValue) -> Reason:
     """Return the Reason that asks for the value of an option which only running tells."""
     nearest = f"--set {unknown.name or name}=..."
     if not unknown.origin and unknown.name.isdecimal():

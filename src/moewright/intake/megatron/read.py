@@ -8,12 +8,12 @@ from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
-from moewright.codec import parse_json, read_json_data, read_text
-from moewright.codec.files import as_table
+from moewright.codec import read_text
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
 from moewright.intake.megatron import adapters
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.config_files import configure_file
+from moewright.intake.megatron.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
 from moewright.intake.megatron.directives import read_directives
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment, translate_options
 from moewright.intake.megatron.launch import find_launch, parse_configured
@@ -21,11 +21,11 @@ from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.layout import read_layout
 from moewright.intake.megatron.manifests import is_manifest, read_manifest
 from moewright.intake.megatron.model import read_model
-from moewright.intake.megatron.options import Arguments
+from moewright.intake.megatron.options import Arguments, ask_value
 from moewright.intake.megatron.overrides import ScriptOverrides
 from moewright.intake.megatron.settings import SUFFIXES
 from moewright.intake.megatron.trainer import SCHEDULE, read_batch_schedule
-from moewright.intake.megatron.unknown import show_unknown
+from moewright.intake.megatron.unknown import find_unknown, show_unknown
 from moewright.intake.megatron.unread import account_for_options
 from moewright.intake.megatron.workload import read_workload
 from moewright.spec.errors import BadInput, Reason
@@ -139,13 +139,19 @@ def interpret_launch(
         _name_adapters(command.foreign_options), is_moe=script_model.model.moe is not None
     )
     is_pipelined = arguments.size(LAYOUT_OPTIONS["pp"]) > 1
-    zero, zero_note = _read_deepspeed_zero(command, folder, is_pipelined=is_pipelined)
+    zero, deepspeed, zero_notes = _read_deepspeed(command, folder, is_pipelined=is_pipelined)
+    if deepspeed is not None:
+        deepspeed.check_precision(arguments.options)
+        arguments.extend(deepspeed.offload_options())
     layout, layout_notes = read_layout(arguments, script_model.model, world_size, zero)
     queue_notes: tuple[str, ...] = ()
     if not command.is_logged:
         queues = command.exported.get(_QUEUES, "")
         queue_notes = _check_queues(queues, layout, is_deepspeed=zero is not None)
     _check_data_parallel(command, layout)
+    if deepspeed is not None:
+        told = arguments.integer(_GLOBAL_BATCH)
+        deepspeed.check_batch(told or layout.mbs * layout.dp, layout.mbs, layout.dp)
     batch, batch_notes = _read_global_batch(arguments, command, layout)
     workload, workload_notes = read_workload(arguments, layout, batch, command.exported)
     workload = replace(workload, fine_tuning=fine_tuning)
@@ -159,7 +165,7 @@ def interpret_launch(
         *command.notes,
         *notes_on_forks,
         *adapter_notes,
-        zero_note,
+        *zero_notes,
         *layout_notes,
         *queue_notes,
         *batch_notes,
@@ -192,6 +198,9 @@ def _read_foreign_options(
             continue
         note = f"{name} {option.reason}"
         stood_for = option.list_replaced(values)
+        unknown = find_unknown(" ".join(values))
+        if option.meanings and unknown is not None:
+            raise BadInput(ask_value(name, unknown))
         if option.meanings and next(iter(values), "") not in option.meanings:
             rule = f"{option.reason}, and is one of {', '.join(option.meanings)}"
             raise BadInput(Reason(field=name, value=" ".join(values)[:60], rule=rule))
@@ -342,10 +351,13 @@ def _read_global_batch(
     return batch, ()
 
 
-def _read_deepspeed_zero(
+def _read_deepspeed(
     command: LaunchCommand, folder: Path, *, is_pipelined: bool
-) -> tuple[int | None, str]:
-    """Return the ZeRO stage of DeepSpeed's options, and a note; None where there are none."""
+) -> tuple[int | None, DeepSpeedConfig | None, tuple[str, ...]]:
+    """Return the ZeRO stage of DeepSpeed's options, its configuration, and notes.
+
+    The stage is None where there are none.
+    """
     values = {
         name.replace("_", "-"): next(iter(value), "")
         for name, value in command.foreign_options.items()
@@ -353,21 +365,27 @@ def _read_deepspeed_zero(
     }
     stage = values.get("--zero-stage", "")
     field = "--zero-stage"
-    config = values.get("--deepspeed-config")
-    note = ""
-    if config and stage and not _is_there(command, folder, config):
-        note = f"DeepSpeed's config is not beside the script: ZeRO-{stage} is as --zero-stage says"
-    elif config:
-        shown = show_unknown(config)
-        field = f"--deepspeed_config {shown}"[:80]
-        stage = _read_zero_stage(folder / config.strip("\0"), field, _written(command, config))
+    path = values.get("--deepspeed-config")
+    config = None
+    notes: tuple[str, ...] = ()
+    if path and stage and not _is_there(command, folder, path):
+        notes = (
+            f"DeepSpeed's config is not beside the script: ZeRO-{stage} is as --zero-stage says",
+        )
+    elif path:
+        field = f"--deepspeed_config {show_unknown(path)}"[:80]
+        text = _written(command, path) or _read_config_text(folder / path.strip("\0"), field)
+        name = Path(show_unknown(path)).name[:40]
+        config = read_deepspeed_config(text, f"--deepspeed_config {name}")
+        stage = config.stage or stage
+        notes = config.notes
     if stage not in ("", "0", "1", "2", "3"):
         rule = "a ZeRO stage is 0, 1, 2 or 3"
         raise BadInput(Reason(field=field, value=stage[:20], rule=rule, nearest="1"))
     if stage in ("2", "3") and is_pipelined:
         rule = f"DeepSpeed combines ZeRO-{stage} with no pipeline; with one, shard the optimizer"
         raise BadInput(Reason(field=field, rule=rule, nearest="--use-distributed-optimizer"))
-    return int(stage) if stage else None, note
+    return int(stage) if stage else None, config, notes
 
 
 def _is_there(command: LaunchCommand, folder: Path, config: str) -> bool:
@@ -379,16 +397,16 @@ def _written(command: LaunchCommand, path: str) -> str:
     return command.written_files.get(path.removeprefix("./"), "")
 
 
-def _read_zero_stage(path: Path, field: str, text: str) -> str:
-    """Return the ZeRO stage of a DeepSpeed config, whose text the script may have written."""
-    if text:
-        config = parse_json(text, where=field)
-    elif path.is_file():
-        config = read_json_data(path)
-    else:
-        rule = (
-            "is not beside the script, so that its ZeRO stage is not known; without DeepSpeed 1 is "
-            "--use-distributed-optimizer, 3 is --use-megatron-fsdp (without pipelines)"
-        )
-        raise BadInput(Reason(field=field, rule=rule, nearest="--set --zero-stage=1"))
-    return str(as_table(as_table(config).get("zero_optimization")).get("stage", 0))
+def _read_config_text(path: Path, field: str) -> str:
+    """Return the text of a DeepSpeed config.
+
+    Raises:
+        BadInput: it is not there.
+    """
+    if path.is_file():
+        return read_text(path)
+    rule = (
+        "is not beside the script, so that its ZeRO stage is not known; without DeepSpeed 1 is "
+        "--use-distributed-optimizer, 3 is --use-megatron-fsdp (without pipelines)"
+    )
+    raise BadInput(Reason(field=field, rule=rule, nearest="--set --zero-stage=1"))

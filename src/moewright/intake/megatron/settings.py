@@ -143,6 +143,17 @@ def find_referenced(settings: Mapping[str, Value]) -> frozenset[str]:
     )
 
 
+def find_aliases(settings: Mapping[str, Value]) -> frozenset[str]:
+    """Return the names of settings that repeat another one's value and say nothing of their own."""
+    return frozenset(
+        name
+        for name, value in settings.items()
+        if isinstance(value, str)
+        and (match := _REFERENCE.fullmatch(value.strip()))
+        and _absolute_name(match[1] or "", name) in settings
+    )
+
+
 def _replace(
     text: str, name: str, settings: Mapping[str, Value], environment: Mapping[str, str], most: int
 ) -> str:
@@ -177,7 +188,7 @@ def _replace(
             return value if isinstance(value, str) else f"[{','.join(value)}]"
         variable = _VARIABLE.fullmatch(inner)
         if variable is None:
-            return f"\0{inner.replace('.', '-')[:60]}\0"
+            return f"\0{inner[:60]}\0"
         default = variable[3] if variable[2] else f"\0{variable[1]}\0"
         return environment.get(variable[1], default)
 

@@ -43,6 +43,8 @@ _GENERIC = (
     *("name", "type", "enabled", "enable", "stage", "value", "kind", "impl", "size", "mode"),
     *("num", "degree", "strategy", "method", "use", "format", "policy", "implementation"),
 )
+# Topics whose sizes make a plan.
+_SIZED_TOPICS = ("parallelism", "the batch", "the model", "experts", "attention")
 _NOTHING = ("false", "0", "0.0", "no", "off", "none")
 # Whose options stand in commands.
 _FORKS = (
@@ -305,7 +307,8 @@ def sort_settings(
             if harmless.noted and not says_nothing(value):
                 noted.append(f"{name}: {harmless.reason}")
             continue
-        if has_name and (says_nothing(value) or _is_default(name, value, tables)):
+        is_default = _is_default(name, value, tables) and not _is_plan_size(name, value)
+        if has_name and (says_nothing(value) or is_default):
             continue
         topic = find_topic(name)
         is_named = any(fnmatchcase(name, pattern) for pattern in named)
@@ -372,6 +375,24 @@ def _group(name: str, tables: Sequence[str]) -> str:
     """Return the group that a trainer's source puts a name in; "" for none."""
     options = (read_table(table).get(last_name(name)) for table in tables)
     return next((option.group for option in options if option is not None), "")
+
+
+@cache
+def _megatron_defaults() -> Mapping[str, str]:
+    """Return the default of each argument of Megatron-LM that takes one number."""
+    numbers = (option for option in option_table().values() if option.type in ("int", "float"))
+    return {option.dest: option.default for option in numbers if option.value_count == "1"}
+
+
+def _is_plan_size(name: str, value: Value) -> bool:
+    """Whether a leaf is a size of a plan that is not Megatron-LM's own default.
+
+    That no reader took it means that it stands where none looks; that the trainer's own files have
+    the same size there does not make it the plan's.
+    """
+    default = _megatron_defaults().get(last_name(name))
+    is_other = default is not None and isinstance(value, str) and value != default
+    return is_other and find_topic(name) in _SIZED_TOPICS
 
 
 def _is_default(name: str, value: Value, tables: Sequence[str]) -> bool:
