@@ -36,6 +36,7 @@ CASES = (
     ("ep2,etp2,mbs1,zero1,overlap=grad+param", 4, MatrixUpdate.ADAMW),
     ("pp2,ep2,mbs1,dispatcher=dedup,layout='Ett|tL'", 4, MatrixUpdate.ADAMW),
     ("ep2,zero3,mbs2", 4, MatrixUpdate.ADAMW),
+    ("tp2,ep2,mbs1,zero1", 4, MatrixUpdate.ADAMW),
     ("cp2,ep2,mbs2", 4, MatrixUpdate.ADAMW),
     ("tp2,ep4,mbs2,dispatcher=allgather,zero0", 4, MatrixUpdate.ADAMW),
     ("ep2,mbs2,recompute=moe,offload=optimizer0.3", 4, MatrixUpdate.MUON),
