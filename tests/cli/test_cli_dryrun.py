@@ -99,3 +99,13 @@ def test_the_recipe_at_scale_is_legal(capsys: pytest.CaptureFixture[str]) -> Non
     for recipe in (ROOT / "recipes").glob("*h800*.toml"):
         assert main(["estimate", str(recipe)]) == 0
         assert "verdict   fits" in capsys.readouterr().out
+
+
+def test_a_plan_is_counted_as_it_stands(job, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main(["estimate", job, "--json", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["dryrun", str(path), "--rank", "3"]) == 0
+    assert "rank 3 of 1024" in capsys.readouterr().out
+    assert main(["dryrun", str(path), "--rank", "3", "--set", "train.lr=1"]) == 2
+    assert "a plan is counted as it stands" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from moewright.rules.limits.engine_limits import require_runnable
 from moewright.rules.routing import round_robin_selection
 from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger, Module
 from moewright.spec.model import ModelSpec
@@ -158,44 +159,58 @@ class DryRunAnswer:
         )
 
 
+def _read_plan_job(path: Path, overrides: Sequence[str]) -> tuple[Job, Hardware | None]:
+    """Return the job of a plan, which is counted as it stands, and its hardware."""
+    if overrides:
+        rule = "changes keys of a job file; a plan is counted as it stands"
+        raise BadInput(Reason(field="--set", value=overrides[0][:60], rule=rule))
+    plan = read_plan(path)
+    return plan_job(plan), plan.hardware
+
+
+def _read_file_job(path: Path, overrides: Sequence[str]) -> tuple[Job, Hardware | None]:
+    """Return the job of a file, and its hardware where it is measured."""
+    job_file = read_job(path, overrides)
+    hardware = None if is_unmeasured(job_file) else read_job_hardware(job_file)
+    layout = parse_layout(job_file.layout_text, world_size=job_file.nproc)
+    if hardware is not None:
+        layout = with_fabric_nodes(layout, hardware.fabric.domain_size)
+    return Job(model=job_file.model, workload=job_file.workload, layout=layout), hardware
+
+
 def count_rank(
     path: Path,
     rank: int,
     overrides: Sequence[str],
     show_share: Callable[[float], None] = lambda share: None,
 ) -> DryRunAnswer:
-    """Count a step of one rank of a job, with even routing, and predict the same.
+    """Count a step of one rank of a job or a plan, with even routing, and predict the same.
 
     `show_share` is called with the share of the step's passes that have begun.
 
     Raises:
         BadInput: the job is not legal, or has no such rank.
     """
-    job_file = read_job(path, overrides)
-    model = job_file.model
+    read = _read_plan_job if is_plan_file(path) else _read_file_job
     to_keys = to_job_keys(path)
     with translate_fields(lambda field: "--rank" if field == "rank" else to_keys(field)):
-        hardware = None
-        if not is_unmeasured(job_file):
-            hardware = read_job_hardware(job_file)
-        layout = parse_layout(job_file.layout_text, world_size=job_file.nproc)
-        if hardware is not None:
-            layout = with_fabric_nodes(layout, hardware.fabric.domain_size)
-        require_runnable(Job(model=model, workload=job_file.workload, layout=layout))
+        whole_job, hardware = read(path, overrides)
+        model, layout = whole_job.model, whole_job.layout
+        require_runnable(whole_job)
         coordinate(layout, rank, "pp")  # refuses a rank outside of the world
 
         # torch takes seconds, so it comes after what is refused without it.
         from moewright.engine.run.dry_run import dry_run
 
-        step_micro_batches = micro_batches(job_file.workload, layout)
+        step_micro_batches = micro_batches(whole_job.workload, layout)
         run_micro_batches = steady_micro_batches(layout, step_micro_batches)
         # Sequences without data have no documents.
-        data = replace(job_file.workload.data, attended_share=1.0)
+        data = replace(whole_job.workload.data, attended_share=1.0)
         global_batch = run_micro_batches * layout.mbs * layout.dp
         # Nothing is saved, and nothing kept for other ranks.
-        checkpoint = replace(job_file.workload.checkpoint, mode=SaveMode.SYNC, peer_every_steps=0)
+        checkpoint = replace(whole_job.workload.checkpoint, mode=SaveMode.SYNC, peer_every_steps=0)
         workload = replace(
-            job_file.workload, global_batch=global_batch, data=data, checkpoint=checkpoint
+            whole_job.workload, global_batch=global_batch, data=data, checkpoint=checkpoint
         )
         job = Job(model=model, workload=workload, layout=layout)
         passes = run_micro_batches * layout.vpp * len(_PASSES)
@@ -212,7 +227,7 @@ def count_rank(
     predicted = predict_rank_ledger(job, rank=rank, selection=selection)
     planned = None
     if hardware is not None:
-        plan = build_plan(model, job_file.workload, hardware, layout)
+        plan = build_plan(model, whole_job.workload, hardware, layout)
         planned = plan.estimate.ledgers[counted.ledger.pp_rank]
     return DryRunAnswer(
         model=model,

@@ -199,7 +199,7 @@ def dryrun(
     Parameters
     ----------
     job
-        The job file; its layout is over train.nproc ranks.
+        The job file, whose layout is over train.nproc ranks; or a plan, as `plan --json` wrote it.
     rank
         The rank to become, from 0.
     set_
