@@ -29,7 +29,14 @@ from moewright.report.document import draw_bar
 from moewright.report.run_sections import is_number
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, LayerLoad, StepRecord
-from moewright.spec.units import DAY_S, format_bytes, format_figures, format_seconds, mention
+from moewright.spec.units import (
+    DAY_S,
+    format_bytes,
+    format_figures,
+    format_seconds,
+    mention,
+    plural,
+)
 
 # The bits of braille's dots, by column and row.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -357,7 +364,7 @@ def _describe_saves(progress: RunProgress, record: StepRecord) -> str:
     text = "no checkpoint yet"
     if progress.saved_step:
         age = max(0, record.step - progress.saved_step)
-        text = f"step {progress.saved_step:,}, {age:,} ago"
+        text = f"step {progress.saved_step:,}, {plural(age, 'step')} ago" if age else "this step"
     if record.copied_step >= 0:
         copy = mention("step {:,}", record.copied_step) or "none yet"
         text += f"; copy elsewhere: {copy}"
