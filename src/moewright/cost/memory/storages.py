@@ -190,7 +190,11 @@ def _weights_on_their_way(job: Job, weight_bytes: int, units: Sequence[FsdpUnit]
     """Return the bytes of weights that are gathered, or cast to be sent."""
     layout = job.layout
     if layout.zero == 3 and units:
-        return activation_nbytes(job.workload) * count_parameters(job.model).total
+        # fully_shard fills each parameter up to parts of one size: where ranks outnumber its rows,
+        # that is many times what the parameter has.
+        filled = sum(unit.ranks * unit.padded_numel for unit in units)
+        numel = max(count_parameters(job.model).total, filled)
+        return activation_nbytes(job.workload) * numel
     if Overlap.PARAM in layout.overlap:
         return weight_bytes
     return 0
