@@ -91,8 +91,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keep the CPU seconds of a test, which may have run in a worker."""
-    if report.when == "teardown":
+    """Keep the CPU seconds of a test that has no mark of its length, and may run in a worker."""
+    if report.when == "teardown" and not {"core", "slow"} & report.keywords.keys():
         _CPU_S[report.nodeid] = dict(report.user_properties)["cpu_s"]
 
 

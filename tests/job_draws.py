@@ -108,7 +108,7 @@ def list_seeds(quick: int, often: int) -> list[object]:
             f"{day} {number}",
             id=f"DRAWS_OF={day} {number}",
             marks=[
-                *([pytest.mark.slow] if number >= quick else []),
+                pytest.mark.core if number < quick else pytest.mark.slow,
                 *([pytest.mark.thorough] if number >= often else []),
             ],
         )

@@ -50,7 +50,10 @@ def find_slow(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def write_durations(cpu_s: Mapping[str, float]) -> None:
-    """Write the long ones of these tests, each with its seconds of CPU; others keep their line."""
+    """Write the long ones of these tests, each with its seconds of CPU; others keep their line.
+
+    `cpu_s` has no test that is marked by hand, of which the file says nothing.
+    """
     lines = {name: f"{taken_s:.1f}" for name, taken_s in cpu_s.items() if taken_s >= _SLOW_S}
     for name, taken_s in _read_durations().items():
         if name not in cpu_s:

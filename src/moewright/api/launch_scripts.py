@@ -18,7 +18,11 @@ from moewright.diagnosis.traces.megatron_log import read_log as read_megatron_lo
 from moewright.intake import catalogue
 from moewright.intake.hardware_text import parse_hardware_text
 from moewright.intake.megatron.bash import Command, ShellReading, read_commands
-from moewright.intake.megatron.called_scripts import find_called_script
+from moewright.intake.megatron.called_scripts import (
+    SCRIPT_SUFFIXES,
+    SUBMITTERS,
+    find_called_script,
+)
 from moewright.intake.megatron.launch import find_launch, refuse_other_task
 from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.logged_arguments import rebuild_command
@@ -38,8 +42,7 @@ from moewright.spec.record import Record, Row
 from moewright.spec.units import is_whole_number, whole_number
 
 _NO_OVERRIDES = ScriptOverrides()
-_SUBMITTERS = ("sbatch", "qsub", "bsub")
-_SHELL_SUFFIXES = ("", ".sh", ".bash", ".slurm", ".sbatch", ".pbs")
+_SHELL_SUFFIXES = ("", *SCRIPT_SUFFIXES, ".pbs")
 
 
 def capture(
@@ -139,7 +142,7 @@ def _record_all(words: Sequence[str], seconds: int) -> Iterator[RecordedCommand]
     """Yield what a command starts, and what the scripts start that it hands to a scheduler."""
     for command in record_commands(words, seconds=seconds):
         called = find_called_script(list(command.words), None)
-        is_submitted = command.words[0] in _SUBMITTERS and called is not None and called.path
+        is_submitted = command.words[0] in SUBMITTERS and called is not None and called.path
         if is_submitted and called is not None and Path(called.path).is_file():
             yield from record_commands(("bash", called.path, *called.arguments), seconds=seconds)
         else:

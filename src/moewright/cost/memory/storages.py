@@ -192,7 +192,7 @@ def _weights_on_their_way(job: Job, weight_bytes: int, units: Sequence[FsdpUnit]
     if layout.zero == 3 and units:
         # fully_shard fills each parameter up to parts of one size: where ranks outnumber its rows,
         # that is many times what the parameter has.
-        filled = sum(unit.ranks * unit.padded_numel for unit in units)
+        filled = sum(unit.filled_numel for unit in units)
         numel = max(count_parameters(job.model).total, filled)
         return activation_nbytes(job.workload) * numel
     if Overlap.PARAM in layout.overlap:
@@ -236,7 +236,7 @@ def _update_bytes(job: Job, flat_sets: Sequence[BucketSet], units: Sequence[Fsdp
     if Overlap.PARAM in job.layout.overlap:
         nbytes += cast
     nbytes += max(on_its_way, widened, cast)
-    nbytes += max((2 * c * unit.ranks * unit.padded_numel for unit in units), default=0)
+    nbytes += max((2 * c * unit.filled_numel for unit in units), default=0)
     if any(dtype.nbytes < FP32_BYTES for dtype in workload.optimizer.moment_dtypes):
         # A bucket's moments in fp32, scaled, padded to blocks, rounded and in their codes.
         nbytes += 24 * max((shard for _, shard in buckets), default=0)
@@ -244,7 +244,7 @@ def _update_bytes(job: Job, flat_sets: Sequence[BucketSet], units: Sequence[Fsdp
         # Matrices that TP or ETP cuts are made whole.
         wholes = 16 * max(job.layout.tp, job.layout.etp)
         nbytes += wholes * sum(numel for numel, _ in buckets)
-        nbytes += wholes * sum(unit.ranks * unit.padded_numel for unit in units)
+        nbytes += wholes * sum(unit.filled_numel for unit in units)
     return nbytes
 
 

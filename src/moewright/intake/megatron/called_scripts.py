@@ -12,7 +12,8 @@ from moewright.intake.megatron.unknown import UNKNOWN_VALUE
 from moewright.spec.errors import BadInput, Reason
 
 _SHELLS = ("bash", "sh", "zsh", "dash")
-_SUBMITTERS = ("sbatch", "qsub", "bsub")
+SUBMITTERS = ("sbatch", "qsub", "bsub")
+SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 # Programs whose words may be scripts that they do not start.
 _PRINTERS = (
     *("echo", "printf", "which", "cat", "ls", "chmod", "cp", "mv", "rm", "ln", "cd", "touch"),
@@ -69,11 +70,11 @@ def _find_script(words: list[str], stdin: str | None) -> CalledScript | None:
             return None
         if name in _SHELLS:
             return _shell_script(words[place + 1 :], stdin)
-        if name in _SUBMITTERS:
+        if name in SUBMITTERS:
             script = _submitted_script(words[place + 1 :], stdin)
             variables = _scheduled_variables(words[place:])
             return None if script is None else replace(script, scheduled=variables)
-        if name.endswith((".sh", ".bash", ".slurm", ".sbatch")) and (place == 0 or "/" in word):
+        if name.endswith(SCRIPT_SUFFIXES) and (place == 0 or "/" in word):
             return CalledScript(path=word, text="", arguments=tuple(words[place + 1 :]))
         if _STARTS_TRAINER.match(word):  # `launcher -c "python ..."`, whatever the launcher is
             return CalledScript(path="", text=word, arguments=())
@@ -100,7 +101,7 @@ def _submitted_script(words: list[str], stdin: str | None) -> CalledScript | Non
         if word.startswith("--wrap"):
             text = word.partition("=")[2] or " ".join(words[place + 1 : place + 2])
             return CalledScript(path="", text=text, arguments=())
-        if word.endswith((".sh", ".bash", ".slurm", ".sbatch", ".sub")):
+        if word.endswith((*SCRIPT_SUFFIXES, ".sub")):
             return CalledScript(path=word, text="", arguments=tuple(words[place + 1 :]))
     return CalledScript(path="", text=stdin, arguments=()) if stdin else None
 

@@ -44,7 +44,7 @@ _HARMLESS = re.compile(
     r"|gather_16bit_weights_on_model_save|prefetch_bucket_size|param_persistence_threshold"
     r"|max_live_parameters|max_reuse_distance|memory_efficient_linear|grad_hooks|log_\w+"
     r"|override_module_apply|module_granularity_threshold)"
-    r"|zero_optimization\.offload_optimizer\.(pin_memory|buffer_count|fast_init|device|ratio)"
+    r"|zero_optimization\.offload_optimizer\.(pin_memory|buffer_count|fast_init|ratio)"
     r"|activation_checkpointing\.(contiguous_memory_optimization|number_checkpoints"
     r"|synchronize_checkpoint_boundary|profile)"
 )
@@ -157,7 +157,7 @@ def read_deepspeed_config(text: str, where: str) -> DeepSpeedConfig:
             continue
         if _NOTED.fullmatch(name):
             noted.append(f"{name}={value}")
-        elif name == f"{_OFFLOAD}.device" or not _HARMLESS.fullmatch(name):
+        elif not _HARMLESS.fullmatch(name):
             if topic:
                 rule = f"is about {topic} and cannot be planned here; set it to null in the file"
                 refused.append(Reason(field=f"{where}: {name}", value=value[:60], rule=rule))

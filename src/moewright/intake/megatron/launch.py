@@ -88,8 +88,9 @@ _OTHER_TRAINERS = (
         "takes its options from a YAML file by yq: give that file, which is read by itself",
     ),
 )
-# A variable that a script leaves without.
+# A program of Python that a line of a script names.
 _PROGRAM_FILE = re.compile(r"[^\s\"'=;:]+\.py\b")
+# A variable that a script leaves without.
 _NEEDED_VARIABLE = re.compile(
     r"\b([A-Z][A-Z0-9_]{2,})\b[^.;A-Z]{0,20}(?:must be|required|not set|unset|missing|is empty)"
     r"|\b(?:[Pp]lease|[Mm]ust) (?:set|provide|export|specify) ([A-Z][A-Z0-9_]{2,})\b"

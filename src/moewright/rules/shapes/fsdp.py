@@ -78,6 +78,11 @@ class FsdpUnit:
         return sum(shard.elements.padded for shard in self.shards)
 
     @property
+    def filled_numel(self) -> int:
+        """Elements of all ranks' parts, filled up to one size: what is gathered or scattered."""
+        return self.ranks * self.padded_numel
+
+    @property
     def replicated_numel(self) -> dict[str, int]:
         """Elements of this rank's parts by the group that replicates them."""
         sums: dict[str, int] = {}
