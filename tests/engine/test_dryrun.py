@@ -38,7 +38,7 @@ from moewright.spec.workload import (
     TensorScaling,
     Workload,
 )
-from paired_moments import watch_moments
+from saved_moments import watch_moments
 from selection import thorough
 
 
@@ -47,7 +47,7 @@ def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, ra
     with watch_moments() as moments:
         counted = dry_run(job, rank=rank)
         predicted = predict_rank_ledger(job, rank=rank, selection=round_robin_selection(job))
-    moments.check()
+    moments.check(job)
     comparison = compare_ledgers(predicted, counted.ledger)
     unequal = [
         line

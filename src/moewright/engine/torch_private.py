@@ -73,6 +73,7 @@ __all__ = (
     "has_fake_mode",
     "is_profiling",
     "is_view",
+    "keeps_graph",
     "mark_dynamic",
     "qualified_name",
     "record_memory",
@@ -171,6 +172,11 @@ def is_profiling() -> bool:
 def is_view(tensor: torch.Tensor) -> bool:
     """Tell whether autograd takes a tensor for a view of another."""
     return tensor._is_view()
+
+
+def keeps_graph() -> bool:
+    """Tell, inside a backward, whether the graph that it goes through is kept for another."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def qualified_name(operation: Any) -> str:

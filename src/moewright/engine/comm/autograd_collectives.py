@@ -19,9 +19,10 @@ from moewright.engine.comm.collectives import (
     reduce_scatter_rows,
     start_all_to_all,
 )
+from moewright.engine.graph_nodes import ReleasingFunction
 
 
-class AllGatherRows(torch.autograd.Function):
+class AllGatherRows(ReleasingFunction):
     """A differentiable `all_gather_rows`, whose backward is its transpose, a reduce-scatter.
 
     Each rank uses the gathered rows with weights of its own, so their gradients are summed.
@@ -37,7 +38,7 @@ class AllGatherRows(torch.autograd.Function):
         return reduce_scatter_rows(grad, ctx.group), None
 
 
-class GatherSequence(torch.autograd.Function):
+class GatherSequence(ReleasingFunction):
     """A differentiable `TensorParallel.gather`, whose backward sums over ranks.
 
     Each rank uses the gathered tokens with weights of its own, so their gradients are summed.
@@ -53,7 +54,7 @@ class GatherSequence(torch.autograd.Function):
         return ctx.tp.reduce(grad_T.clone(memory_format=torch.contiguous_format)), None
 
 
-class ReduceScatterRows(torch.autograd.Function):
+class ReduceScatterRows(ReleasingFunction):
     """A differentiable `reduce_scatter_rows`, whose backward is its transpose, an all-gather."""
 
     @staticmethod
@@ -78,7 +79,7 @@ def all_to_all(
     return _AllToAll.apply(tensor, group, tuple(send), tuple(receive))
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(ReleasingFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -169,7 +170,7 @@ class _TwoWayWork:
     backward_work: Callable[[], None]
 
 
-class _AllToAllBeside(torch.autograd.Function):
+class _AllToAllBeside(ReleasingFunction):
     @staticmethod
     def forward(
         ctx: Any, exchange: _TwoWayWork, *tensors: torch.Tensor
@@ -225,7 +226,7 @@ class _Exchange:
         return out
 
 
-class _StartExchange(torch.autograd.Function):
+class _StartExchange(ReleasingFunction):
     """The start of an exchange, whose backward finishes that of the gradient.
 
     It returns a ticket, an empty tensor that makes autograd run the finish after the start.
@@ -242,7 +243,7 @@ class _StartExchange(torch.autograd.Function):
         return ctx.exchange.finish(), None
 
 
-class _FinishExchange(torch.autograd.Function):
+class _FinishExchange(ReleasingFunction):
     """The finish of an exchange, whose backward starts that of the gradient."""
 
     @staticmethod

@@ -34,6 +34,7 @@ from moewright.engine.dispatch.interface import (
 )
 from moewright.engine.dispatch.ncclep_binding import NcclEp
 from moewright.engine.dispatch.rows import count_ids
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.spec.errors import BadInput
@@ -43,7 +44,7 @@ _TRIAL_TOKENS = 16  # few: the trial shows the order of rows, not the speed
 _TRIAL_TOP_K = 2  # two show whether a sum over experts is right
 
 
-class _Dispatch(torch.autograd.Function):
+class _Dispatch(ReleasingFunction):
     """The dispatch of tokens to the ranks of their experts.
 
     Backward sums the gradients of a token's copies. Every tensor that is handed to the library is
@@ -75,7 +76,7 @@ class _Dispatch(torch.autograd.Function):
         return x_TH, weights_Tk, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(ReleasingFunction):
     """The sum of what the ranks send back for each token, whose gradient goes to all of them."""
 
     @staticmethod

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.fused.interface import KernelSet
 
 # Rows over the budget of a rank (`layout.rank_capacity`), noted on the device as a step goes on.
@@ -54,7 +55,7 @@ class RowBudget:
         return 2.0 * (self._excess > 0)
 
 
-class Permute(torch.autograd.Function):
+class Permute(ReleasingFunction):
     """A copy of each token to its routed rows: x [T,K] -> [R,K]; the transpose of Unpermute.
 
     Row i holds token tokens[i]; slot j of token t is row rows[t,j], which is R for a slot without a
@@ -81,7 +82,7 @@ class Permute(torch.autograd.Function):
         return ctx.kernels.unpermute(grad, rows_Tk, ctx.is_complete), None, None, None, None
 
 
-class Unpermute(torch.autograd.Function):
+class Unpermute(ReleasingFunction):
     """The sum of each token's routed rows: [R,K] -> [T,K]; the transpose of Permute.
 
     Keeps `tokens`.
@@ -117,7 +118,7 @@ def count_ids(ids: torch.Tensor, extent: int) -> torch.Tensor:
     return counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
 
 
-class ReorderRows(torch.autograd.Function):
+class ReorderRows(ReleasingFunction):
     """The rows of x in the order of a permutation; keeps its inverse, by which backward selects."""
 
     @staticmethod
@@ -133,7 +134,7 @@ class ReorderRows(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-class SelectRows(torch.autograd.Function):
+class SelectRows(ReleasingFunction):
     """The rows of x at `places`; the transpose of ScatterRows. Keeps `places`.
 
     A place must not occur twice: backward would keep the gradient of only one of its copies.
@@ -151,7 +152,7 @@ class SelectRows(torch.autograd.Function):
         return _scatter_rows(grad, places, ctx.rows), None
 
 
-class ScatterRows(torch.autograd.Function):
+class ScatterRows(ReleasingFunction):
     """A scatter of row i of x to row places[i] of `rows`, else zeros; the transpose of SelectRows.
 
     Keeps `places`.

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.memory.graph_capture import (
     WARMUP_STEPS,
     CudaPool,
@@ -254,7 +255,7 @@ class _PartGraph:
         self._input.grad = None
 
 
-class _RunPart(torch.autograd.Function):
+class _RunPart(ReleasingFunction):
     """A run of a part by its graphs: its input -> its outputs."""
 
     @staticmethod

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.columns import NarrowInput
 from moewright.engine.kernels.low_precision import NarrowTensor
 from moewright.engine.kernels.products import Products
@@ -453,19 +454,14 @@ class _Converted(_Replacement):
 
 
 class _HeldInput:
-    """What one operation's backward takes of a tensor that is kept in numbers of fewer bits.
-
-    The operation's node in the graph lives until the whole backward has ended, so what it holds
-    lets go of all that the tensor is kept with, where the rows of experts end among it, once it is
-    taken.
-    """
+    """What one operation's backward takes of a tensor that is kept in numbers of fewer bits."""
 
     def __init__(self, kept: _Converted) -> None:
-        self._kept = [kept]
+        self._kept = kept
 
     def take(self) -> NarrowInput:
         """Return the numbers as they are kept, once."""
-        return self._kept.pop().release()
+        return self._kept.release()
 
     def take_wide(self) -> torch.Tensor:
         """Return the tensor with these numbers, once."""
@@ -561,11 +557,10 @@ def run_checkpointed(
     return _Checkpoint.apply(counters, block, *inputs)
 
 
-class _Checkpoint(torch.autograd.Function):
+class _Checkpoint(ReleasingFunction):
     """A reentrant checkpoint, whose backward builds the graph of the block.
 
-    It goes through that graph at once, weight gradients included. Its node lives until the whole
-    backward has ended, so it lets go of the block, and of the tensors that this may hold, before.
+    It goes through that graph at once, weight gradients included.
     """
 
     @staticmethod
@@ -589,10 +584,8 @@ class _Checkpoint(torch.autograd.Function):
             x.detach().requires_grad_(needs_grad)
             for x, needs_grad in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
         ]
-        block = ctx.block
-        del ctx.block
         with torch.enable_grad(), ctx.counters.scopes.enter(ctx.scope):
-            outputs = block(*inputs)
+            outputs = ctx.block(*inputs)
             used = [
                 (out, grad)
                 for out, grad in zip(outputs, grads, strict=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.families.table import find_family
 from moewright.spec.model import ModelSpec
@@ -21,7 +22,7 @@ from moewright.spec.model import ModelSpec
 Activation = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-class ScaleRows(torch.autograd.Function):
+class ScaleRows(ReleasingFunction):
     """x * weight for rows x [R,H] and their weights [R] fp32; keeps both."""
 
     @staticmethod
@@ -35,7 +36,7 @@ class ScaleRows(torch.autograd.Function):
         return (grad * weight[:, None]).to(x.dtype), (grad.float() * x.float()).sum(-1)
 
 
-class SwiGlu(torch.autograd.Function):
+class SwiGlu(ReleasingFunction):
     """silu(gate) * up * weight for x [R,2F] = (gate, up), or gpt-oss's `clamped` form of it.
 
     The form is that of KernelSet.swiglu; `weight` is [R] fp32 or None; keeps x and weight.
@@ -64,7 +65,7 @@ class SwiGlu(torch.autograd.Function):
         return *ctx.kernels.swiglu_backward(grad, x, weight, ctx.clamped), None, None
 
 
-class ClampedSwiGlu(torch.autograd.Function):
+class ClampedSwiGlu(ReleasingFunction):
     """silu(gate) * up * weight for x [R,2F] = (gate, up), in fp32; keeps x and weight [R] fp32.
 
     Gates are `limit` at most, and ups within it (DeepSeek-V4); beyond, neither has a gradient.
@@ -97,7 +98,7 @@ class ClampedSwiGlu(torch.autograd.Function):
         return torch.cat((grad_gate, grad_up), -1).to(x.dtype), grad_weight, None
 
 
-class SquaredRelu(torch.autograd.Function):
+class SquaredRelu(ReleasingFunction):
     """relu(x)^2 * weight for x [R,F], in fp32; `weight` is [R] fp32 or None; keeps x and weight."""
 
     @staticmethod

@@ -21,6 +21,7 @@ from moewright.engine.comm.collectives import (
     all_reduce,
     reduce_scatter_rows,
 )
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.attention import (
     AttentionMask,
     AttentionState,
@@ -32,7 +33,7 @@ from moewright.engine.memory.weight_gradients import ComputeGrads, Operands
 from moewright.engine.observe.counters import Counters
 
 
-class CountedFunction(torch.autograd.Function):
+class CountedFunction(ReleasingFunction):
     """An autograd Function whose backward is counted to the module that ran its forward."""
 
     @staticmethod
@@ -79,7 +80,7 @@ class NormSettings:
     zero_centered: bool = False
 
 
-class RmsNorm(torch.autograd.Function):
+class RmsNorm(ReleasingFunction):
     """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32; w None for ones.
 
     Keeps x and, if asked, one fp32 number a row.
@@ -125,7 +126,7 @@ class RmsNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), None if trained is None else grad_weight.to(trained.dtype), None
 
 
-class LayerNorm(torch.autograd.Function):
+class LayerNorm(ReleasingFunction):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * w + b over the last dim, in fp32.
 
     By torch's own kernel on every device. Keeps x and, if asked, two fp32 numbers a row.
@@ -222,7 +223,7 @@ def _mean(x: torch.Tensor, shard_group: Group) -> torch.Tensor:
     return all_reduce(x.mean(-1, keepdim=True), shard_group).div_(shard_group.size)
 
 
-class Rotary(torch.autograd.Function):
+class Rotary(ReleasingFunction):
     """The rotary embedding of x [B,S,H,D], which rotates columns i and i + D/2 as a pair.
 
     cos and sin are [S, D/2] or [B, S, D/2] fp32. Backward rotates by the opposite angles, so only
@@ -303,7 +304,7 @@ def compute_sinks_grad(
     return -(sink_probs * dots).flatten(0, -2).sum(0).to(sinks.dtype)
 
 
-class SigmoidGate(torch.autograd.Function):
+class SigmoidGate(ReleasingFunction):
     """y = x sigmoid(gate), elementwise and in fp32; keeps x and the gate."""
 
     @staticmethod
@@ -320,7 +321,7 @@ class SigmoidGate(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_gate.to(gate.dtype)
 
 
-class GatherKvHeads(torch.autograd.Function):
+class GatherKvHeads(ReleasingFunction):
     """A gather of the parts [T,w] of a key and value head that ranks share -> whole heads [T,D].
 
     Where a group has more ranks than key heads, the queries of neighbouring ranks attend the same

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from moewright.engine.comm.collectives import Group
+from moewright.engine.graph_nodes import ReleasingFunction
 
 
-class AddBias(torch.autograd.Function):
+class AddBias(ReleasingFunction):
     """y [T,N] + bias [N].
 
     The ranks of `replica_group` all have the same y; each computes the bias's gradient of a part of
@@ -48,7 +49,7 @@ class AddBiasInPlace(AddBias):
         return y_TN.add_(bias_N)
 
 
-class AddExpertBias(torch.autograd.Function):
+class AddExpertBias(ReleasingFunction):
     """y [R,N] + weight * bias[e] in columns [first, first + n), for rows sorted by expert e.
 
     bias [E,n], weight [R] fp32 or None, `ends` [E] int32 running ends of the experts' rows. Keeps

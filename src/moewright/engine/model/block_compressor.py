@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.autograd import Rotary
 from moewright.engine.model.context_parallel import join_sequences, sum_and_split_sequences
@@ -106,7 +107,7 @@ class _BlockShape:
         return (begins_BM + firsts_B[:, None])[..., None] + steps
 
 
-class _CompressBlocks(torch.autograd.Function):
+class _CompressBlocks(ReleasingFunction):
     """Softmax-gated sums [B,M,D] of kv [t,D'] over blocks of tokens, gated by gate + position.
 
     Keeps kv and gate of the rank's own tokens, and gathers them again in backward. The gradient of

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.autograd import CountedFunction
@@ -111,7 +112,7 @@ class CausalConv(CountedFunction):
         return *grads, None
 
 
-class DecayRates(torch.autograd.Function):
+class DecayRates(ReleasingFunction):
     """decay = -exp(A_log) softplus(step + dt_bias) and beta = sigmoid(beta), [B,S,H] fp32.
 
     Keeps both results.
@@ -178,7 +179,7 @@ class DeltaRule(CountedFunction):
         return *grads, None
 
 
-class GatedNorm(torch.autograd.Function):
+class GatedNorm(ReleasingFunction):
     """y = RMSNorm(x) silu(gate) over the last dim, in fp32; keeps x, the gate and a scale a row."""
 
     @staticmethod

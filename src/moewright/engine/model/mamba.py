@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.model.context_parallel import gather_heads, scatter_heads
@@ -121,7 +122,7 @@ class StateSpace(CountedFunction):
         return grad_inputs, grad_step.view(step.shape), None, *grad_weights
 
 
-class GatedGroupNorm(torch.autograd.Function):
+class GatedGroupNorm(ReleasingFunction):
     """y = RMSNorm(x silu(gate)) of each group of [B,S,G,V], in fp32, times weight [G*V].
 
     Keeps x, the gate and a scale a group.

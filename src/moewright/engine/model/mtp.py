@@ -16,6 +16,7 @@ from torch import nn
 
 from moewright.engine.comm.autograd_collectives import all_to_all
 from moewright.engine.comm.collectives import Group, all_gather_rows
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.attention import MicroBatchContext
 from moewright.engine.model.layer import TransformerLayer
@@ -26,7 +27,7 @@ from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Module
 
 
-class _GatherColumns(torch.autograd.Function):
+class _GatherColumns(ReleasingFunction):
     """Each rank's columns [T,h] -> all of them [T,H], the same on every rank.
 
     The gradient of the output is the same on every rank too.

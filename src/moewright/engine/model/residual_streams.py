@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from moewright.engine.comm.collectives import Group
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.matmul import matmul
 from moewright.engine.model.autograd import CountedFunction, split_rows
 from moewright.engine.model.layers import Vector, Weight, hidden_replica_group
@@ -160,7 +161,7 @@ def _bound(
     return torch.cat(weights, -1)
 
 
-class _Collapse(torch.autograd.Function):
+class _Collapse(ReleasingFunction):
     """The weighted sum [t,H] of streams x [t,NH]; keeps x and the weights."""
 
     @staticmethod
@@ -183,7 +184,7 @@ class _Collapse(torch.autograd.Function):
         return grad_x, grad_weights, None
 
 
-class _Expand(torch.autograd.Function):
+class _Expand(ReleasingFunction):
     """Stream n of the result is expand_n out + sum over m of mix_mn stream m; keeps all three."""
 
     @staticmethod

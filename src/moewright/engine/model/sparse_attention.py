@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from moewright.engine.comm.autograd_collectives import AllGatherRows
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.sparse_attention import (
     CHOOSE_KEYS,
     DIVERGE,
@@ -277,7 +278,7 @@ def _join(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-class ZeroGradients(torch.autograd.Function):
+class ZeroGradients(ReleasingFunction):
     """x as it is; the gradients of weights that do not train are zeros.
 
     Ranks that reduce gradients in shards wait for one of every weight.

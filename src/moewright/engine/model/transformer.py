@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.attention import MicroBatchContext, MicroBatchContextBuilder
 from moewright.engine.model.layer import TransformerLayer
@@ -113,7 +114,7 @@ class _RouterResults:
         return torch.zeros(0, 0, dtype=torch.int64)
 
 
-class _StartGraph(torch.autograd.Function):
+class _StartGraph(ReleasingFunction):
     """The tensor x as one that requires gradients, which end here.
 
     A leaf would gather its gradient, and both would live until the backward of the chunk ends.

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from moewright.engine.comm.collectives import Group, TensorParallel, all_reduce
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.matmul import accumulate_matmul, matmul
 from moewright.engine.model.autograd import CountedFunction
@@ -56,7 +57,7 @@ class VocabShard:
         return logits_TV.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0.0)
 
 
-class VocabParallelEmbedding(torch.autograd.Function):
+class VocabParallelEmbedding(ReleasingFunction):
     """Rows of the table by ids [T] -> [t,K]; keeps the ids.
 
     The gradient is summed in fp32, since frequent tokens sum thousands of rows.
@@ -87,7 +88,7 @@ class VocabParallelEmbedding(torch.autograd.Function):
         return None, summed.index_add_(0, rows, grad).to(ctx.table_dtype), None
 
 
-class VocabParallelCrossEntropy(torch.autograd.Function):
+class VocabParallelCrossEntropy(ReleasingFunction):
     """Negative log-likelihood [T] fp32 of targets [T] under logits [T,V].
 
     It is 0 where the target is negative. Softmax is taken in fp32 over a few rows at a time. Keeps

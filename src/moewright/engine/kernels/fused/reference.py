@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.fused.router_losses import SCORE_SUM_EPS
 from moewright.engine.torch_private import SOFTMAX_BACKWARD
 from moewright.rules.row_blocks import MAX_LOSS_ROWS, rows_per_block
@@ -19,7 +20,7 @@ from moewright.spec.model import RouterSpec, ScoreFunction
 # T tokens, E experts, k choices.
 
 
-class SparseMixer(torch.autograd.Function):
+class SparseMixer(ReleasingFunction):
     """Logits [T,E] -> experts [T,k] int64, their weights [T,k] and the softmax of all [T,E].
 
     A choice is the highest logit that is left, or the forced one; its weight is its part of the

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from moewright.engine.graph_nodes import ReleasingFunction
+
 SCORE_SUM_EPS = 1e-20  # added to a sum of independent scores, which may all be zero
 
 Shares = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -37,7 +39,7 @@ class RouterLossTerms:
     sequences: int = 0
 
 
-class WeightedSum(torch.autograd.Function):
+class WeightedSum(ReleasingFunction):
     """The sum of rows [T,N] times weights [T]; keeps the weights, which a micro-batch shares."""
 
     @staticmethod

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.fused import reference
 from moewright.engine.kernels.fused.router_losses import SCORE_SUM_EPS
 from moewright.engine.kernels.fused.triton_rows import pointer_or
@@ -164,7 +165,7 @@ def _route_backward(
     tl.store(grad_logits + address, grad_logit, inside)
 
 
-class RouteTokens(torch.autograd.Function):
+class RouteTokens(ReleasingFunction):
     """The autograd function of KernelSet.route_tokens."""
 
     @staticmethod

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.fused import router_losses as reference
 from moewright.engine.kernels.fused.router_losses import SCORE_SUM_EPS, RouterLossTerms
 from moewright.engine.kernels.fused.triton_router import program_grid, tokens_per_program
@@ -103,7 +104,7 @@ def _router_losses_backward(
         tl.store(grad_logits + address, slope[:, None] * tl.exp(x - log_sum[:, None]), inside)
 
 
-class RouterLosses(torch.autograd.Function):
+class RouterLosses(ReleasingFunction):
     """The autograd function of KernelSet.router_losses."""
 
     @staticmethod
