@@ -176,3 +176,24 @@ def test_an_agent_is_served_over_http_for_its_token_and_within_its_time(tmp_path
     finally:
         process.terminate()
         process.wait()
+
+
+def test_an_agent_s_job_of_a_log_has_the_sizes_that_the_log_states(tmp_path: Path) -> None:
+    log = str(SKILL / "files" / "slow.log")
+    job = {"model": "gpt-oss-20b", "on": "16xH100", "layout": "ep8"}
+    verb = f"diagnose {log} --model gpt-oss-20b --on 16xH100 --layout ep8"
+    answer = json.loads(format_json(call_tool("diagnose", {"run": log, **job})))
+    assert answer == ask_command_line(verb, tmp_path)
+    with pytest.raises(BadInput, match="the log's global_batch_size is 512"):
+        call_tool("diagnose", {"run": log, **job, "global_batch": 256})
+
+
+def test_a_check_where_git_may_not_be_started_names_the_file_that_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "lies outside of --root", "git")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    with pytest.raises(BadInput, match=r"none\.sh: no such file"):
+        call_tool("check", {"before": "none.sh", "after": "none.sh", "on": "H100"})

@@ -18,7 +18,7 @@ from moewright.api.watching import LogWatcher, WatchedJob
 from moewright.cli.main import main
 from moewright.diagnosis.traces.event_files import EventReader
 from moewright.diagnosis.traces.megatron_log import parse_log
-from moewright.diagnosis.traces.step_lines import StepSeries, read_new_steps
+from moewright.diagnosis.traces.step_lines import StepLine, StepSeries, read_new_steps
 from moewright.spec.errors import BadInput
 
 HEAD = """using world size: 16, tensor-model-parallel size: 2, pipeline-model-parallel size: 1
@@ -335,6 +335,21 @@ def test_event_files_of_a_run_that_began_again_are_read_together(
     assert shown.step_s == pytest.approx(2.1, rel=0.01)
     (alarm,) = shown.alarms
     assert (alarm.kind, abs(alarm.step - 320 * every) <= 3 * every) == ("slower", True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_starts_that_go_back_the_latest_one_s_steps_are_shown(seed: int) -> None:
+    rng = random.Random(seed)
+    series = StepSeries()
+    shown: dict[int, float] = {}
+    for start in range(rng.randint(1, 6)):
+        first = rng.randint(1, max(shown, default=0) + 1)
+        shown = {number: step_s for number, step_s in shown.items() if number < first}
+        for number in range(first, first + rng.randint(1, 40)):
+            shown[number] = 1 + start + rng.random()
+            series.add(StepLine(number=number, step_s=shown[number]), 0)
+    steps = series.sort()
+    assert dict(zip(steps.numbers, steps.steps_s.tolist(), strict=True)) == shown
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])

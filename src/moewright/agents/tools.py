@@ -33,7 +33,7 @@ from moewright.api.budgets import compute_budget
 from moewright.api.catalogues import hardware, models
 from moewright.api.checking import check
 from moewright.api.designing import compute_design
-from moewright.api.diagnosing import diagnose
+from moewright.api.diagnosing import diagnose, state_logged_job
 from moewright.api.launch_scripts import find_better_layouts, read_flags
 from moewright.api.planning import (
     estimate_request,
@@ -165,8 +165,13 @@ def _state_job(question: RunParameters) -> Plan | None:
     """Return the job that the parameters state; None where the run does, or a script."""
     if question.script or not question.model:
         return None
-    options = _pick(WorkloadOptions, question)
-    return estimate_request(question.model, question.layout, on=question.on, options=options)[0]
+    return state_logged_job(
+        Path(question.run),
+        question.model,
+        question.layout,
+        on=question.on,
+        options=_pick(WorkloadOptions, question),
+    )
 
 
 def _ask_of_run(answer: Callable[..., object], question: RunParameters) -> object:

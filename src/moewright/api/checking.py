@@ -87,8 +87,8 @@ def _run_git(arguments: Sequence[str], *, ignored: str = "") -> bytes:
         return subprocess.run(
             ["git", *arguments], check=True, capture_output=True, timeout=_TIMEOUT_S
         ).stdout
-    except FileNotFoundError:
-        rule = "is not installed here; give two files"
+    except OSError:
+        rule = "is not installed here, or may not be started; give two files"
     except subprocess.TimeoutExpired:
         rule = f"does not answer within {_TIMEOUT_S} s"
     except subprocess.CalledProcessError as error:

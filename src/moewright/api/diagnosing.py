@@ -9,6 +9,7 @@ from statistics import fmean
 
 from moewright.api.advising import advise_job
 from moewright.api.launch_scripts import read_flags, read_logged_flags, read_logged_job
+from moewright.api.planning import estimate_request, is_plan_file
 from moewright.api.reporting import find_run_folder
 from moewright.api.requests import read_hardware
 from moewright.codec import PLAN_FILE, read_json
@@ -45,6 +46,7 @@ from moewright.report.trace import write_findings_tracks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.hardware import Hardware
+from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
@@ -287,6 +289,27 @@ def read_logged_sizes(path: Path) -> tuple[int, int]:
         return 0, 0
     log = read_log(path)
     return log.find_size("global_batch_size") or 0, log.find_size("seq_length") or 0
+
+
+def state_logged_job(
+    path: Path, model: str, layout: str, *, on: str, options: WorkloadOptions
+) -> Plan:
+    """Return the plan of a job that is stated beside a log, a trace or a run.
+
+    What the log says wins over defaults; what is said otherwise is held against it, and so is what
+    a job or a plan says.
+
+    Raises:
+        BadInput: the job cannot be planned.
+    """
+    if not (model.endswith(".toml") or is_plan_file(Path(model))):
+        global_batch, seq_len = read_logged_sizes(path)
+        options = replace(
+            options,
+            global_batch=options.global_batch or global_batch or None,
+            seq_len=options.seq_len or seq_len or None,
+        )
+    return estimate_request(model, layout, on=on, options=options)[0]
 
 
 def is_engine_run(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,7 @@ def read_stated_job(
     Raises:
         BadInput: the options contradict each other, or say no job that can be planned.
     """
-    from moewright.api.diagnosing import is_engine_run, read_logged_sizes
-    from moewright.api.planning import estimate_request
+    from moewright.api.diagnosing import is_engine_run, state_logged_job
 
     if is_engine_run(run):
         return StatedJob()
@@ -52,15 +51,7 @@ def read_stated_job(
             raise BadInput(Reason(field="--layout", value=layout, rule=rule))
         return StatedJob(script=script)
     if model:
-        if not model.endswith(".toml"):
-            # What the log says wins over defaults; what is said otherwise is held against it.
-            global_batch, seq_len = read_logged_sizes(run)
-            batch = replace(
-                batch,
-                global_batch=batch.global_batch or global_batch or None,
-                seq_len=batch.seq_len or seq_len or None,
-            )
-        plan, _ = estimate_request(model, layout, on=on, options=batch)
+        plan = state_logged_job(run, model, layout, on=on, options=batch)
         return StatedJob(plan=plan)
     if layout or batch.seq_len:
         option = "--layout" if layout else "--seq-len"

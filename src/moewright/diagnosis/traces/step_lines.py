@@ -85,13 +85,14 @@ class StepSeries:
         self.offsets.frombytes((steps.offsets + place).tobytes())
 
     def sort(self) -> SortedSteps:
-        """Return the steps by number; of one that is printed twice the last."""
+        """Return the steps by number; a start that goes back to a step forgets those from there on.
+
+        So of a step that is printed twice the last counts, and of a run that began anew nothing.
+        """
         numbers = np.array(self.numbers, dtype=np.int64)
-        order = np.lexsort((np.arange(len(numbers)), numbers))
-        ordered = numbers[order]
-        last = np.ones(len(ordered), dtype=bool)
-        last[:-1] = ordered[1:] != ordered[:-1]
-        kept = order[last]
+        later = np.full(len(numbers), np.iinfo(np.int64).max)  # the least number behind each
+        later[:-1] = np.minimum.accumulate(numbers[:0:-1])[::-1]
+        kept = np.flatnonzero(numbers < later)
         return SortedSteps(
             numbers=tuple(numbers[kept].tolist()),
             steps_s=np.array(self.steps_s, dtype=float)[kept],
