@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -41,19 +42,26 @@ _LISTS = {
     "moewright://hardware": ("hardware", "The devices that are known by name, with their figures."),
 }
 
-Ask = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+# Clients give up on what says nothing for a minute, unless progress comes.
+_BEAT_S = 10.0
+
+Report = Callable[[float, float], Awaitable[None]]  # seconds so far, and those that it may take
+Ask = Callable[[str, Mapping[str, Any], Report], Awaitable[dict[str, Any]]]
 
 
 def build_server(workers: Workers, limit_s: float) -> Server[Any]:
     """Build the server; an answer that takes longer than `limit_s` is refused."""
 
-    async def ask(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def ask(name: str, arguments: Mapping[str, Any], report: Report) -> dict[str, Any]:
+        beats = asyncio.create_task(_report_time(report, limit_s))
         try:
             async with asyncio.timeout(limit_s):
                 line = await workers.ask(name, arguments)
         except TimeoutError:
             rule = f"takes more than {limit_s:g} s, which an answer may take here"
             line = encode_refusal(Reason(field=name, rule=rule, nearest="a smaller question"))
+        finally:
+            beats.cancel()
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -79,6 +87,14 @@ def build_server(workers: Workers, limit_s: float) -> Server[Any]:
     )
 
 
+async def _report_time(report: Report, limit_s: float) -> None:
+    """Report how long an answer has taken, again and again."""
+    start = time.monotonic()
+    while True:
+        await asyncio.sleep(_BEAT_S)
+        await report(time.monotonic() - start, limit_s)
+
+
 async def _list_tools(
     _: ServerRequestContext[Any], __: wire.PaginatedRequestParams | None
 ) -> wire.ListToolsResult:
@@ -102,13 +118,14 @@ def _answer_calls(
     [ServerRequestContext[Any], wire.CallToolRequestParams], Awaitable[wire.CallToolResult]
 ]:
     async def call(
-        _: ServerRequestContext[Any], params: wire.CallToolRequestParams
+        context: ServerRequestContext[Any], params: wire.CallToolRequestParams
     ) -> wire.CallToolResult:
         if params.name not in TOOLS:
             near = closest_match(params.name[:60], list(TOOLS))
             reason = Reason(field=params.name[:60], rule="is no tool", nearest=near)
             return _refuse(json.loads(encode_refusal(reason)))
-        answer = await ask(params.name, params.arguments or {})
+        report = context.session.report_progress
+        answer = await ask(params.name, params.arguments or {}, report)
         if "refusal" in answer:
             return _refuse(answer)
         return wire.CallToolResult(
@@ -160,14 +177,14 @@ def _answer_reads(
     Awaitable[wire.ReadResourceResult],
 ]:
     async def read(
-        _: ServerRequestContext[Any], params: wire.ReadResourceRequestParams
+        context: ServerRequestContext[Any], params: wire.ReadResourceRequestParams
     ) -> wire.ReadResourceResult:
         uri = str(params.uri)
         base = next((base for base in _LISTS if uri == base or uri.startswith(f"{base}/")), None)
         if base is None:
             raise MCPError(code=wire.INVALID_PARAMS, message=f"no resource {uri[:80]}")
         words = unquote(uri.removeprefix(base).removeprefix("/"))
-        answer = await ask(_LISTS[base][0], {"name": words})
+        answer = await ask(_LISTS[base][0], {"name": words}, context.session.report_progress)
         if "refusal" in answer:
             text = str(BadInput(*(Reason(**reason) for reason in answer["refusal"])))
             raise MCPError(code=wire.INVALID_PARAMS, message=text, data=answer["refusal"])

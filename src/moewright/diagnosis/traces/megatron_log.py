@@ -14,6 +14,9 @@ from math import isfinite
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moewright.codec import read_bytes
 from moewright.diagnosis.traces.megatron_timers import (
     Timer,
@@ -227,9 +230,9 @@ def read_log(path: Path) -> MegatronLog:
 def parse_log(text: str) -> MegatronLog:
     """Parse the text of a log.
 
-    An iteration that several ranks print, or that a restart does over, is kept as printed last.
+    Of an iteration that several ranks print, or that a start goes back to, the last line counts.
     """
-    iterations: dict[int, Iteration] = {}
+    iterations: list[Iteration] = []
     arguments: dict[str, str] = {}
     memory_reports: dict[int, MemoryReport] = {}
     failures: list[OutOfMemory] = []
@@ -242,7 +245,7 @@ def parse_log(text: str) -> MegatronLog:
             step_times += [announced] if announced else []
         elif match := _ITERATION.search(line):
             iteration = _parse_iteration(int(match[1]), match[3])
-            iterations[iteration.number] = _with_step_time(iteration, announced)
+            iterations.append(_with_step_time(iteration, announced))
             announced = None
         for report in _MEMORY.finditer(line):
             rank = int(report[1])
@@ -254,7 +257,8 @@ def parse_log(text: str) -> MegatronLog:
         elif " ..." in line and (argument := _ARGUMENT.search(line)):
             arguments.setdefault(argument[1], argument[2])
     timer_blocks = read_timer_blocks(lines)
-    ordered = tuple(iterations[number] for number in sorted(iterations))
+    kept = find_latest([iteration.number for iteration in iterations])
+    ordered = tuple(iterations[place] for place in kept.tolist())
     return MegatronLog(
         iterations=ordered or tuple(step_times),
         arguments=tuple(arguments.items()),
@@ -264,6 +268,18 @@ def parse_log(text: str) -> MegatronLog:
         timers=median_timers(timer_blocks, _warm_up_iterations(len(timer_blocks))),
         timer_blocks=timer_blocks,
     )
+
+
+def find_latest(numbers: Sequence[int]) -> NDArray[np.int64]:
+    """Return the places of the steps that count, where a start may go back to a step.
+
+    It forgets the steps from there on: of a step that is printed twice the last line counts, and of
+    a run that began anew none. The numbers at these places rise.
+    """
+    printed = np.array(numbers, dtype=np.int64)
+    behind = np.full(len(printed), np.iinfo(np.int64).max)  # the least number behind each
+    behind[:-1] = np.minimum.accumulate(printed[:0:-1])[::-1]
+    return np.flatnonzero(printed < behind)
 
 
 def _parse_step_time(number: int, match: re.Match[str]) -> Iteration | None:

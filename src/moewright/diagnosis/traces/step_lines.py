@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from moewright.diagnosis.step_noise import Floats
-from moewright.diagnosis.traces.megatron_log import MemoryReport, parse_log
+from moewright.diagnosis.traces.megatron_log import MemoryReport, find_latest, parse_log
 from moewright.diagnosis.traces.megatron_pieces import ELAPSED_MS, PieceSteps, read_piece
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import GIB
@@ -85,14 +85,9 @@ class StepSeries:
         self.offsets.frombytes((steps.offsets + place).tobytes())
 
     def sort(self) -> SortedSteps:
-        """Return the steps by number; a start that goes back to a step forgets those from there on.
-
-        So of a step that is printed twice the last counts, and of a run that began anew nothing.
-        """
+        """Return the steps that count, by number (`find_latest`)."""
         numbers = np.array(self.numbers, dtype=np.int64)
-        later = np.full(len(numbers), np.iinfo(np.int64).max)  # the least number behind each
-        later[:-1] = np.minimum.accumulate(numbers[:0:-1])[::-1]
-        kept = np.flatnonzero(numbers < later)
+        kept = find_latest(self.numbers)
         return SortedSteps(
             numbers=tuple(numbers[kept].tolist()),
             steps_s=np.array(self.steps_s, dtype=float)[kept],
