@@ -102,6 +102,36 @@ def write_nested_commands(folder: Path) -> Arguments:
     return ["estimate", "--from-flags", str(folder / "run.sh")]
 
 
+TRAINING = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 2 --hidden-size 64 "
+    "--num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    "--micro-batch-size 1 --global-batch-size 8 --vocab-size 512"
+)
+
+
+def write_script(folder: Path, before: str = "", after: str = "") -> Arguments:
+    (folder / "run.sh").write_text(f"{before}\n{TRAINING} {after}\n")
+    return ["estimate", "--from-flags", str(folder / "run.sh"), "--on", "8xH100"]
+
+
+def write_long_word(folder: Path) -> Arguments:
+    return write_script(folder, after="--foo " + "x" * 10_000_000)
+
+
+def write_many_options(folder: Path) -> Arguments:
+    return write_script(folder, after=" ".join(f"--foo{n} {n}" for n in range(100_000)))
+
+
+def write_growing_text(folder: Path) -> Arguments:
+    before = f"x={'a' * 100_000}; y=${{x//a/{'b' * 50}}}; z=${{y//b/{'c' * 1000}}}"
+    return write_script(folder, before=before)
+
+
+def write_many_settings(folder: Path) -> Arguments:
+    (folder / "run.yaml").write_text("\n".join(f"k{n}: 1" for n in range(300_000)))
+    return ["estimate", "--from-flags", str(folder / "run.yaml"), "--on", "8xH100"]
+
+
 def write_checkpoint(folder: Path, change: Callable[[dict[str, Any]], None]) -> Arguments:
     """Write a checkpoint whose index is changed, with the checksum that it then has."""
     shard = LocalShard(name="w", global_shape=(4,), offsets=(0,), tensor=torch.zeros(4))
@@ -154,6 +184,10 @@ def write_plan_of_many_layers(folder: Path) -> Arguments:
         pytest.param(write_endless_view, "more work than", marks=pytest.mark.thorough),
         pytest.param(write_open_brackets, "is not closed", marks=pytest.mark.thorough),
         (write_nested_commands, "too deep"),
+        (write_long_word, "s of processor time"),
+        (write_many_options, "s of processor time"),
+        (write_growing_text, "s of processor time"),
+        (write_many_settings, "s of processor time"),
         (write_far_step, "step is not in"),
         pytest.param(
             write_many_layers, "layers=1000000000: must be in 1..1024", marks=pytest.mark.thorough

@@ -19,7 +19,7 @@ import pytest
 
 import moewright
 from moewright.codec import foreign, parse_toml
-from moewright.codec.foreign import budget, read_apart
+from moewright.codec.foreign import BeyondBudget, budget, read_apart
 from moewright.engine.data.records import read_rows
 from moewright.spec.errors import BadInput, Reason
 
@@ -145,6 +145,31 @@ def test_what_a_fork_returns_and_raises_comes_back() -> None:
 def test_a_reader_outside_of_the_border_does_not_read() -> None:
     with pytest.raises(RuntimeError, match="without the border"), budget("file.x"):
         pass
+
+
+@read_apart
+def _work_within_work(outer_s: float, inner_s: float) -> str:
+    """Return what the outer piece is called once an inner one has ended; spin in the inner one."""
+    with budget("outer.x"):
+        with budget("inner.x"):
+            ends_s = time.process_time() + inner_s
+            while time.process_time() < ends_s:
+                pass
+        ends_s = time.process_time() + outer_s
+        while time.process_time() < ends_s:
+            pass
+    return "done"
+
+
+@pytest.mark.parametrize(("outer_s", "inner_s"), [(0.0, 9.0), (9.0, 0.0), (0.3, 0.3)])
+def test_a_piece_within_a_piece_takes_of_its_time(
+    outer_s: float, inner_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither an inner piece nor what stands behind it goes on without the outer one's limit."""
+    monkeypatch.setattr(foreign, "CPU_S", 0.5)
+    with pytest.raises(BeyondBudget, match=r"\.x: takes more than 0 s of processor time"):
+        _work_within_work(outer_s, inner_s)
+    assert _work_within_work(0.0, 0.0) == "done"
 
 
 @read_apart

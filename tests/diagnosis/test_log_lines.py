@@ -97,3 +97,33 @@ def test_a_piece_of_usual_lines_needs_no_reader_of_single_lines() -> None:
     mixed = read_piece(("\n".join([*lines, OTHERS[0], lines[0]]) + "\n").encode())
     assert mixed is not None
     assert len(mixed.numbers) == 201
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        " iteration {number}/ 100 | elapsed time per iteration (ms): 1000.0 | lm loss: 2.0 |",
+        " iteration 5/ {number} | elapsed time per iteration (ms): 1000.0 | lm loss: 2.0 |",
+        " iteration {number}/{number} | x | elapsed time per iteration (ms): {number} |",
+        "Epoch 0: | 1/{number} [x] train_step_timing in s: 1.0, global_step: {number}",
+        "step: {number}  loss: 2.0  memory: 1.0GiB(1%)  tps: {number}",
+        '{{"kind": "step", "step": {number}, "step_s": 1.0, "loss": 2.0}}',
+        '{{"kind": "step", "step": [1], "step_s": {number}, "loss": null}}',
+        '{{"recorded_step": {number}, "step_s": {number}}}',
+        '{{"recorded_step": "{number}", "step_s": [{number}]}}',
+        '{{"recorded_step": 1e{number}, "step_s": true}}',
+    ],
+)
+@pytest.mark.parametrize("digits", [1, 15, 18, 19, 30, 400, 5000])
+def test_a_number_that_no_step_has_is_no_step(line: str, digits: int, tmp_path: Path) -> None:
+    """Whatever the digits: steps are read or not, and those that are have numbers that sort."""
+    usual = " iteration {0}/ 100 | elapsed time per iteration (ms): 1000.0 | lm loss: 2.0 |\n"
+    path = tmp_path / "run.log"
+    for lines in (line, usual.format(1) + line):
+        path.write_text(lines.format(number="9" * digits) + "\n")
+        series = StepSeries()
+        read_new_steps(path, series)
+        steps = series.sort()
+        assert all(0 <= number < 1 << 53 for number in steps.numbers)
+        assert np.isfinite(steps.steps_s).all()
+        parse_log(path.read_text())

@@ -12,6 +12,7 @@ from moewright.api.advising import write_megatron_changes
 from moewright.api.comparison import summarize_plan
 from moewright.api.requests import read_hardware, translate_fields
 from moewright.codec import format_layout
+from moewright.codec.foreign import BeyondBudget, budget, read_apart
 from moewright.codec.megatron_options import field_option
 from moewright.diagnosis.judgement import Judgement, judge_plan
 from moewright.diagnosis.traces.megatron_log import read_log as read_megatron_log
@@ -249,16 +250,19 @@ def read_flags(
         raise BadInput(reason) from None
     path = Path(script)
     values = parse_script_overrides(overrides)
+    environment = dict(os.environ)
     try:
-        command = read_launch(path, os.environ, words, values)
+        command = read_launch(path, environment, words, values)
         return _plan_strictly(command, path, model, on, network, strict=strict)
+    except BeyondBudget:
+        raise
     except BadInput as refused:
         refusal = _complete_refusal(refused, path, words)
         cluster = _cluster_variables(on, network)
         if not cluster:
             raise refusal from None
         try:
-            command = read_launch(path, os.environ, words, values, cluster=cluster)
+            command = read_launch(path, environment, words, values, cluster=cluster)
             reading = _plan_strictly(command, path, model, on, network, strict=strict)
         except BadInput:
             raise refusal from None
@@ -266,13 +270,15 @@ def read_flags(
     return replace(reading, notes=(f"as --on says: {told}", *reading.notes))
 
 
+@read_apart
 def _complete_refusal(refusal: BadInput, script: Path, words: Sequence[str]) -> BadInput:
     """Return what a shell script is refused for: it trains nothing, or what its arguments lack."""
     if script.suffix.lower() not in _SHELL_SUFFIXES or not script.is_file():
         return refusal
     text = script.read_text(encoding="utf-8", errors="replace")
-    other = refuse_other_task(text, script.parent)
-    return complete_refusal(refusal, text, words) if other is None else other
+    with budget(script.name):
+        other = refuse_other_task(text, script.parent)
+        return complete_refusal(refusal, text, words) if other is None else other
 
 
 def _cluster_variables(on: str | Hardware, network: str) -> dict[str, str]:
@@ -336,14 +342,16 @@ def read_logged_job(arguments: Sequence[tuple[str, str]]) -> ScriptJob | None:
     return interpret_launch(command, world_size=command.world_size, folder=Path())
 
 
+@read_apart
 def _rebuild_launch(
     arguments: Sequence[tuple[str, str]], overrides: ScriptOverrides = _NO_OVERRIDES
 ) -> LaunchCommand | None:
-    text = rebuild_command(arguments)
-    if not text:
-        return None
-    launch = find_launch(read_commands(text, {}), overrides=overrides)
-    return replace(launch, is_logged=True)
+    with budget("arguments of the log"):
+        text = rebuild_command(arguments)
+        if not text:
+            return None
+        launch = find_launch(read_commands(text, {}), overrides=overrides)
+        return replace(launch, is_logged=True)
 
 
 def plan_launch(

@@ -46,6 +46,7 @@ MEMORY_PER_BYTE = 24
 _PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
 # What the parent waits for a piece that neither ends nor uses the processor.
 _WALL_FACTOR = 12.0
+_LEAST_S = 1e-3  # of a timer that goes on: 0 would stop it
 _PROGRESS_S = 0.1
 _POLL_S = 0.5
 _MEMORY_FILE = "/proc/self/statm"
@@ -75,8 +76,13 @@ class _Worker:
         """Whether a piece of foreign work is being done."""
         return bool(_HEAD.unpack(self.page[: _HEAD.size])[0])
 
-    def end(self) -> None:
-        self.page[: _HEAD.size] = _HEAD.pack(0.0, 0.0)
+
+class BeyondBudget(BadInput):
+    """The exception for input that takes more than its reader may use: nobody reads it twice."""
+
+    def __reduce__(self) -> tuple[type[BadInput], tuple[Reason, ...]]:
+        """Return how it is copied to another process: by its reasons."""
+        return BeyondBudget, self.reasons
 
 
 class Account:
@@ -96,7 +102,7 @@ class Account:
             BadInput: nothing is left, after pieces that were each too short for a timer.
         """
         if self._left_s <= 0:
-            raise BadInput(Reason(field=where, rule=_too_slow(self.granted_s)))
+            raise BeyondBudget(Reason(field=where, rule=_too_slow(self.granted_s)))
         return min(seconds, self._left_s)
 
     def charge(self, seconds: float) -> None:
@@ -144,7 +150,8 @@ def budget(
 
     `where` names the input for the user. Time grows with `nbytes`, which may have been unpacked,
     and with `file_bytes`, those of a whole file on the disk; memory with the latter alone. A piece
-    has no more time than is left of the `account` of its file.
+    has no more time than is left of the `account` of its file. A piece within a piece has what is
+    left of the outer one's time at most.
 
     Raises:
         BadInput: the piece needs more memory.
@@ -158,6 +165,10 @@ def budget(
     if account is not None:
         seconds = account.grant(seconds, where)
         granted_s = min(granted_s, account.granted_s)
+    outer_page, outer_where = bytes(worker.page), _FORK.where
+    outer_s, _ = signal.getitimer(signal.ITIMER_PROF)
+    if 0 < outer_s < seconds:
+        seconds, (_, granted_s) = outer_s, _HEAD.unpack(outer_page[: _HEAD.size])
     worker.begin(where, seconds, granted_s)
     _FORK.where = where
     started_s = time.process_time()
@@ -182,13 +193,16 @@ def budget(
             raise
         else:  # a panic of a library in Rust
             rule = f"cannot be read: {error}"
-        raise BadInput(Reason(field=where, rule=rule)) from None
+        raise BeyondBudget(Reason(field=where, rule=rule)) from None
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        left_s, _ = signal.getitimer(signal.ITIMER_PROF)
+        signal.setitimer(signal.ITIMER_PROF, outer_s and max(outer_s - seconds + left_s, _LEAST_S))
         resource.setrlimit(resource.RLIMIT_DATA, before)
         if account is not None:
             account.charge(time.process_time() - started_s)
-        worker.end()
+        worker.page[:] = outer_page
+        if outer_s:
+            _FORK.where = outer_where
 
 
 @contextmanager
@@ -312,7 +326,7 @@ def _send_last(writer: int, message: tuple[str, Any]) -> None:
         if not _FORK.where:
             raise
         reason = Reason(field=_FORK.where, rule="is nested too deep, or holds too much, to be read")
-        data = pickle.dumps((_FAILED, BadInput(reason)))
+        data = pickle.dumps((_FAILED, BeyondBudget(reason)))
     _send(writer, data)
 
 
@@ -375,7 +389,7 @@ def _refuse_death(page: mmap.mmap, status: int) -> Exception:
         rule = "is not read in a reasonable time"
     elif number == signal.SIGABRT:  # of libraries that get no memory
         rule = f"needs more than {format_bytes(MEMORY_BYTES)} of memory to be read"
-    return BadInput(Reason(field=where, rule=rule))
+    return BeyondBudget(Reason(field=where, rule=rule))
 
 
 def _too_slow(seconds: float) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moewright.codec import read_bytes
+from moewright.codec.foreign import budget, read_apart
 from moewright.diagnosis.traces.megatron_timers import (
     Timer,
     TimerBlock,
@@ -31,7 +32,7 @@ from moewright.spec.units import GB, GIB, MIB, TERA, divide, is_whole_number
 # Share of the iterations seen that is warm-up (autotuning, communicators, caches).
 WARM_UP_SHARE = 0.2
 _MAX_WARM_UP = 10
-_ITERATION = re.compile(r"iteration[ =]+(\d+)\s*/\s*(\d+)\s*\|(.*)")
+_ITERATION = re.compile(r"iteration[ =]+(\d{1,15})\s*/\s*(\d{1,15})\s*\|(.*)")
 # A number that float() reads once its commas are gone, and nothing that only begins like one: a
 # version ("1.2.3") is none.
 _UNSIGNED = r"\d+(?:\.\d*)?(?![\w.])"
@@ -46,7 +47,7 @@ _RATE_ALONE = re.compile(rf"({_UNSIGNED})\s*(?:MODEL_)?TFLOP/s/GPU")
 _LONGEST_LINE = 1 << 17
 _ARGUMENT = re.compile(r"(?:^|[\s\]:])([a-z][a-z0-9_]*) \.{2,} ?(.*?)\s*$")
 _MEMORY = re.compile(
-    r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \((MB|GB)\) \|"
+    r"\[Rank (\d{1,9})\] \(after (\d+) iterations\) memory \((MB|GB)\) \|"
     # another rank's report may follow on the same line
     r"((?:(?!\[Rank \d).)*)"
 )
@@ -210,13 +211,16 @@ def _warm_up_iterations(count: int) -> int:
     return min(_MAX_WARM_UP, max(fewest, int(WARM_UP_SHARE * count)))
 
 
+@read_apart
 def read_log(path: Path) -> MegatronLog:
     """Read a log.
 
     Raises:
         BadInput: the file holds no iteration, no timer, no argument and no failed allocation.
     """
-    log = parse_log(read_bytes(path).decode("utf-8", errors="replace"))
+    content = read_bytes(path)
+    with budget(str(path), file_bytes=len(content)):
+        log = parse_log(content.decode("utf-8", errors="replace"))
     if not (log.iterations or log.timers or log.arguments or log.failures or log.memory_reports):
         rule = (
             "is not a log of Megatron-LM: "

@@ -25,6 +25,7 @@ from moewright.spec.units import GIB
 
 _ELAPSED = b"elapsed time per iteration"
 _LONGEST_LINE = 1 << 17  # what has no newline for so long is no line of a step
+_MOST_STEPS = 1 << 53  # whole numbers that a float tells apart
 _PIECE_BYTES = 1 << 22  # of a log that are taken apart at once
 
 
@@ -60,6 +61,9 @@ class StepSeries:
     has_rates: bool = False
 
     def add(self, step: StepLine, offset: int) -> None:
+        """Add a step, unless its number or its time is none that a step has."""
+        if not (0 <= step.number < _MOST_STEPS and 0 <= step.total < _MOST_STEPS):
+            return
         seconds = step.step_s
         if step.tokens_per_s:
             self.has_rates = True
@@ -219,14 +223,16 @@ def _parse_whole(line: bytes) -> StepLine | None:
     )
 
 
-_OF = re.compile(rb"iteration[ =]+\d+\s*/\s*(\d+)")
+_OF = re.compile(rb"iteration[ =]+\d+\s*/\s*(\d{1,18})\b")
 _NUMBER = rb"([-+]?[\d,]+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan)"
 _NEMO = re.compile(rb"train_step_timing in s\W+" + _NUMBER)
-_NEMO_STEP = re.compile(rb"(?:iteration|global_step)\W+(\d+)(?:\s*/\s*(\d+))?")
+_NEMO_STEP = re.compile(rb"(?:iteration|global_step)\W+(\d{1,18})\b(?:\s*/\s*(\d{1,18})\b)?")
 _NEMO_LOSS = re.compile(rb"reduced_train_loss\W+" + _NUMBER)
-_NEMO_BAR = re.compile(rb"\|\s*\d+/(\d+) \[")
+_NEMO_BAR = re.compile(rb"\|\s*\d+/(\d{1,18}) \[")
 _TITAN = re.compile(
-    rb"step:\s*(?:\x1b\[\d+m)*(\d+).*?loss:\s*" + _NUMBER + rb".*?tps:\s*(?:\x1b\[\d+m)*([\d,]+)"
+    rb"step:\s*(?:\x1b\[\d+m)*(\d{1,18})\b.*?loss:\s*"
+    + _NUMBER
+    + rb".*?tps:\s*(?:\x1b\[\d+m)*([\d,]+)"
 )
 _COLOUR = re.compile(rb"\x1b\[[\d;]*m")
 
@@ -256,16 +262,17 @@ def _parse_torchtitan(line: bytes) -> StepLine | None:
 def _parse_engine(line: bytes) -> StepLine | None:
     try:
         record = json.loads(line)
-        return StepLine(number=record["step"], step_s=record["step_s"], loss=record["loss"])
-    except (ValueError, KeyError, TypeError):
+        step, loss = int(record["step"]), float(record["loss"])
+        return StepLine(number=step, step_s=float(record["step_s"]), loss=loss)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
 def _parse_recorder(line: bytes) -> StepLine | None:
     try:
         record = json.loads(line)
-        return StepLine(number=record["recorded_step"], step_s=record["step_s"])
-    except (ValueError, KeyError, TypeError):
+        return StepLine(number=int(record["recorded_step"]), step_s=float(record["step_s"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -109,6 +109,8 @@ class TokenReader:
 _OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", "\n", ";", "&", "|", "(", ")")
 _BLANKS = " \t"
 _CLOSING = {"(": ")", "{": "}"}
+# Letters of a word that neither end it nor begin anything else in it.
+_PLAIN = re.compile(r"[^ \t\n;|&()\\'\"$`]+")
 _BOTH_OUTPUTS = re.compile("&>>?")  # redirections
 _HEREDOC = re.compile(r"\d*<<(-?)([^<].*)?", re.DOTALL)
 
@@ -361,8 +363,9 @@ def _read_word(
             end = _bracket_end(text, position, line)
             bare += text[position:end]
         else:
-            end = position + 1
-            bare += letter
+            plain = _PLAIN.match(text, position)
+            end = plain.end() if plain else position + 1
+            bare += text[position:end]
         spelled += text[position:end]
         position = end
     close_bare()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from moewright.codec import read_text
+from moewright.codec.foreign import budget, read_apart
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
 from moewright.intake.megatron import adapters
 from moewright.intake.megatron.bash import read_commands
@@ -68,6 +69,7 @@ class ScriptJob:
     notes: tuple[str, ...]
 
 
+@read_apart
 def read_launch(
     script: Path,
     environment: Mapping[str, str],
@@ -88,7 +90,19 @@ def read_launch(
 
     Raises:
         BadInput: the script cannot be read, or starts no training.
+        BeyondBudget: reading it takes more than any script needs.
     """
+    with budget(script.name):
+        return _read_launch(script, environment, arguments, overrides, cluster)
+
+
+def _read_launch(
+    script: Path,
+    environment: Mapping[str, str],
+    arguments: Sequence[str],
+    overrides: ScriptOverrides,
+    cluster: Mapping[str, str],
+) -> LaunchCommand:
     added = (
         call_extension(ExtensionPoint.READERS, name, script)
         for name in list_extensions(ExtensionPoint.READERS)
