@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -85,10 +85,7 @@ class Harmless:
             return True
         if self.tables and not set(self.tables) & set(tables):
             return False
-        last = last_name(name)
-        return any(fnmatchcase(last, pattern) for pattern in self.names) or any(
-            fnmatchcase(name, pattern) for pattern in self.settings
-        )
+        return _matches(last_name(name), self.names) or _matches(name, self.settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +107,16 @@ class TrainerOption:
         return _repositories().get(self.trainer, "the script's own checkout")
 
 
+@cache
+def _compile(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(translate, patterns)))
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a name is as one of the patterns of a shell."""
+    return bool(patterns) and _compile(patterns).match(name) is not None
+
+
 def last_name(name: str) -> str:
     """Return the last part of a setting's or an option's name as an argument is named."""
     return name.rpartition(".")[2].lstrip("-").replace("-", "_")
@@ -125,7 +132,7 @@ class VoidOptions:
 
     def covers(self, name: str, others: Container[str]) -> bool:
         """Whether an option says nothing among others."""
-        if not any(fnmatchcase(last_name(name), pattern) for pattern in self.names):
+        if not _matches(last_name(name), self.names):
             return False
         lacks = bool(self.needs) and not any(other in others for other in self.needs)
         return lacks or any(other in others for other in self.excluded_by)
