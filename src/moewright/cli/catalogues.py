@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
+from textwrap import wrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -16,8 +17,6 @@ from moewright.cli.option_types import JsonOption
 from moewright.spec.units import GIGA
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from moewright.spec.record import Row
 
 
@@ -35,7 +34,7 @@ def models(*words: str, json: JsonOption = None) -> int:
 
     table = list_models(" ".join(words))
     with write_answer(table, json) as console:
-        for line in _format_lines(table.to_rows(), console):
+        for line in fit_table(table.to_rows(), console.width):
             console.print(line)
     return 0
 
@@ -59,18 +58,9 @@ def hardware(on: str = "", /, *, json: JsonOption = None) -> int:
     if not isinstance(answer, HardwareTable):
         rows = HardwareTable(devices=(answer,)).to_rows()
     with write_answer(answer, json) as console:
-        for line in _format_lines(rows, console):
+        for line in fit_table(rows, console.width):
             console.print(line)
     return 0
-
-
-def _format_lines(rows: Sequence[Row], console: Console) -> list[str]:
-    """Return the lines of a table; on a terminal none is longer than it is wide."""
-    from moewright.spec.record import format_table
-
-    if not console.is_terminal:
-        return format_table(rows)
-    return fit_table(rows, console.width)
 
 
 def fit_table(rows: Sequence[Row], width: int) -> list[str]:
@@ -91,7 +81,8 @@ def fit_table(rows: Sequence[Row], width: int) -> list[str]:
         lines = format_table(kept)
         if max(map(len, lines)) <= width:
             break
-    return [*lines, f"left out here: {', '.join(columns[count:])} (--json - has all)"]
+    rest = f"left out here: {', '.join(columns[count:])} (--json - has all)"
+    return [*lines, *wrap(rest, width, break_long_words=False)]
 
 
 def _shorten(value: object) -> object:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from moewright.intake.devices import device_names, find_device
 from moewright.spec.errors import BadInput, Reason
@@ -26,6 +28,28 @@ _MEMORY = re.compile(r"(.*\S)\s+with\s+(\d{1,6}(?:\.\d+)?)\s*gi?b(?: each)?", re
 _MOST_MEMORY_GB = 10_000
 
 _PLURAL = re.compile(r"s$", re.IGNORECASE)  # 16 H100s
+
+# two nodes of H100, sixteen H100s
+_WORDS: Mapping[str, int] = MappingProxyType(
+    {
+        "a": 1,
+        "one": 1,
+        "two": 2,
+        "three": 3,
+        "four": 4,
+        "five": 5,
+        "six": 6,
+        "seven": 7,
+        "eight": 8,
+        "nine": 9,
+        "ten": 10,
+        "twelve": 12,
+        "sixteen": 16,
+        "thirty-two": 32,
+        "sixty-four": 64,
+    }
+)
+_IN_WORDS = re.compile(r"([a-z-]+)(?=\s)", re.IGNORECASE)
 
 _SHORTEST = 2  # letters that may begin many a name, as RT does
 
@@ -50,8 +74,9 @@ class HardwareText:
 def parse_hardware_text(text: str) -> HardwareText:
     """Split "8xH100", "H100x8", "2xpath/machine.toml" or "NVIDIA H20" into a count and a name.
 
-    "2 nodes of 8xH100" and "2x8xH100" are 16; without a count "2 nodes H100" takes the device's
-    nodes. "16 H100s" and "16 H100 GPUs" are 16 H100; "16xH100 with 96GB" are of another memory.
+    "2 nodes of 8xH100" and "2x8xH100" are 16; without a count "two nodes of H100" takes the
+    device's nodes. "16 H100s" and "16 H100 GPUs" are 16 H100; "16xH100 with 96GB" are of another
+    memory.
 
     Raises:
         BadInput: the count is not a whole number in 1..MAX_DEVICES, or no device has such a memory.
@@ -73,6 +98,7 @@ def parse_hardware_text(text: str) -> HardwareText:
 def _split_count(plain: str, text: str) -> HardwareText:
     if find_device(plain) is not None:
         return HardwareText(name=plain, count=None)
+    plain = _IN_WORDS.sub(_write_number, plain, count=1)
     nodes = _NODES.fullmatch(plain)
     if nodes is not None:
         return _read_nodes(nodes[1], nodes[2], text)
@@ -90,6 +116,11 @@ def _split_count(plain: str, text: str) -> HardwareText:
     if last is not None and _resembles_hardware(last[1]):
         return HardwareText(name=last[1], count=_parse_device_count(last[2], last[1], text))
     return HardwareText(name=plain, count=None)
+
+
+def _write_number(word: re.Match[str]) -> str:
+    number = _WORDS.get(word[0].casefold()) if word.start() == 0 else None
+    return word[0] if number is None else str(number)
 
 
 def _read_nodes(nodes: str, node: str, text: str) -> HardwareText:

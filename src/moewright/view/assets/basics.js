@@ -135,12 +135,13 @@ mw.textStyle = () => ({color: mw.colour("ink"), fontFamily: getComputedStyle(doc
 
 /* The name above an axis begins where the axis stands, so that no edge cuts it. */
 mw.uncut = option => { for (const axis of [option.yAxis].flat()) if (axis && axis.name) axis.nameTextStyle = {...axis.nameTextStyle, align: "left"}; return option; };
-/* The library of charts is compiled where a page has one, and behind the frame that has its words. Pages that stand alone
-   have it inside. */
+/* The library of charts is compiled where a chart comes near the screen, and behind the frame that has its words; or once a
+   key is pressed, which may print the page. Pages that stand alone have it inside. */
 mw.library = null;
 mw.loadCharts = () => mw.library ||= window.echarts ? Promise.resolve() : new Promise(done => {
   document.head.append(mw.el("script", {src: document.getElementById("charts").href, onload: done}));
 }).then(() => mw.drawAll());
+addEventListener("keydown", () => { if (mw.charts.size) mw.loadCharts(); }, {once: true});
 mw.nearby = 200;  // points beyond the screen, within which a chart is drawn
 /* A chart that is drawn when it comes near the screen, and anew when the width of its box, whatever changes it, or the colours
    of the system change. */
@@ -155,7 +156,7 @@ mw.chart = (label, height, option, alternative) => {
     if (!box.isConnected) { if (item.chart) item.chart.dispose(); item.chart = null; mw.charts.delete(item); return; }
     if (!box.clientWidth) return;
     mw.charts.add(item);
-    if (!window.echarts) { requestIdleCallback(mw.loadCharts, {timeout: 500}); return; }
+    if (!window.echarts) { if (item.isNear) requestIdleCallback(mw.loadCharts, {timeout: 500}); return; }
     const frame = item.isNear || box.getBoundingClientRect();
     item.isNear = item.isNear || frame.top < innerHeight + mw.nearby && frame.bottom > -mw.nearby;
     if (!item.isNear) return;
