@@ -160,7 +160,7 @@ def export(
         case "torchrun":
             if not job:
                 rule = "is needed for torchrun: the job file of the plan"
-                raise BadInput(Reason(field="--job", rule=rule))
+                raise BadInput(Reason(field="--job", rule=rule, nearest="--job job.toml"))
             return render_engine_command(plan, job=job, run_dir=run_dir) + "\n"
         case _:
             return str(call_extension(ExtensionPoint.EXPORTERS, to, plan))
