@@ -487,3 +487,26 @@ def test_a_heavier_policy_is_left_out_only_where_a_lighter_one_is_as_sure(
 
     monkeypatch.setattr(ScreeningRisk, "factors", doubt_the_lightest)
     assert count_priced() > usual
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_needless_policies_are_those_that_some_safe_lighter_one_beats(data: st.DataObject):
+    """Words of bits say what a loop over policies says, also where the last word is not full."""
+    pipelines = data.draw(st.integers(1, 3))
+    policies = data.draw(st.sampled_from((1, 7, 64, 65, 130)))
+    states = data.draw(st.integers(1, 3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    screener = object.__new__(Screener)
+    screener._lighter = rng.random((policies, policies)) < 0.1
+    has_room = rng.random((pipelines, policies, states)) < 0.2
+    factors = rng.integers(1, 4, size=(policies, states)).astype(float)
+    expected = np.zeros(has_room.shape, dtype=bool)
+    for state in range(states):
+        for heavy in range(policies):
+            beats = screener._lighter[:, heavy] & (factors[:, state] <= factors[heavy, state])
+            expected[:, heavy, state] = (has_room[:, :, state] & beats).any(axis=1)
+            if state:
+                is_surer = factors[heavy, 0] <= factors[heavy, state]
+                expected[:, heavy, state] |= has_room[:, heavy, 0] & is_surer
+    assert np.array_equal(screener._is_beaten(has_room, factors), expected)

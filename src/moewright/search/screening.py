@@ -46,6 +46,8 @@ from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 from moewright.spec.plan import DEFAULT_RULE, RankingRule
 from moewright.spec.record import copy_with
 
+_WORD_BITS = 64
+
 _TimingKey = tuple[int, int, bool]  # TimingClass.like and synced
 
 
@@ -340,12 +342,14 @@ class Screener:
         broadcasts to [activation policies, state policies].
         """
         by_state = np.broadcast_to(factors, has_room.shape[1:]).T
-        # [state policies, light, heavy] and [state policies, pipelines, light]: a product of
-        # matrices counts the lighter policies that are safe.
+        # [heavy, state policies, words] and [pipelines, state policies, words], a bit a lighter
+        # policy: a product of matrices would start BLAS's threads, which wait busily on each other.
         beats = self._lighter & (by_state[:, :, None] <= by_state[:, None, :])
-        safe = has_room.transpose(2, 0, 1)
-        counts = np.matmul(safe.astype(np.float32), beats.astype(np.float32))
-        is_beaten = (counts > 0).transpose(1, 2, 0)
+        beating = _pack_bits(beats.transpose(2, 0, 1))
+        safe = _pack_bits(has_room.transpose(0, 2, 1))
+        is_beaten = np.zeros(has_room.shape, dtype=bool)
+        for word in range(safe.shape[-1]):
+            is_beaten |= (safe[:, None, :, word] & beating[None, :, :, word]) > 0
         is_surer = by_state[0] <= by_state[1:]
         is_beaten[:, :, 1:] |= has_room[:, :, :1] & is_surer.T
         return np.asarray(is_beaten)
@@ -609,6 +613,13 @@ class Screener:
 def _sharding(base: Layout) -> tuple[object, ...]:
     """Return what divides and buffers what layers keep: equal for groups that compare by size."""
     return base.tp, base.cp, base.ep, base.etp, base.dispatcher, base.cp_comm
+
+
+def _pack_bits(mask: Array) -> Array:
+    """Return the last axis of a mask as bits of 64-bit words, the last word filled up with 0."""
+    missing = -mask.shape[-1] % _WORD_BITS
+    padded = np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
+    return np.ascontiguousarray(np.packbits(padded, axis=-1)).view(np.uint64)
 
 
 def _does_less(light: ActivationPolicy, heavy: ActivationPolicy) -> bool:

@@ -111,6 +111,7 @@ def explain_switches(plan: Plan) -> tuple[str, ...]:
     if own.untimed or not plan.hardware.device.kind.is_accelerator:
         return ()
     texts: list[str] = []
+    kinds: list[JobSwitchKind] = []
     together = plan.workload
     for switch in list_switches(plan.model, plan.workload):
         other = _estimate_under(plan, switch.workload)
@@ -118,6 +119,8 @@ def explain_switches(plan: Plan) -> tuple[str, ...]:
         if text:
             texts.append(f"{switch.name} {text}")
             together = _set_switch(plan, together, switch.name)
+            if switch.kind:
+                kinds.append(switch.kind)
     if not texts:
         return ()
     line = f"As vendors' benchmarks set the job, in the same layout: {', '.join(texts)}"
@@ -128,6 +131,8 @@ def explain_switches(plan: Plan) -> tuple[str, ...]:
             f"; together {format_seconds(everything.step_s)} a step, {speed} tokens/s a device, "
             f"a peak of {format_bytes(everything.peak_bytes)}"
         )
+    if kinds:
+        line += f"; plan --try {' '.join(kinds)} searches with what it may set"
     return (f"{line}.",)
 
 
