@@ -46,7 +46,7 @@ from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 from moewright.spec.plan import DEFAULT_RULE, RankingRule
 from moewright.spec.record import copy_with
 
-_WORD_BITS = 64
+_WORD_BITS = 64  # the widest integers that NumPy compares bit by bit
 
 _TimingKey = tuple[int, int, bool]  # TimingClass.like and synced
 
