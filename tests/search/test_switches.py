@@ -8,7 +8,6 @@ import pytest
 
 import moewright as mw
 from moewright.cli.main import main
-from moewright.search.space import build_search_space, degree_groups
 from moewright.search.switches import explain_switches, list_switches
 from moewright.spec.units import format_bytes, format_seconds
 from moewright.spec.workload import Dtype, ExpertKernels, NarrowedProducts, Routing
@@ -43,23 +42,6 @@ def test_a_near_copy_of_a_vendors_recipe_names_the_switches_between_the_two():
     assert f"a peak of {format_bytes(everything.peak_bytes)}" in line
     assert everything.step_s < 0.8 * plan.estimate.step_s
     assert "plan --try bf16-gradients bf16-moments fused-experts" in line
-
-
-def test_the_stages_of_a_vendors_recipe_are_searched():
-    near_copy = mw.estimate(
-        "DeepSeek-V3", NEAR_COPY, on="256xGB300", precision="mxfp8", global_batch=4096
-    )
-    free = build_search_space(
-        near_copy.model,
-        near_copy.workload,
-        near_copy.hardware,
-        "tp1,ep32,mbs1,cp1,etp1",
-    )
-    (group,) = degree_groups(free)
-    layout = near_copy.layout
-    assert (layout.pp, layout.vpp, layout.stages) in {
-        (shape.pp, shape.vpp, shape.stages) for shape in group.pipelines.shapes
-    }
 
 
 def test_a_plan_in_8_bits_says_them_without_being_asked(capsys: pytest.CaptureFixture[str]):

@@ -50,8 +50,7 @@ from moewright.spec.workload import Workload
 # chunks. A user may still ask for such a layout.
 MIN_CP_TOKENS = 4096  # a rank's part of a sequence
 MAX_VPP = 24
-MAX_UNEVEN_VPP = 4  # virtual stages of an uneven split, and more where all stages are few
-MAX_UNEVEN_STAGES = 16  # those of NVIDIA's DeepSeek-V3, on two pipeline ranks as on four
+MAX_UNEVEN_VPP = 4  # virtual stages of an uneven split
 
 _OFFLOADED_EXPERTS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _OFFLOADED_ATTENTION = (Offload.ATTN_PROJ, Offload.CORE_ATTN)
@@ -528,7 +527,7 @@ def _uneven_splits(model: ModelSpec, pp: int) -> Iterator[tuple[int, StageString
     ends = [(1, False), (2, False)]
     if model.mtp_layers and pp > 2:
         ends.append((1, True))
-    for vpp in range(1, max(MAX_UNEVEN_VPP, MAX_UNEVEN_STAGES // pp) + 1):
+    for vpp in range(1, MAX_UNEVEN_VPP + 1):
         stages = pp * vpp
         if stages > model.layers + 2:
             return
