@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moewright.api.launch_scripts import read_flags
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
@@ -162,3 +163,25 @@ def test_a_pattern_of_layers_is_a_hybrid_model() -> None:
         read(f"{GPT2} --hybrid-layer-pattern MGM")
     with pytest.raises(BadInput, match="MTP depths other than"):
         read(f"{GPT2} --hybrid-layer-pattern M*/MM")
+
+
+@pytest.mark.parametrize("position", ["", "--position-embedding-type learned_absolute"])
+@pytest.mark.parametrize("rows", ["", "--max-position-embeddings 0"])
+def test_learned_positions_are_asked_for_by_name(tmp_path, position: str, rows: str) -> None:
+    sizes = SIZES.replace("--max-position-embeddings 32", rows)
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"torchrun --nproc-per-node 8 pretrain_gpt.py {sizes} --vocab-size 512 {position}"
+    )
+    with pytest.raises(BadInput) as caught:
+        read_flags(script, on="8xH100")
+    (reason,) = caught.value.reasons
+    assert reason.field == "--max-position-embeddings"
+    assert reason.nearest == "--set --max-position-embeddings=32"
+
+
+def test_rotary_positions_need_no_rows(tmp_path) -> None:
+    sizes = SIZES.replace("--max-position-embeddings 32", "--position-embedding-type rope")
+    script = tmp_path / "run.sh"
+    script.write_text(f"torchrun --nproc-per-node 8 pretrain_gpt.py {sizes} --vocab-size 512")
+    assert read_flags(script, on="8xH100").plan.model.max_position == 0

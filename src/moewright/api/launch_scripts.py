@@ -27,6 +27,7 @@ from moewright.intake.megatron.called_scripts import (
 from moewright.intake.megatron.launch import find_launch, refuse_other_task
 from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.logged_arguments import rebuild_command
+from moewright.intake.megatron.model import require_positions
 from moewright.intake.megatron.overrides import ScriptOverrides, parse_script_overrides
 from moewright.intake.megatron.read import ScriptJob, interpret_launch, read_launch
 from moewright.intake.megatron.script_arguments import complete_refusal
@@ -393,6 +394,7 @@ def plan_launch(
     job = interpret_launch(
         command, world_size=hardware.count, folder=script.parent, named_model=named
     )
+    require_positions(job.model, job.workload.seq_len)
     with translate_fields(to_script_options(script)):
         plan = build_plan(job.model, job.workload, hardware, job.layout)
     return ScriptPlan(

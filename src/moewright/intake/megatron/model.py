@@ -122,6 +122,16 @@ def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMod
     return ScriptModel(model=replace(shaped, vocab_size=padded), note=note)
 
 
+def require_positions(model: ModelSpec, seq_len: int) -> None:
+    """Ask for the rows of a table of learned positions, with the sequence as a value for them.
+
+    Raises:
+        BadInput: positions are learned and nothing tells how many there are.
+    """
+    if model.position is PositionKind.LEARNED and not model.max_position:
+        raise ask_missing("--max-position-embeddings", str(seq_len))
+
+
 def _refuse_own_layers(arguments: Arguments) -> None:
     """Refuse layers that a module outside Megatron-LM builds, whatever the options say."""
     name = "--spec"
