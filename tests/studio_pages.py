@@ -26,8 +26,11 @@ _OVERLAPS = """
       const node = walker.currentNode, parent = node.parentElement;
       if (!node.data.trim() || parent.closest(hidden) || !parent.checkVisibility()) continue;
       if (parent.closest("header.top")) continue;  // it stays above what is scrolled
+      // A letter of a formula is laid out by its ink; the line of its font is higher.
+      const isFormula = parent.closest("math") !== null;
       range.selectNodeContents(node);
-      for (const box of range.getClientRects()) add(node.data.trim(), box, parent);
+      const rects = isFormula ? [parent.getBoundingClientRect()] : range.getClientRects();
+      for (const box of rects) add(node.data.trim(), box, parent);
     }
     for (const item of typeof mw === "undefined" ? [] : mw.charts) {
       if (!item.chart || !item.box.isConnected || !item.box.checkVisibility()) continue;

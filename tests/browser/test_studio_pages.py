@@ -123,7 +123,8 @@ def test_a_bar_of_what_if_leads_to_its_job(studio, open_page):
     bars.get_by_text("160 GB").click()
     page.locator("#verdict", has_text="H100 SXM with 160GB").wait_for()
     page.go_back()
-    page.locator("#what-if [aria-current]", has_text="80 GB").wait_for()
+    page.locator("#what-if [aria-current]", has_text="80 GB").wait_for(state="attached")
+    show_folded(page)
     bars.get_by_text("H200").click()
     page.locator("#verdict", has_text="16 × H200").wait_for()
     tile = page.locator("[data-name='tokens_per_s_per_device']")
@@ -181,6 +182,7 @@ def test_a_search_shows_first_results_then_all_and_loads_the_sliders(studio, ope
     best = mw.plan("OLMoE-1B-7B-0924", on="4xH100", global_batch=64, top=10).best
     row = page.locator("tr.best")
     assert row.locator(".layout-cell").get_attribute("data-layout") == best_layout(best)
+    show_folded(page)
     if page.locator(".table-box.narrow").count():
         page.get_by_label("sorted by").select_option("peak")
     else:
