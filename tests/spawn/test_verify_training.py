@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import tiny_jobs
 from moewright.cli.main import main
 from moewright.codec import fingerprint, write_json
 from moewright.engine.comm.collectives import AsyncCollective
+from moewright.engine.kernels.products import NarrowProducts
+from moewright.engine.model import router_losses
 from moewright.engine.optim import flat_buffers
 from moewright.engine.run import micro_batch_passes
 from moewright.spec.model import ModelSpec
@@ -45,7 +49,19 @@ def test_a_layout_trains_what_one_process_trains_in_fp32_and_in_eight_bits(
     assert (wide["precision"], narrow["precision"]) == ("fp32", "mxfp8")
     assert wide["clipped_steps"] == wide["steps"] == 3
     kinds = {line["kind"] for line in wide["lines"]}
-    assert kinds == {"loss", "auxiliary loss", "gradient norm", "gradient", "weight"}
+    assert kinds == {
+        "loss",
+        "auxiliary loss",
+        "gradient norm",
+        "gradient",
+        "size of gradient",
+        "weight",
+    }
+    assert [line["name"] for line in wide["settings"]] == [
+        f"train.{name}"
+        for name in ("aux_coeff", "seq_aux_coeff", "z_coeff", "mtp_coeff", "weight_decay")
+    ]
+    assert all(line["changed"] for line in wide["settings"])
     # Bounds in fp32 are those of sums in another order, in 8 bits what rounding does there.
     assert max(line["bound"] for line in wide["lines"] if line["kind"] == "gradient") < 1e-3
     assert max(line["bound"] for line in narrow["lines"] if line["kind"] == "gradient") > 1e-2
@@ -67,6 +83,45 @@ def test_an_auxiliary_loss_that_is_not_divided_is_told(
     failed = {(line["run"], line["name"]) for line in check["lines"] if not line["holds"]}
     assert ("each micro-batch twice", "layers.0.moe.router.weight") in failed
     assert {run for run, _ in failed} == {"each micro-batch twice"}
+
+
+def test_a_loss_that_is_lost_in_every_layout_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        router_losses, "aux_loss_coefficients", lambda loss: (loss.aux_coeff, 0.0, 0.0, 0.0)
+    )
+    path = write_plan(tmp_path, "mbs2", Dtype.FP32)
+    assert main(("verify", str(path), "--out", str(tmp_path / "out"), "--steps", "1")) == 1
+    output = capsys.readouterr().out
+    for lost in ("seq_aux_coeff", "z_coeff"):
+        assert f"with more train.{lost}: nothing changes" in output
+    (check,) = json.loads((tmp_path / "out" / "training.json").read_text())["checks"]
+    assert all(line["holds"] for line in check["lines"])
+
+
+def test_an_expert_whose_gradient_is_a_fifth_too_small_in_eight_bits_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding moves a gradient by a seventh, but hardly along itself."""
+    contract = NarrowProducts._contract_columns
+
+    def shrink_the_last(products: NarrowProducts, *operands: Any) -> torch.Tensor:
+        grads = contract(products, *operands)
+        if grads.dim() == 3:
+            grads[-1].mul_(0.8)
+        return grads
+
+    monkeypatch.setattr(NarrowProducts, "_contract_columns", shrink_the_last)
+    path = write_plan(tmp_path, "ep2,mbs2", Dtype.MXFP8)
+    assert main(("verify", str(path), "--out", str(tmp_path / "out"))) == 1
+    assert "layout: size of gradient layers.0.moe.experts.down.weight[3]: 2.0e-01 apart" in (
+        capsys.readouterr().out
+    )
+    wide, narrow = json.loads((tmp_path / "out" / "training.json").read_text())["checks"]
+    assert all(line["holds"] for line in wide["lines"])
+    too_far = {line["name"] for line in narrow["lines"] if not line["holds"]}
+    assert all(name.endswith("[3]") for name in too_far)
 
 
 def test_gradients_of_one_rank_are_told(

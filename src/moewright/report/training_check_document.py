@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from itertools import product
 
 from moewright.report.document import DocumentSection, build_table, numbers, words
-from moewright.spec.training_check import CheckedRun, ComparedKind, TrainingCheck, TrainingLine
+from moewright.spec.training_check import (
+    CheckedRun,
+    ComparedKind,
+    SettingLine,
+    TrainingCheck,
+    TrainingLine,
+)
 from moewright.spec.units import plural
 
 _FAILURES_SHOWN = 8  # the first tell the cause; later ones follow from it
@@ -25,6 +31,7 @@ def build_training_check(check: TrainingCheck) -> DocumentSection:
     lines = [_describe_failure(line) for line in failed[:_FAILURES_SHOWN]]
     if len(failed) > _FAILURES_SHOWN:
         lines.append(f"and {plural(len(failed) - _FAILURES_SHOWN, 'figure')} more")
+    lines += map(_describe_setting, check.settings)
     return DocumentSection(
         title=f"{plural(check.steps, 'step')} in {check.precision}, {check.clipped_steps} clipped",
         table=build_table(columns, _list_rows(check)),
@@ -47,6 +54,12 @@ def _list_rows(check: TrainingCheck) -> Iterator[tuple[str, ...]]:
 def _describe_failure(line: TrainingLine) -> str:
     apart, _, bound = _show(line)
     return f"{line.run}: {line.kind} {line.name}: {apart} apart, at most {bound}"
+
+
+def _describe_setting(line: SettingLine) -> str:
+    if line.holds:
+        return f"with more {line.name}: {line.changed} of {plural(line.compared, 'figure')} change"
+    return f"with more {line.name}: nothing changes, so that training never reads it"
 
 
 def _show(line: TrainingLine) -> Iterator[str]:

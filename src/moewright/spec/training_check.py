@@ -15,6 +15,8 @@ class ComparedKind(StrEnum):
     AUX_LOSS = "auxiliary loss"
     NORM = "gradient norm"
     GRADIENT = "gradient"  # of the first step, reduced and before clipping
+    # Of a gradient's part along that of one process, by expert: rounding is across it.
+    GRADIENT_SIZE = "size of gradient"
     WEIGHT = "weight"  # after the last step, over the way that it has gone
 
 
@@ -43,6 +45,24 @@ class TrainingLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SettingLine:
+    """A setting of the job, and how many figures change where one process trains with more of it.
+
+    A figure changes where it is further apart than its bound. A setting that changes none is lost
+    on its way, in every layout alike.
+    """
+
+    name: str
+    compared: int
+    changed: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the setting changes anything."""
+        return self.changed > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingCheck:
     """The comparison of a few steps, in one format. `clipped_steps` are those that were clipped."""
 
@@ -50,8 +70,10 @@ class TrainingCheck:
     steps: int
     clipped_steps: int
     lines: tuple[TrainingLine, ...]
+    settings: tuple[SettingLine, ...] = ()
 
     @property
     def holds(self) -> bool:
-        """Whether every figure is within its bound."""
-        return all(line.holds for line in self.lines)
+        """Whether every figure is within its bound, and every setting changes some."""
+        is_close = all(line.holds for line in self.lines)
+        return is_close and all(line.holds for line in self.settings)

@@ -8,7 +8,12 @@ take the experts that the first one chose, for rounding would choose others.
 
 In fp32 one process trains once more with each micro-batch twice in a row. Losses and gradients are
 means over targets and micro-batches, so that nothing may change: a division that is left out, which
-every layout leaves out alike, shows there.
+every layout leaves out alike, shows there. And it trains with more of each loss, decay and bias of
+the job: something must change, or the setting is lost on its way.
+
+Rounding is across a gradient, and a fault is often along it: one expert's that is too small, a
+reduction that leaves a part out. So the size of each gradient's part along the reference is
+compared too, of each expert by itself: of n errors about 1/sqrt(n) of their size is left there.
 """
 
 from __future__ import annotations
@@ -18,8 +23,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import sqrt
 from pathlib import Path
-from statistics import median
+from statistics import NormalDist, fmean, median
 
 import torch
 
@@ -52,15 +58,35 @@ from moewright.engine.run.step import BackwardResult, train_step
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
+from moewright.rules.adapters import trains_indexer, trains_module
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import require_runnable
+from moewright.rules.shapes.param import name_in_layer
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.training_check import CheckedRun, ComparedKind, TrainingCheck, TrainingLine
+from moewright.spec.ledger import Module
+from moewright.spec.training_check import (
+    CheckedRun,
+    ComparedKind,
+    SettingLine,
+    TrainingCheck,
+    TrainingLine,
+)
 from moewright.spec.workload import Dtype, Objective, RoutesSpec, Workload
 
 # How often the distance that rounding makes may be exceeded: a layout rounds in other places, and
 # a few distances of one process say only roughly how large theirs are.
 _TIMES_ROUNDING = 6.0
+# In 8 and 4 bits the formats of products round far more than all else, and the most that a layout
+# does is to round every operand anew. Two roundings of a number are apart by a sixth of its squared
+# step. Of the noisy runs it is a twenty-fifth where a unit of bf16 moves weights over the edges of
+# steps, and nearly a sixth behind the first products, whose errors move all that follows: 1.25
+# times their distance is the most measured, of six layouts and formats. The distance of a tensor,
+# of many numbers, hardly varies.
+_TIMES_IN_NARROW = {ComparedKind.GRADIENT: 2.5, ComparedKind.WEIGHT: 2.5}
+# How often sizes of gradients may say what is not, all of a comparison together. They are means of
+# many errors, and so nearly normal; the root mean square of the larger of two is 1.28 deviations.
+_FALSE_ALARMS = 1e-3
+_LARGER_OF_TWO = 1.28
 _NOISE_SEEDS = (1, 2)
 # In fp32 sums of another order differ by more than a unit of the weights makes them: the least
 # bounds, as the proofs of layouts have them.
@@ -69,6 +95,13 @@ _LEAST_OF_FIGURES = 1e-5
 # A unit in the last place over the number, by the format in which weights are stored.
 _UNITS = {Dtype.FP32: 2.0**-23, Dtype.FP16: 2.0**-10, Dtype.BF16: 2.0**-7}
 _FIGURES = (ComparedKind.LOSS, ComparedKind.AUX_LOSS, ComparedKind.NORM)
+# What a setting is raised by: in any job, with any value, more than rounding.
+_MORE = 0.1
+# Parameters that have an expert in each row of their first dim.
+_EXPERTS = "moe.experts."
+
+_FigureKey = tuple[ComparedKind, str]
+_Figures = dict[_FigureKey, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,8 +161,11 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
     runs: list[TrainedSteps] = []
     plans = [_Run(job=alone), *(_Run(job=alone, noise=unit, seed=seed) for seed in _NOISE_SEEDS)]
     plans.append(_Run(job=job))
-    if precision is Dtype.FP32 and _is_mean_over_micro_batches(job.workload):
+    has_double = precision is Dtype.FP32 and _is_mean_over_micro_batches(job.workload)
+    if has_double:
         plans.append(_Run(job=alone, copies=2))
+    changed = _list_settings(alone) if precision is Dtype.FP32 else {}
+    plans += [_Run(job=other) for other in changed.values()]
     for number, run in enumerate(plans):
         if chooses_once:
             taken = RoutesSpec(replay_routes=str(routes))
@@ -151,10 +187,19 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
     shutil.rmtree(routes, ignore_errors=True)
     reference, *others = runs
     noisy, compared = others[: len(_NOISE_SEEDS)], others[len(_NOISE_SEEDS) :]
+    first_setting = 1 + has_double
+
+    def compare(run: CheckedRun, trained: TrainedSteps) -> Iterator[TrainingLine]:
+        return _compare(run, reference, noisy, trained, is_narrow=precision.is_narrow)
+
     lines = [
         line
-        for run, trained in zip(CheckedRun, compared, strict=False)
-        for line in _compare(run, reference, noisy, trained)
+        for run, trained in zip(CheckedRun, compared[:first_setting], strict=False)
+        for line in compare(run, trained)
+    ]
+    settings = [
+        _count_changes(name, list(compare(CheckedRun.LAYOUT, trained)))
+        for name, trained in zip(changed, compared[first_setting:], strict=True)
     ]
     clip = job.workload.optimizer.clip_norm
     return TrainingCheck(
@@ -162,6 +207,47 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
         steps=steps,
         clipped_steps=sum(0 < clip < norm for _, _, norm in reference.figures),
         lines=tuple(lines),
+        settings=tuple(settings),
+    )
+
+
+def _list_settings(alone: Job) -> dict[str, Job]:
+    """Return the job with more of each of its settings that must change something."""
+    workload, model = alone.workload, alone.model
+    fine_tuning, loss = workload.fine_tuning, workload.loss
+    has_losses = model.moe is not None and trains_module(fine_tuning, Module.ROUTER)
+    has_bias = has_losses and model.moe is not None and model.moe.router.selection_bias
+    has_depths = model.mtp_layers > 0 and trains_module(fine_tuning, Module.MTP)
+    has_indexer = model.attention.indexer is not None and trains_indexer(workload)
+    losses = {
+        "aux_coeff": (has_losses, replace(loss, aux_coeff=loss.aux_coeff + _MORE)),
+        "seq_aux_coeff": (has_losses, replace(loss, seq_aux_coeff=loss.seq_aux_coeff + _MORE)),
+        "global_aux_coeff": (
+            has_losses,
+            replace(loss, global_aux_coeff=loss.global_aux_coeff + _MORE),
+        ),
+        "z_coeff": (has_losses, replace(loss, z_coeff=loss.z_coeff + _MORE)),
+        "mtp_coeff": (has_depths, replace(loss, mtp_coeff=loss.mtp_coeff + _MORE)),
+        "indexer_coeff": (has_indexer, replace(loss, indexer_coeff=loss.indexer_coeff + _MORE)),
+    }
+    changed = {
+        name: replace(workload, loss=other)
+        for name, (applies, other) in losses.items()
+        if applies and getattr(loss, name)
+    }
+    rate, decay = workload.router.bias_update_rate, workload.optimizer.weight_decay
+    if has_bias and rate:
+        router = replace(workload.router, bias_update_rate=rate + _MORE)
+        changed["bias_update_rate"] = replace(workload, router=router)
+    if decay:
+        optimizer = replace(workload.optimizer, weight_decay=decay + _MORE)
+        changed["weight_decay"] = replace(workload, optimizer=optimizer)
+    return {f"train.{name}": replace(alone, workload=other) for name, other in changed.items()}
+
+
+def _count_changes(name: str, lines: Sequence[TrainingLine]) -> SettingLine:
+    return SettingLine(
+        name=name, compared=len(lines), changed=sum(not line.holds for line in lines)
     )
 
 
@@ -286,6 +372,8 @@ def _compare(
     reference: TrainedSteps,
     noisy: Sequence[TrainedSteps],
     trained: TrainedSteps,
+    *,
+    is_narrow: bool,
 ) -> Iterator[TrainingLine]:
     """Yield a line for each figure, of which one kind has one least bound.
 
@@ -295,15 +383,17 @@ def _compare(
     others = [_list_figures(run) for run in noisy]
     own = _list_figures(trained)
     rounding = {
-        key: max(_distance(other[key], value) for other in others)
+        key: max(_measure(key, other[key], value) for other in others)
         for key, value in references.items()
     }
+    typical = _find_typical(references, others, rounding)
+    times_by_kind = _choose_times(references) if is_narrow else {}
     for key, value in references.items():
         kind, name = key
-        typical = median(size for (other, _), size in rounding.items() if other is kind)
         least = _LEAST_OF_FIGURES if kind in _FIGURES else _LEAST_OF_TENSORS
-        bound = max(least, _TIMES_ROUNDING * max(rounding[key], typical))
-        difference = _distance(own[key], value) if key in own else float("inf")
+        times = times_by_kind.get(kind, _TIMES_ROUNDING)
+        bound = max(least, times * max(rounding[key], typical[key]))
+        difference = _measure(key, own[key], value) if key in own else float("inf")
         yield TrainingLine(
             run=run,
             kind=kind,
@@ -315,7 +405,35 @@ def _compare(
         )
 
 
-def _list_figures(run: TrainedSteps) -> dict[tuple[ComparedKind, str], torch.Tensor]:
+def _choose_times(references: _Figures) -> dict[ComparedKind, float]:
+    """Return how often the distance that rounding makes may be exceeded in 8 and 4 bits."""
+    sizes = sum(kind is ComparedKind.GRADIENT_SIZE for kind, _ in references)
+    deviations = NormalDist().inv_cdf(1 - _FALSE_ALARMS / 2 / max(1, sizes))
+    return {**_TIMES_IN_NARROW, ComparedKind.GRADIENT_SIZE: deviations / _LARGER_OF_TWO}
+
+
+def _find_typical(
+    references: _Figures, others: Sequence[_Figures], rounding: Mapping[_FigureKey, float]
+) -> dict[_FigureKey, float]:
+    """Return what rounding does to each figure by what it does to all of its kind.
+
+    Of the sizes of gradients, it is a share of how far rounding moves the gradient itself.
+    """
+    apart = {
+        key: max(_distance(other[key], value) for other in others)
+        for key, value in references.items()
+        if key[0] is ComparedKind.GRADIENT_SIZE
+    }
+    squares = [(rounding[key] / distance) ** 2 for key, distance in apart.items() if distance]
+    share = sqrt(fmean(squares)) if squares else 0.0
+    by_kind: dict[ComparedKind, list[float]] = {}
+    for (kind, _), size in rounding.items():
+        by_kind.setdefault(kind, []).append(size)
+    medians = {kind: median(sizes) for kind, sizes in by_kind.items()}
+    return {key: share * apart[key] if key in apart else medians[key[0]] for key in references}
+
+
+def _list_figures(run: TrainedSteps) -> _Figures:
     figures = {
         (kind, str(step)): torch.tensor(value, dtype=torch.float64)
         for step, values in enumerate(run.figures, 1)
@@ -325,11 +443,37 @@ def _list_figures(run: TrainedSteps) -> dict[tuple[ComparedKind, str], torch.Ten
         (kind, name): tensor
         for kind, group in (
             (ComparedKind.GRADIENT, run.gradients),
+            (ComparedKind.GRADIENT_SIZE, dict(_split_experts(run.gradients))),
             (ComparedKind.WEIGHT, run.moved),
         )
         for name, tensor in group.items()
     }
     return figures | tensors
+
+
+def _split_experts(gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the gradient of each parameter, that of experts by expert."""
+    for name, gradient in gradients.items():
+        if name_in_layer(name).startswith(_EXPERTS) and gradient.dim() > 1:
+            for expert, part in enumerate(gradient):
+                yield f"{name}[{expert}]", part
+        else:
+            yield name, gradient
+
+
+def _measure(key: _FigureKey, value: torch.Tensor, reference: torch.Tensor) -> float:
+    if key[0] is ComparedKind.GRADIENT_SIZE:
+        return _distance_along(value, reference)
+    return _distance(value, reference)
+
+
+def _distance_along(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return how far a tensor's part along its reference is from that, over the size of that."""
+    own, other = value.double().flatten(), reference.double().flatten()
+    square = float(other @ other)
+    if square == 0:
+        return _distance(value, reference)
+    return abs(float(own @ other) / square - 1)
 
 
 def _distance(value: torch.Tensor, reference: torch.Tensor) -> float:
