@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 
 from model_shapes import dense_model, moe_model, qwen3_235b
+from moewright.intake import catalogue
 from moewright.rules.grid import min_world_size
 from moewright.rules.job import Job, micro_batches
 from moewright.rules.limits.divisibility import divisors, nearest_legal
 from moewright.rules.limits.legality import check_legality
+from moewright.search.search import search
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     CpComm,
@@ -21,7 +23,7 @@ from moewright.spec.layout import (
     Recompute,
     Schedule,
 )
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import ModelSpec, PositionKind
 from moewright.spec.workload import Workload
 
 JOB = Workload(seq_len=4096, global_batch=2048)
@@ -129,6 +131,23 @@ def test_cutting_sequences() -> None:
     reason = only(Layout(world_size=2, tp=2))
     assert (reason.field, reason.nearest) == ("layout.sp", "true")
     assert broken(Layout(world_size=2, tp=2), model=dense_model()) == ()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4095, 4096])
+@pytest.mark.parametrize("position", list(PositionKind))
+def test_a_sequence_has_a_row_of_the_table_for_each_token(
+    rows: int, position: PositionKind
+) -> None:
+    model = replace(dense_model(), position=position, max_position=rows)
+    reasons = broken(Layout(world_size=8), model=model)
+    if position is not PositionKind.LEARNED or rows == JOB.seq_len:
+        assert not reasons
+        return
+    (reason,) = reasons
+    assert reason.field == "workload.seq_len"
+    assert reason.nearest == str(max(1, rows))
+    with pytest.raises(BadInput, match=f"has {rows} learned positions"):
+        search(model, JOB, catalogue.hardware("8xH100"))
 
 
 def test_experts_divide() -> None:

@@ -17,7 +17,12 @@ from moewright.cost.memory.host_memory import USABLE_SHARE, host_capacity
 from moewright.cost.memory.model_states import least_state_bytes
 from moewright.rules.grid import with_fabric_nodes
 from moewright.rules.job import plan_job
-from moewright.rules.limits.legality import check_device, check_legality, check_precision
+from moewright.rules.limits.legality import (
+    check_device,
+    check_legality,
+    check_positions,
+    check_precision,
+)
 from moewright.search.candidates import (
     Candidate,
     CandidatePool,
@@ -121,7 +126,7 @@ def search(
         BadInput: `fixed` is no layout, or the devices have no matrix products in the job's
             precision, or not what `fixed` asks for.
     """
-    if reasons := check_precision(workload, hardware):
+    if reasons := check_precision(workload, hardware) or check_positions(model, workload):
         raise BadInput(*reasons)
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):
@@ -204,7 +209,7 @@ def find_best_plan(
     Raises:
         BadInput: as for `search`.
     """
-    if reasons := check_precision(workload, hardware):
+    if reasons := check_precision(workload, hardware) or check_positions(model, workload):
         raise BadInput(*reasons)
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
     if reasons := check_device(space.base, hardware):

@@ -23,7 +23,7 @@ from moewright.spec.choices import MAX_DEGREE, FieldKind, LayoutField
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import Device, Hardware
 from moewright.spec.layout import DEFAULT_LAYOUT, LAYOUT_FIELDS, DispatcherKind, Layout, RankOrder
-from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.model import AttentionKind, ModelSpec, PositionKind
 from moewright.spec.workload import NARROW_FORMATS, Dtype, Workload
 
 # Larger numbers are typing errors, as beyond the bounds of a layout's own fields.
@@ -55,6 +55,7 @@ def check_legality(job: Job) -> tuple[Reason, ...]:
     reasons += _check_experts(job.model, job.layout)
     reasons += _check_nodes(job.layout)
     reasons += _check_tensor_parallelism(job.model, job.layout)
+    reasons += check_positions(job.model, job.workload)
     reasons += _check_sequence(job)
     reasons += check_stages(job.model, job.layout)
     reasons += tuple(check_batch_samples(job.workload))
@@ -70,6 +71,19 @@ def check_legality(job: Job) -> tuple[Reason, ...]:
     reasons += check_compatibility(job)
     reasons += check_placement(job) or check_load_histogram(job)
     return tuple(reasons)
+
+
+def check_positions(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
+    """Return why a sequence is longer than the model's table of positions; () where it is not.
+
+    A learned position is a row of the table; rotary angles and slopes have no last one.
+    """
+    rows = model.max_position
+    if model.position is not PositionKind.LEARNED or workload.seq_len <= rows:
+        return ()
+    rule = f"the model has {rows} learned positions"
+    value = _show(workload.seq_len)
+    return (Reason(field="workload.seq_len", value=value, rule=rule, nearest=str(max(1, rows))),)
 
 
 def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...]:
