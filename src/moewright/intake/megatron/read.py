@@ -27,7 +27,7 @@ from moewright.intake.megatron.overrides import ScriptOverrides
 from moewright.intake.megatron.settings import SUFFIXES
 from moewright.intake.megatron.trainer import SCHEDULE, read_batch_schedule
 from moewright.intake.megatron.unknown import find_unknown, show_unknown
-from moewright.intake.megatron.unread import account_for_options
+from moewright.intake.megatron.unread import account_for_options, load_tables
 from moewright.intake.megatron.workload import read_workload
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.extensions import ExtensionPoint, call_extension, list_extensions
@@ -69,7 +69,6 @@ class ScriptJob:
     notes: tuple[str, ...]
 
 
-@read_apart
 def read_launch(
     script: Path,
     environment: Mapping[str, str],
@@ -92,6 +91,18 @@ def read_launch(
         BadInput: the script cannot be read, or starts no training.
         BeyondBudget: reading it takes more than any script needs.
     """
+    load_tables()
+    return _read_apart(script, environment, arguments, overrides, cluster)
+
+
+@read_apart
+def _read_apart(
+    script: Path,
+    environment: Mapping[str, str],
+    arguments: Sequence[str],
+    overrides: ScriptOverrides,
+    cluster: Mapping[str, str],
+) -> LaunchCommand:
     with budget(script.name):
         return _read_launch(script, environment, arguments, overrides, cluster)
 

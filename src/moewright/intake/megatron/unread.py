@@ -16,8 +16,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from moewright.intake.megatron.options import option_table
+from moewright.intake.megatron.options import list_former_defaults, option_table
 from moewright.intake.megatron.packaged_tables import read_rows
+from moewright.intake.megatron.releases import list_releases
 from moewright.intake.megatron.settings import Value, is_unset
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import mention
@@ -136,6 +137,14 @@ class VoidOptions:
             return False
         lacks = bool(self.needs) and not any(other in others for other in self.needs)
         return lacks or any(other in others for other in self.excluded_by)
+
+
+def load_tables() -> None:
+    """Read what every script is read by, once in this process, for the forks that read scripts."""
+    list_former_defaults()
+    list_releases()
+    order_forks(())
+    find_harmless("", _FORKS)
 
 
 @cache
