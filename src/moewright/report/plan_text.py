@@ -345,10 +345,13 @@ def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Pla
 def _ranking_lines(plans: Sequence[Plan], picked: Sequence[Plan], width: int) -> Iterable[Text]:
     """Yield a line of figures a plan, and its layout below, for layouts that no column holds.
 
-    What one of the first layouts has and the best has not stands before its text.
+    What a layout has and the first has not stands before its text. Those behind the third are
+    counted: an answer is a screen.
     """
     yield Text(f"{'':3}{'step':>10}{'tok/s/dev':>12}{'MFU':>8}{'peak':>11}   verdict", style="bold")
     for rank, plan in enumerate(plans, 1):
+        if rank > _SPELLED_PLANS and plan not in picked:
+            continue
         estimate = plan.estimate
         is_picked = plan in picked
         mark = f"> {rank}" if is_picked else str(rank)
@@ -359,10 +362,14 @@ def _ranking_lines(plans: Sequence[Plan], picked: Sequence[Plan], width: int) ->
         )
         yield figures.append_text(_verdict_cell(estimate))
         changes = summarize_changes(plan.layout, plans[0].layout)
-        if changes and (rank <= _SPELLED_PLANS or is_picked):
+        if changes:
             yield Text(f"{_INDENT}{changes}")
         for line in _break_at_commas(format_layout(plan.layout), width - len(_INDENT)):
             yield Text(f"{_INDENT}{line}", style="bold" if is_picked else "")
+    rest = [plan.estimate.step_s for plan in plans[_SPELLED_PLANS:] if plan not in picked]
+    if rest:
+        steps = " to ".join(dict.fromkeys(map(format_seconds, (min(rest), max(rest)))))
+        yield Text(f"{_INDENT}{plural(len(rest), 'plan')} more at {steps} a step, with -v")
 
 
 def _break_at_commas(text: str, width: int) -> Iterable[str]:
