@@ -55,7 +55,7 @@ def check_legality(job: Job) -> tuple[Reason, ...]:
     reasons += _check_experts(job.model, job.layout)
     reasons += _check_nodes(job.layout)
     reasons += _check_tensor_parallelism(job.model, job.layout)
-    reasons += check_positions(job.model, job.workload)
+    reasons += check_positions(job.model, job.workload, step=_sequence_step(job.layout))
     reasons += _check_sequence(job)
     reasons += check_stages(job.model, job.layout)
     reasons += tuple(check_batch_samples(job.workload))
@@ -73,17 +73,19 @@ def check_legality(job: Job) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def check_positions(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
+def check_positions(model: ModelSpec, workload: Workload, *, step: int = 1) -> tuple[Reason, ...]:
     """Return why a sequence is longer than the model's table of positions; () where it is not.
 
-    A learned position is a row of the table; rotary angles and slopes have no last one.
+    A learned position is a row of the table; rotary angles and slopes have no last one. Legal
+    lengths are multiples of `step`.
     """
     rows = model.max_position
     if model.position is not PositionKind.LEARNED or workload.seq_len <= rows:
         return ()
     rule = f"the model has {rows} learned positions"
     value = _show(workload.seq_len)
-    return (Reason(field="workload.seq_len", value=value, rule=rule, nearest=str(max(1, rows))),)
+    nearest = str(max(1, rows // step) * step)
+    return (Reason(field="workload.seq_len", value=value, rule=rule, nearest=nearest),)
 
 
 def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...]:
