@@ -78,10 +78,10 @@ class _Worker:
 
 
 class BeyondBudget(BadInput):
-    """The exception for input that takes more than its reader may use: nobody reads it twice."""
+    """The exception for input that a reader gave up on, or was ended by: nobody reads it twice."""
 
     def __reduce__(self) -> tuple[type[BadInput], tuple[Reason, ...]]:
-        """Return how it is copied to another process: by its reasons."""
+        """Return how it is copied: as itself, where others come back as a BadInput."""
         return BeyondBudget, self.reasons
 
 
@@ -201,7 +201,7 @@ def budget(
         if account is not None:
             account.charge(time.process_time() - started_s)
         worker.page[:] = outer_page
-        if outer_s:
+        if outer_s:  # what fails after the last piece is about that piece
             _FORK.where = outer_where
 
 

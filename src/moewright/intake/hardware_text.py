@@ -49,7 +49,7 @@ _WORDS: Mapping[str, int] = MappingProxyType(
         "sixty-four": 64,
     }
 )
-_IN_WORDS = re.compile(r"([a-z-]+)(?=\s)", re.IGNORECASE)
+_IN_WORDS = re.compile(r"^[a-z-]+(?=\s)", re.IGNORECASE)
 
 _SHORTEST = 2  # letters that may begin many a name, as RT does
 
@@ -98,7 +98,7 @@ def parse_hardware_text(text: str) -> HardwareText:
 def _split_count(plain: str, text: str) -> HardwareText:
     if find_device(plain) is not None:
         return HardwareText(name=plain, count=None)
-    plain = _IN_WORDS.sub(_write_number, plain, count=1)
+    plain = _IN_WORDS.sub(_write_number, plain)
     nodes = _NODES.fullmatch(plain)
     if nodes is not None:
         return _read_nodes(nodes[1], nodes[2], text)
@@ -119,8 +119,7 @@ def _split_count(plain: str, text: str) -> HardwareText:
 
 
 def _write_number(word: re.Match[str]) -> str:
-    number = _WORDS.get(word[0].casefold()) if word.start() == 0 else None
-    return word[0] if number is None else str(number)
+    return str(_WORDS.get(word[0].casefold(), word[0]))
 
 
 def _read_nodes(nodes: str, node: str, text: str) -> HardwareText:

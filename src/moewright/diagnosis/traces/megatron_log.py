@@ -32,7 +32,9 @@ from moewright.spec.units import GB, GIB, MIB, TERA, divide, is_whole_number
 # Share of the iterations seen that is warm-up (autotuning, communicators, caches).
 WARM_UP_SHARE = 0.2
 _MAX_WARM_UP = 10
-_ITERATION = re.compile(r"iteration[ =]+(\d{1,15})\s*/\s*(\d{1,15})\s*\|(.*)")
+STEP_DIGITS = 15  # at most, of a step's number: a float has it exactly
+_STEP = rf"(\d{{1,{STEP_DIGITS}}})"
+_ITERATION = re.compile(rf"iteration[ =]+{_STEP}\s*/\s*{_STEP}\s*\|(.*)")
 # A number that float() reads once its commas are gone, and nothing that only begins like one: a
 # version ("1.2.3") is none.
 _UNSIGNED = r"\d+(?:\.\d*)?(?![\w.])"
@@ -274,13 +276,13 @@ def parse_log(text: str) -> MegatronLog:
     )
 
 
-def find_latest(numbers: Sequence[int]) -> NDArray[np.int64]:
+def find_latest(numbers: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the places of the steps that count, where a start may go back to a step.
 
     It forgets the steps from there on: of a step that is printed twice the last line counts, and of
     a run that began anew none. The numbers at these places rise.
     """
-    printed = np.array(numbers, dtype=np.int64)
+    printed = np.asarray(numbers, dtype=np.int64)
     behind = np.full(len(printed), np.iinfo(np.int64).max)  # the least number behind each
     behind[:-1] = np.minimum.accumulate(printed[:0:-1])[::-1]
     return np.flatnonzero(printed < behind)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moewright.diagnosis.step_noise import Floats
+from moewright.diagnosis.traces.megatron_log import STEP_DIGITS
 
 ELAPSED_MS = b"elapsed time per iteration (ms): "
 _LOSS = b" lm loss: "
@@ -25,12 +26,11 @@ _ANY_LOSS = b"loss: "
 _NUMBER = b"iteration "
 _NEW_LINE, _BAR, _SLASH = b"\n|/"
 _WIDEST = 32  # bytes of a value
-_MOST_DIGITS = 15  # of a step's number, which a float has exactly
 _WORD = 8  # bytes
 # A line from its number on, with its milliseconds and its loss, where it has one.
 _OTHER_FIELD = rb"(?:(?! (?:lm loss|loss|reduced.train.loss): )[^|\n]*\|)"
 _LINE = re.compile(
-    rb"iteration +(\d{1,%d})/ *\d+ \|" % _MOST_DIGITS
+    rb"iteration +(\d{1,%d})/ *\d+ \|" % STEP_DIGITS
     + _OTHER_FIELD
     + rb"{0,3}? elapsed time per iteration \(ms\): +([\d.]+)(?:/[\d.]+)? \|"
     + _OTHER_FIELD
@@ -89,7 +89,7 @@ def _read_table(piece: bytes, count: int) -> PieceSteps | None:
     digits = slash - first.find(_NUMBER) - len(_NUMBER)
     slashes_N = bars_NF[:, 0] - (len(first) - slash)
     begins_N = slashes_N - digits
-    if not 0 < digits <= _MOST_DIGITS or (begins_N - len(_NUMBER) < starts_N).any():
+    if not 0 < digits <= STEP_DIGITS or (begins_N - len(_NUMBER) < starts_N).any():
         return None
     if not (text[slashes_N] == _SLASH).all():
         return None

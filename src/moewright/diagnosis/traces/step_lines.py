@@ -18,14 +18,18 @@ from pathlib import Path
 import numpy as np
 
 from moewright.diagnosis.step_noise import Floats
-from moewright.diagnosis.traces.megatron_log import MemoryReport, find_latest, parse_log
+from moewright.diagnosis.traces.megatron_log import (
+    STEP_DIGITS,
+    MemoryReport,
+    find_latest,
+    parse_log,
+)
 from moewright.diagnosis.traces.megatron_pieces import ELAPSED_MS, PieceSteps, read_piece
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import GIB
 
 _ELAPSED = b"elapsed time per iteration"
 _LONGEST_LINE = 1 << 17  # what has no newline for so long is no line of a step
-_MOST_STEPS = 1 << 53  # whole numbers that a float tells apart
 _PIECE_BYTES = 1 << 22  # of a log that are taken apart at once
 
 
@@ -62,7 +66,7 @@ class StepSeries:
 
     def add(self, step: StepLine, offset: int) -> None:
         """Add a step, unless its number or its time is none that a step has."""
-        if not (0 <= step.number < _MOST_STEPS and 0 <= step.total < _MOST_STEPS):
+        if not (0 <= step.number < 10**STEP_DIGITS and 0 <= step.total < 10**STEP_DIGITS):
             return
         seconds = step.step_s
         if step.tokens_per_s:
@@ -91,7 +95,7 @@ class StepSeries:
     def sort(self) -> SortedSteps:
         """Return the steps that count, by number (`find_latest`)."""
         numbers = np.array(self.numbers, dtype=np.int64)
-        kept = find_latest(self.numbers)
+        kept = find_latest(numbers)
         return SortedSteps(
             numbers=tuple(numbers[kept].tolist()),
             steps_s=np.array(self.steps_s, dtype=float)[kept],
@@ -223,14 +227,17 @@ def _parse_whole(line: bytes) -> StepLine | None:
     )
 
 
-_OF = re.compile(rb"iteration[ =]+\d+\s*/\s*(\d{1,18})\b")
+_STEP = rb"(\d{1,%d})\b" % STEP_DIGITS
+_OF = re.compile(rb"iteration[ =]+\d+\s*/\s*" + _STEP)
 _NUMBER = rb"([-+]?[\d,]+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan)"
 _NEMO = re.compile(rb"train_step_timing in s\W+" + _NUMBER)
-_NEMO_STEP = re.compile(rb"(?:iteration|global_step)\W+(\d{1,18})\b(?:\s*/\s*(\d{1,18})\b)?")
+_NEMO_STEP = re.compile(rb"(?:iteration|global_step)\W+" + _STEP + rb"(?:\s*/\s*" + _STEP + rb")?")
 _NEMO_LOSS = re.compile(rb"reduced_train_loss\W+" + _NUMBER)
-_NEMO_BAR = re.compile(rb"\|\s*\d+/(\d{1,18}) \[")
+_NEMO_BAR = re.compile(rb"\|\s*\d+/" + _STEP + rb" \[")
 _TITAN = re.compile(
-    rb"step:\s*(?:\x1b\[\d+m)*(\d{1,18})\b.*?loss:\s*"
+    rb"step:\s*(?:\x1b\[\d+m)*"
+    + _STEP
+    + rb".*?loss:\s*"
     + _NUMBER
     + rb".*?tps:\s*(?:\x1b\[\d+m)*([\d,]+)"
 )

@@ -64,6 +64,7 @@ from moewright.rules.limits.engine_limits import require_runnable
 from moewright.rules.shapes.param import name_in_layer
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Module
+from moewright.spec.record import copy_with
 from moewright.spec.training_check import (
     CheckedRun,
     ComparedKind,
@@ -188,17 +189,14 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
     reference, *others = runs
     noisy, compared = others[: len(_NOISE_SEEDS)], others[len(_NOISE_SEEDS) :]
     first_setting = 1 + has_double
-
-    def compare(run: CheckedRun, trained: TrainedSteps) -> Iterator[TrainingLine]:
-        return _compare(run, reference, noisy, trained, is_narrow=precision.is_narrow)
-
+    allowed = _bound_figures(reference, noisy, is_narrow=precision.is_narrow)
     lines = [
         line
         for run, trained in zip(CheckedRun, compared[:first_setting], strict=False)
-        for line in compare(run, trained)
+        for line in _compare(run, allowed, trained)
     ]
     settings = [
-        _count_changes(name, list(compare(CheckedRun.LAYOUT, trained)))
+        _count_changes(name, list(_compare(CheckedRun.LAYOUT, allowed, trained)))
         for name, trained in zip(changed, compared[first_setting:], strict=True)
     ]
     clip = job.workload.optimizer.clip_norm
@@ -219,21 +217,15 @@ def _list_settings(alone: Job) -> dict[str, Job]:
     has_bias = has_losses and model.moe is not None and model.moe.router.selection_bias
     has_depths = model.mtp_layers > 0 and trains_module(fine_tuning, Module.MTP)
     has_indexer = model.attention.indexer is not None and trains_indexer(workload)
-    losses = {
-        "aux_coeff": (has_losses, replace(loss, aux_coeff=loss.aux_coeff + _MORE)),
-        "seq_aux_coeff": (has_losses, replace(loss, seq_aux_coeff=loss.seq_aux_coeff + _MORE)),
-        "global_aux_coeff": (
-            has_losses,
-            replace(loss, global_aux_coeff=loss.global_aux_coeff + _MORE),
-        ),
-        "z_coeff": (has_losses, replace(loss, z_coeff=loss.z_coeff + _MORE)),
-        "mtp_coeff": (has_depths, replace(loss, mtp_coeff=loss.mtp_coeff + _MORE)),
-        "indexer_coeff": (has_indexer, replace(loss, indexer_coeff=loss.indexer_coeff + _MORE)),
+    applies = {
+        **dict.fromkeys(("aux_coeff", "seq_aux_coeff", "global_aux_coeff", "z_coeff"), has_losses),
+        "mtp_coeff": has_depths,
+        "indexer_coeff": has_indexer,
     }
     changed = {
-        name: replace(workload, loss=other)
-        for name, (applies, other) in losses.items()
-        if applies and getattr(loss, name)
+        name: replace(workload, loss=copy_with(loss, **{name: getattr(loss, name) + _MORE}))
+        for name, is_read in applies.items()
+        if is_read and getattr(loss, name)
     }
     rate, decay = workload.router.bias_update_rate, workload.optimizer.weight_decay
     if has_bias and rate:
@@ -367,41 +359,56 @@ def _read_steps(out: Path) -> TrainedSteps:
     )
 
 
-def _compare(
-    run: CheckedRun,
-    reference: TrainedSteps,
-    noisy: Sequence[TrainedSteps],
-    trained: TrainedSteps,
-    *,
-    is_narrow: bool,
-) -> Iterator[TrainingLine]:
-    """Yield a line for each figure, of which one kind has one least bound.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Allowed:
+    """What one process computes for a figure, how far rounding moves it, and how far it may be."""
+
+    reference: torch.Tensor
+    rounding: float
+    bound: float
+
+
+def _bound_figures(
+    reference: TrainedSteps, noisy: Sequence[TrainedSteps], *, is_narrow: bool
+) -> dict[_FigureKey, _Allowed]:
+    """Return what is allowed for each figure, of which one kind has one least bound.
 
     A kind of few figures says more of what rounding does than any of its figures alone.
     """
     references = _list_figures(reference)
     others = [_list_figures(run) for run in noisy]
-    own = _list_figures(trained)
     rounding = {
         key: max(_measure(key, other[key], value) for other in others)
         for key, value in references.items()
     }
     typical = _find_typical(references, others, rounding)
     times_by_kind = _choose_times(references) if is_narrow else {}
+    allowed = {}
     for key, value in references.items():
-        kind, name = key
+        kind, _ = key
         least = _LEAST_OF_FIGURES if kind in _FIGURES else _LEAST_OF_TENSORS
         times = times_by_kind.get(kind, _TIMES_ROUNDING)
         bound = max(least, times * max(rounding[key], typical[key]))
-        difference = _measure(key, own[key], value) if key in own else float("inf")
+        allowed[key] = _Allowed(reference=value, rounding=rounding[key], bound=bound)
+    return allowed
+
+
+def _compare(
+    run: CheckedRun, allowed: Mapping[_FigureKey, _Allowed], trained: TrainedSteps
+) -> Iterator[TrainingLine]:
+    """Yield a line for each figure."""
+    own = _list_figures(trained)
+    for key, figure in allowed.items():
+        kind, name = key
+        difference = _measure(key, own[key], figure.reference) if key in own else float("inf")
         yield TrainingLine(
             run=run,
             kind=kind,
             name=name,
             difference=difference,
-            rounding=rounding[key],
-            bound=bound,
-            holds=difference <= bound,
+            rounding=figure.rounding,
+            bound=figure.bound,
+            holds=difference <= figure.bound,
         )
 
 

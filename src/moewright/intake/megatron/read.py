@@ -104,45 +104,37 @@ def _read_apart(
     cluster: Mapping[str, str],
 ) -> LaunchCommand:
     with budget(script.name):
-        return _read_launch(script, environment, arguments, overrides, cluster)
-
-
-def _read_launch(
-    script: Path,
-    environment: Mapping[str, str],
-    arguments: Sequence[str],
-    overrides: ScriptOverrides,
-    cluster: Mapping[str, str],
-) -> LaunchCommand:
-    added = (
-        call_extension(ExtensionPoint.READERS, name, script)
-        for name in list_extensions(ExtensionPoint.READERS)
-    )
-    text = next((command for command in added if command is not None), None)
-    if text is None and script.suffix.lower() == ".py":
-        rule = (
-            "is a program, which is not run here; give the configuration that it writes, such as "
-            "the run_config.yaml of a checkpoint, or have it started"
+        added = (
+            call_extension(ExtensionPoint.READERS, name, script)
+            for name in list_extensions(ExtensionPoint.READERS)
         )
-        nearest = f"moewright capture -- python {script.name}"
-        raise BadInput(Reason(field=script.name, rule=rule, nearest=nearest))
-    job_variables = dict(cluster)
-    if text is None and script.suffix.lower() in SUFFIXES:
-        manifest_text = read_text(script)
-        if is_manifest(manifest_text):
-            manifest = read_manifest(manifest_text, where=script.name)
-            text = manifest.command
-            job_variables |= manifest.variables
-    if text is None and script.suffix.lower() in _CONFIGURATIONS:
-        variables = {**cluster, **environment, **overrides.variables}
-        words = (*arguments, *overrides.settings_of_files())
-        return parse_configured(configure_file(script, variables, words), {}, overrides=overrides)
-    if text is None:
-        text = read_text(script)
-    told = {**job_variables, **read_directives(text), **environment}
-    reading = read_commands(text, told, arguments, script=script, constants=overrides.variables)
-    scheduled = {**told, **overrides.variables}
-    return find_launch(reading, script.parent, overrides, scheduled=scheduled)
+        text = next((command for command in added if command is not None), None)
+        if text is None and script.suffix.lower() == ".py":
+            rule = (
+                "is a program, which is not run here; give the configuration that it writes, such "
+                "as the run_config.yaml of a checkpoint, or have it started"
+            )
+            nearest = f"moewright capture -- python {script.name}"
+            raise BadInput(Reason(field=script.name, rule=rule, nearest=nearest))
+        job_variables = dict(cluster)
+        if text is None and script.suffix.lower() in SUFFIXES:
+            manifest_text = read_text(script)
+            if is_manifest(manifest_text):
+                manifest = read_manifest(manifest_text, where=script.name)
+                text = manifest.command
+                job_variables |= manifest.variables
+        if text is None and script.suffix.lower() in _CONFIGURATIONS:
+            variables = {**cluster, **environment, **overrides.variables}
+            words = (*arguments, *overrides.settings_of_files())
+            return parse_configured(
+                configure_file(script, variables, words), {}, overrides=overrides
+            )
+        if text is None:
+            text = read_text(script)
+        told = {**job_variables, **read_directives(text), **environment}
+        reading = read_commands(text, told, arguments, script=script, constants=overrides.variables)
+        scheduled = {**told, **overrides.variables}
+        return find_launch(reading, script.parent, overrides, scheduled=scheduled)
 
 
 def interpret_launch(
