@@ -27,6 +27,7 @@ class ReleasingFunction(torch.autograd.Function):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = vars(cls).get("backward")
+        # A class that inherits its backward is not wrapped a second time.
         if own is not None:
             type.__setattr__(cls, "backward", staticmethod(_release_after(own.__func__)))
 

@@ -113,6 +113,7 @@ def select_assigned(
     return tuple(
         shard.part(box)
         for shard in shards
+        # A tensor of which no rank holds an element is not in the plan.
         if shard.tensor.numel()
         for box in assigned[shard.name]
         if shard.contains(box)
@@ -150,6 +151,7 @@ def commit_save(request: SaveRequest, comm: Coordinator) -> None:
         entries = run_on_all_ranks(comm, partial(_write_and_verify, request, comm))
         _require_finite(request, entries)
         files = tuple(FileEntry(**entry) for entry in entries if entry is not None)
+        # The replies above are a barrier: no index is written before every file is on disk.
         index = CheckpointIndex(
             step=request.step, extra=request.extra, files=files, tensors=request.tensors
         )
@@ -159,6 +161,7 @@ def commit_save(request: SaveRequest, comm: Coordinator) -> None:
                 _commit(request, index)
 
         run_on_all_ranks(comm, commit_on_leader)
+    # Any other error ends the job, and the next save sweeps the working directory.
     except (BadInput, FloatingPointError):
         if is_leader:
             shutil.rmtree(request.working_path, ignore_errors=True)
@@ -176,11 +179,13 @@ def write_single_process(
     """
     shards_by_file: dict[str, list[tuple[TensorEntry, StoredShard]]] = {}
     for tensor in request.tensors:
+        # `plan_save` checks this for shards of ranks; here nobody has yet.
         if fault := find_tiling_fault(tensor.shape, [shard.box for shard in tensor.shards]):
             raise ValueError(f"{tensor.name}: {fault}")
         for shard in tensor.shards:
             shards_by_file.setdefault(shard.file, []).append((tensor, shard))
     directory = request.path.parent
+    # Before `_prepare` makes folders: what fails removes those that it made, and no others.
     existing = _nearest_existing(directory)
     try:
         if not _prepare(request):
@@ -204,6 +209,7 @@ def write_single_process(
     except OSError as error:
         raise write_error(directory, error, request.required_bytes) from error
     finally:
+        # After a commit there is nothing for these two to remove.
         shutil.rmtree(request.working_path, ignore_errors=True)
         _remove_empty(directory, below=existing)
     return request.path
@@ -221,6 +227,7 @@ def list_checkpoints(directory: Path) -> tuple[Path, ...]:
         for path in directory.iterdir()
         if checkpoint_step(path.name) is not None and (path / INDEX_FILE).is_file()
     ]
+    # Names sort as their steps do, for all have eight digits.
     return tuple(sorted(checkpoints))
 
 
@@ -297,11 +304,13 @@ def _prepare(request: SaveRequest) -> bool:
         raise BadInput(Reason(field=str(request.path), rule=rule, nearest="another directory"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # No rank writes yet: all wait for the leader's reply.
         for stale in directory.iterdir():
             if stale.name.startswith((_SAVING, _PURGED)):
                 _remove(stale)
         require_space(directory, request.required_bytes)
         request.working_path.mkdir()
+    # By the first `mkdir`: the working directory was swept before the second.
     except FileExistsError as error:
         raise BadInput(Reason(field=str(directory), rule="is a file, not a directory")) from error
     except OSError as error:
@@ -324,6 +333,7 @@ def _write(request: SaveRequest, comm: Coordinator) -> dict[str, Any] | None:
     """
     if not request.shards:
         return None
+    # Returned and not raised: `run_on_all_ranks` has ranks agree on BadInput alone.
     if name := find_nonfinite(request.shards):
         return {"not_finite": name}
     try:
@@ -351,10 +361,12 @@ def _commit(request: SaveRequest, index: CheckpointIndex) -> None:
     directory = request.path.parent
     try:
         write_text(request.working_path / INDEX_FILE, serialize_index(index))
+        # The names of the files must be durable before the rename makes them a checkpoint.
         fsync_directory(request.working_path)
         if os.path.lexists(request.path):  # without an index: half-written by something else
             _remove(request.path)
         request.working_path.rename(request.path)
+        # The rename is durable only when the folder around it is flushed.
         fsync_directory(directory)
     except OSError as error:
         raise write_error(directory, error, request.required_bytes) from error
@@ -368,6 +380,7 @@ def _purge(request: SaveRequest) -> None:
     """
     retention = request.retention
     older = [path for path in list_checkpoints(request.path.parent) if path != request.path]
+    # The one just written counts too; a negative end would cut from the back.
     for path in older[: max(0, len(older) - (retention.keep - 1))]:
         if retention.keeps_for_good(checkpoint_step(path.name) or 0):
             continue

@@ -33,6 +33,7 @@ class Coordinator:
 def yield_to_training() -> None:
     """Let this thread run where nothing else wants the core (Linux): training goes first."""
     with suppress(OSError, AttributeError):
+        # Linux keeps a priority for each thread, so this lowers the calling one alone.
         os.setpriority(os.PRIO_PROCESS, get_native_id(), _LAST_PRIORITY)
 
 
@@ -57,5 +58,6 @@ def run_on_all_ranks(comm: Coordinator, action: Callable[[], Any]) -> list[Any]:
     replies = comm.gather(reply)
     reasons = [Reason(**reply["reason"]) for reply in replies if reply["reason"] is not None]
     if reasons:
+        # A reason that several ranks have is told once, in the order of the ranks.
         raise BadInput(*dict.fromkeys(reasons))
     return [reply["value"] for reply in replies]

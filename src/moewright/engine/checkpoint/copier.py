@@ -46,6 +46,7 @@ class RemoteCopier:
         self._is_failing = False
         self._left_behind = 0
         self.copied_step = 0
+        # Links that a killed run has left.
         for stale in directory.glob(f"{_COPYING}*"):
             shutil.rmtree(stale, ignore_errors=True)
         self._turn = _Turn(self)
@@ -54,6 +55,7 @@ class RemoteCopier:
 
     def submit(self, checkpoint: Path) -> None:
         """Have a checkpoint copied; one that still waits for its turn is left out."""
+        # A thread inside a call to a server cannot be ended, only left for a new one.
         if self._turn.is_silent() and self._left_behind < _MOST_LEFT_BEHIND:
             self._left_behind += 1
             self._turn.leave()
@@ -65,12 +67,14 @@ class RemoteCopier:
 
         Where the file system has no links, it is the checkpoint itself.
         """
+        # Unique, for a step may come twice; it ends in the name that `explain_failure` reads.
         snapshot = checkpoint.with_name(f"{_COPYING}{time.monotonic_ns()}-{checkpoint.name}")
         try:
             snapshot.mkdir()
             for path in checkpoint.iterdir():
                 os.link(path, snapshot / path.name)
             for name in JOURNALS:
+                # A young run has not written each of its records yet.
                 with suppress(FileNotFoundError):
                     os.link(self._directory.parent / name, snapshot / name)
         except OSError:
@@ -138,8 +142,10 @@ class _Turn:
         self._copier = copier
         self._tasks: queue.Queue[Path | None] = queue.Queue()
         self._progress_s = time.monotonic()
+        # The thread begins with a question to the server.
         self._is_busy = True
         self._is_left = False
+        # A daemon: a server that does not answer must not keep the process alive.
         self._thread = Thread(target=self._run, name="copies", daemon=True)
         self._thread.start()
 
@@ -149,6 +155,7 @@ class _Turn:
 
     def begin_end(self) -> None:
         self._tasks.put(None)
+        # Patience begins anew: the end waits as long for a sign of life as any copy.
         self._progress_s = time.monotonic()
 
     def leave(self) -> None:
@@ -164,6 +171,7 @@ class _Turn:
         return self._thread.is_alive()
 
     def join(self) -> None:
+        # Short, so that who waits can say so and look at the deadline.
         self._thread.join(0.2)
 
     def _drop_waiting(self) -> None:

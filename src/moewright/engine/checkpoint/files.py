@@ -39,6 +39,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import format_bytes
 
 _SMALL_BUFFER_BYTES = 1 << 16  # a page of pages: little tensors need no more
+# 0 where the system has no such flag: writes go through the page cache there.
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -98,6 +99,7 @@ class DirectFile:
 
     def _flush(self) -> None:
         self._digest.update(self._view[: self._filled])
+        # Direct writes take multiples of the alignment; only the end of a file has less.
         aligned = self._filled - self._filled % WRITE_ALIGNMENT
         self._write_out(0, aligned)
         if aligned < self._filled:  # the end of the file
@@ -134,6 +136,7 @@ def _allocate_buffer() -> torch.Tensor:
 
 
 def _allocate_aligned(nbytes: int) -> torch.Tensor:
+    # O_DIRECT needs an address of this alignment, and torch's allocator promises less.
     memory_u8 = torch.empty(nbytes + WRITE_ALIGNMENT, dtype=torch.uint8)
     start = -memory_u8.data_ptr() % WRITE_ALIGNMENT
     return memory_u8[start : start + nbytes]
@@ -143,6 +146,7 @@ def _open_direct(path: Path, flags: int) -> int:
     try:
         return os.open(path, flags | _O_DIRECT, 0o666)
     except OSError as error:
+        # EINVAL is how a file system refuses the flag.
         if error.errno != errno.EINVAL:
             raise
     path.unlink(missing_ok=True)  # some systems create it before they refuse the flag
@@ -210,6 +214,7 @@ def write_tensors(
     with DirectFile(path) as file:
         file.write(torch.frombuffer(preamble, dtype=torch.uint8))
         for header, tensor in zip(headers, tensors, strict=True):
+            # Flat first: torch refuses to view a tensor without dims as a narrower dtype.
             data_u8 = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
             if data_u8.numel() != header.nbytes:
                 raise ValueError(f"{header.name}: {data_u8.numel()} bytes for {header.nbytes}")
@@ -233,6 +238,7 @@ def _build_preamble(
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Spaces up to a multiple of 8, as safetensors writes them, so that the data are aligned.
     text += b" " * (-len(text) % 8)
     return bytearray(len(text).to_bytes(8, "little") + text), end
 
@@ -264,6 +270,7 @@ def verify_file(
     path = directory / entry.name
     try:
         status = path.lstat()
+        # By lstat: a link is refused too, for what it leads to lies outside of the checkpoint.
         if not S_ISREG(status.st_mode):
             raise damage_error(path, "is not a regular file")
         if status.st_size != entry.nbytes:
@@ -318,6 +325,7 @@ class PayloadReader:
             dtype = stored.get_dtype()
             shape = tuple(stored.get_shape())
             if (dtype, shape) == (tensor.dtype, shard.box[1]):
+                # A tensor without dims has nothing to slice.
                 if not sizes:
                     scalar: torch.Tensor = file.get_tensor(key)
                     return scalar

@@ -31,6 +31,7 @@ OLDER_CHECKPOINT = "an older checkpoint"
 STEP_LIMIT = 10**8  # names of checkpoints have 8 digits
 _FORMAT = "moewright-checkpoint"
 _VERSION = 1
+# Without separators, so that no name of a forged index leads out of the checkpoint.
 _PAYLOAD = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -125,6 +126,7 @@ def read_index(checkpoint: Path) -> CheckpointIndex:
         fault = "is a file" if checkpoint.exists() else "does not exist"
         rule = f"{fault}; a checkpoint is a directory"
         raise BadInput(Reason(field=str(checkpoint), rule=rule, nearest="step-*"))
+    # A link that leads nowhere is refused below, as no regular file.
     if not path.is_symlink() and not path.exists():
         content = ", ".join(sorted(entry.name for entry in checkpoint.iterdir())[:3]) or "nothing"
         rule = f"is not a checkpoint: it has no {INDEX_FILE} but {content}"
@@ -136,6 +138,7 @@ def read_index(checkpoint: Path) -> CheckpointIndex:
         data = json.loads(
             text, object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant
         )
+    # json raises RecursionError for what is nested too deep.
     except (OSError, ValueError, RecursionError) as error:
         _refuse(path, f"cannot be read ({type(error).__name__}: {error})")
     try:
@@ -211,6 +214,7 @@ def _parse_tensor(data: Any, files: tuple[FileEntry, ...]) -> TensorEntry:
         sizes = _parse_sizes(box[2], name)
         _require(number < len(files), f"{name}: file {number} of {len(files)}")
         shards.append(StoredShard(box=(offsets, sizes), file=files[number].name))
+    # A load relies on it: each element of each shard is read exactly once.
     fault = find_tiling_fault(shape, [shard.box for shard in shards])
     _require(not fault, f"{name}: {fault}")
     return TensorEntry(name=name, dtype=entry["dtype"], shape=shape, shards=tuple(shards))
@@ -222,6 +226,7 @@ def _check_keys(data: Any, name: str, types: Mapping[str, type]) -> dict[str, An
         f"{name} does not have the keys {', '.join(types)}",
     )
     for key, expected in types.items():
+        # The very type: `isinstance` would take true for an int.
         _require(type(data[key]) is expected, f"{name}: {key} is not {expected.__name__}")
     return dict(data)
 

@@ -83,6 +83,7 @@ def refuse_mismatch(
     field.
     """
     job_values = _flatten(expected)
+    # A default of a field that the job lacks would be a difference by itself.
     saved_values = {name: value for name, value in _flatten(defaults).items() if name in job_values}
     saved_values |= _flatten(saved)
     differences = []
@@ -156,6 +157,7 @@ def read_tensor_box(
 
 def _fill_tensor(reader: PayloadReader, tensor: TensorEntry, shards: Sequence[LocalShard]) -> None:
     for shard, stored, item in plan_load(tensor, shards):
+        # autograd refuses to write in place into a leaf that requires a gradient.
         target = shard.tensor.detach()
         for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             target = target.narrow(dim, offset, length)

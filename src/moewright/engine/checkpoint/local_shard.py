@@ -49,6 +49,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         ]
     first_whole = -(-start // row_numel) * row_numel
     end_whole = stop // row_numel * row_numel
+    # A set: a range that begins or ends on a row has no partial first or last one.
     cuts = sorted({start, first_whole, end_whole, stop})
     return [box for low, high in pairwise(cuts) for box in _boxes(shape, low, high)]
 
@@ -73,6 +74,7 @@ def find_tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str:
         if fault := find_box_fault(shape, box):
             return fault
     active: list[Box] = []  # the boxes that reach the first row of the next one
+    # Sorted by first row: a box that has ended meets none of those to come.
     for box in sorted(boxes):
         if shape:
             first_row = box[0][0]
@@ -81,6 +83,7 @@ def find_tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str:
             if _overlap(box, other):
                 return f"boxes at {list(other[0])} and {list(box[0])} overlap"
         active.append(box)
+    # No two overlap and all lie within, so equal counts mean that nothing is left out.
     covered = sum(prod(sizes) for _, sizes in boxes)
     return "" if covered == prod(shape) else f"boxes cover {covered} of {prod(shape)} elements"
 
@@ -115,6 +118,7 @@ SAFETENSORS_DTYPES = {
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]*(/[A-Za-z0-9_][\w.\-]*)*", re.ASCII)
 
 
+# eq=False: tensors compared give a tensor, no bool.
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalShard:
     """A box of the global tensor `name`, which lies at `offsets` and is as large as `tensor`.

@@ -59,8 +59,10 @@ def plan_save(specs_by_rank: Sequence[Sequence[ShardSpec]]) -> tuple[TensorEntry
         for name, _, _, offsets, sizes in specs:
             holders[name, (tuple(offsets), tuple(sizes))].append(rank)
     rows: dict[tuple[tuple[int, ...], int], list[tuple[str, Box]]] = defaultdict(list)
+    # Sorted, for every rank must come to the same plan by itself.
     for (name, box), held_by in sorted(holders.items()):
         dtype, _ = kinds[name]
+        # Of one width, so that equal shares of elements are equal shares of bytes.
         rows[tuple(held_by), SAFETENSORS_DTYPES[dtype].itemsize].append((name, box))
     shards: dict[str, list[StoredShard]] = defaultdict(list)
     for (ranks, _), boxes in rows.items():
@@ -83,6 +85,7 @@ def _share_out(
     for name, (offsets, sizes) in boxes:
         start, end = first, first + prod(sizes)
         while start < end:
+            # Shares are empty where there are fewer elements than ranks.
             while ends[place] <= start:
                 place += 1
             stop = min(ends[place], end)
@@ -135,6 +138,7 @@ def plan_load(
     for item in create_read_items_for_chunk_list(tensor.name, stored, local_chunks):
         target = item.dest_index.index
         source = item.storage_index.index
+        # torch types them as optional; its planner sets both for chunks.
         assert target is not None
         assert source is not None
         yield shards[target], tensor.shards[source], item

@@ -141,6 +141,7 @@ class RemoteFolder:
         Raises:
             Exception: of any kind, by the file system, when it does not answer.
         """
+        # fsspec keeps listings, and others write here too.
         self._files.invalidate_cache()
         try:
             names = [path.rstrip("/").rsplit("/", 1)[-1] for path in self._list(self._root)]
@@ -163,6 +164,7 @@ class RemoteFolder:
         Raises:
             Exception: of any kind, by the file system, where that cannot be done.
         """
+        # Unique: two runs may probe one folder.
         name = f"{self._root}/.probe-{uuid.uuid4().hex}"
         self._files.makedirs(self._root, exist_ok=True)
         self._files.pipe_file(name, name.encode())
@@ -193,6 +195,7 @@ class RemoteFolder:
                 return index.step
             if json.loads(present)["body"]["extra"] != json.loads(text)["body"]["extra"]:
                 raise OSError(f"{target} is the same step of another job")
+            # Before its files change: a copy without an index is none.
             self._files.rm_file(target)
         self._files.makedirs(self._path(index.step), exist_ok=True)
         for entry in index.files:
@@ -234,6 +237,7 @@ class RemoteFolder:
     def _read(self, path: str, note: Callable[[str], None]) -> Iterator[bytes]:
         """Yield the blocks of a file."""
         self._files.invalidate_cache()
+        # No read-ahead: each block is asked for once.
         with self._files.open(path, "rb", cache_type="none") as stream:
             while block := stream.read(_CHUNK_BYTES):
                 note(f"reads the copy {path}")
@@ -350,6 +354,7 @@ def fetch_newer(
             bring = partial(remote.download, step, directory, accept)
             try:
                 path = wait_patiently(bring, PATIENCE_S, tell)
+            # Before OSError, which it is: a silent server would be asked once for every older copy.
             except SilentServerError as error:
                 _refuse_or_tell(url, directory, newest, f"cannot be read ({error})")
                 return None
@@ -403,6 +408,7 @@ def _last_step(path: Path) -> int:
 
 
 def _is_damage(refusal: BadInput) -> bool:
+    # A damaged file is named by its place in the folder of the fetch; `accept` names others.
     return all(_FETCHING in reason.field for reason in refusal.reasons)
 
 
@@ -418,6 +424,7 @@ def _alone(directory: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
+        # That unlocks it. The file stays: another process may be waiting on it.
         os.close(handle)
 
 

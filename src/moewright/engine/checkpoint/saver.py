@@ -79,6 +79,7 @@ class CheckpointSaver:
         self._extra = extra
         self._comm = comm
         self._background_comm = comm
+        # Here, because all ranks have to create a process group at the same time.
         if spec.mode is SaveMode.ASYNC:
             self._background_comm = build_background_comm()
         self._tensors: tuple[TensorEntry, ...] | None = None
@@ -110,12 +111,14 @@ class CheckpointSaver:
             shards=assigned,
             retention=self._spec,
         )
+        # Before the copy: a full disk is refused by this call, and not by the thread later.
         if not prepare_save(request, self._comm):
             return request.path
         if self._spec.mode is SaveMode.SYNC:
             self._commit_and_copy(replace(request, verify=verify), self._comm)
             return request.path
         request = replace(request, shards=self._copy_to_host(request.shards))
+        # After the copy, which is what will be written, and before training changes anything.
         verify()
         self._thread = Thread(target=self._commit, args=(request,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -199,6 +202,7 @@ class CheckpointSaver:
     def _fit_host_copy(self, shards: Sequence[LocalShard]) -> None:
         nbytes = sum(shard.tensor.nbytes for shard in shards)
         if self._host_copy.numel() != nbytes:
+            # Only from page-locked memory does a copy of a GPU run beside the host.
             is_pinned = any(shard.tensor.is_cuda for shard in shards)
             self._host_copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
 
@@ -214,6 +218,7 @@ class CheckpointSaver:
         ]
         for copy, shard in zip(copies, shards, strict=True):
             copy.copy_(shard.tensor.detach(), non_blocking=True)
+        # Training writes the weights next, so the copies must be over.
         if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.current_stream().synchronize()
         return tuple(

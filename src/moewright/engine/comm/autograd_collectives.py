@@ -51,6 +51,7 @@ class GatherSequence(ReleasingFunction):
 
     @staticmethod
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # A copy: `reduce` may write into what it gets, and the gradient is autograd's.
         return ctx.tp.reduce(grad_T.clone(memory_format=torch.contiguous_format)), None
 
 
@@ -254,4 +255,5 @@ class _FinishExchange(ReleasingFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.exchange.start_backward(grad)
+        # The gradient of the ticket, which has to have the ticket's shape.
         return grad.new_empty(0), None

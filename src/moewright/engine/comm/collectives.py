@@ -181,6 +181,7 @@ class TimedWork:
         if self.recorded is not None:
             self.group.tape.put(*self.recorded)
             self.recorded = None
+        # Counts of live memory must not depend on when a thread of gloo lets go.
         if self.group.counters.is_counting:
             await_release()
         return is_done
@@ -328,6 +329,7 @@ class TensorParallel:
 
     def start_gather(self, x_t: torch.Tensor) -> AsyncCollective:
         """Start `gather`."""
+        # Without sequence parallelism every rank holds all tokens as it is.
         if not self.sequence_parallel or self.group.size == 1:
             return AsyncCollective(out=x_t, tensor=x_t, work=None)
         out = x_t.new_empty((self.group.size * len(x_t), *x_t.shape[1:]))
@@ -454,6 +456,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
         return [value]
     world = dist.get_world_size()
     device = _control_device(group)
+    # Texts differ in length and gathers take equal ones: sizes go first, then padded texts.
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = torch.zeros(world, dtype=torch.int64, device=device)
     _all_gather_single(sizes, torch.tensor([data.numel()], device=device), group=group)
@@ -470,4 +473,5 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 
 
 def _control_device(group: dist.ProcessGroup | None) -> torch.device:
+    # NCCL moves memory of a GPU alone.
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -35,6 +35,7 @@ def _open_sockets() -> Iterator[tuple[str, socket.socket]]:
             name = os.readlink(f"/proc/self/fd/{number}")
             if not name.startswith("socket:"):
                 continue
+            # A duplicate: a socket object closes its handle, and torch goes on with the original.
             connection = socket.socket(fileno=os.dup(int(number)))
         except OSError:  # it has been closed meanwhile
             continue

@@ -53,6 +53,7 @@ def place_tensor(mesh: Mesh, global_shape: tuple[int, ...], sharding: Sharding) 
     """Place a tensor in equal shards, the last ones padded where an axis does not divide a dim."""
     local_shape = list(global_shape)
     offsets = [0] * len(global_shape)
+    # Each axis cuts a whole dim, so that a sharding names a dim once at most.
     for axis, dim in sharding:
         local_shape[dim] = shard_size(global_shape[dim], axis_size(mesh.layout, axis))
         offsets[dim] = mesh.coordinate(axis) * local_shape[dim]
@@ -126,6 +127,7 @@ def build_mesh(
     handles: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
     def group(name: str, ranks: tuple[int, ...], partition: tuple[tuple[int, ...], ...]) -> Group:
+        # It is the same on all ranks, which have to create the same groups in the same order.
         if max(map(len, partition)) > 1 and partition not in handles:
             handles[partition] = create_groups(partition, rank)
         return Group(
@@ -142,6 +144,7 @@ def build_mesh(
     ]
     pipelines = all_groups(layout, "pp")
     pipeline = next(ranks for ranks in pipelines if rank in ranks)
+    # Not by `group`, which would take the handle of the pipeline group again.
     upstream = Group(
         name="pp",
         ranks=pipeline,
@@ -158,6 +161,7 @@ def build_mesh(
             if group.size > 1
         ]
     shared_table_groups = {}
+    # Sorted: creating a process group is a call of all ranks, in one order.
     for pp_ranks in sorted(set(tables)):
         partition = tuple(tuple(ranks[pp_rank] for pp_rank in pp_ranks) for ranks in pipelines)
         own_ranks = next((ranks for ranks in partition if rank in ranks), (rank,))

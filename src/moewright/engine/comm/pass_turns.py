@@ -88,11 +88,13 @@ class PassTurns:
         self._error = None
         self._left = [None] * len(self._states)
         self._note_turn = note_turn or _ignore_turn
+        # A thread has modes of its own: the worker enters those of this thread.
         modes = [*dispatch_modes(), *function_modes()]
         # A daemon: where this thread is interrupted, the process does not wait for it.
         worker = threading.Thread(
             target=self._run_backward, args=(backward, modes), name="backward", daemon=True
         )
+        # What is in place is the caller's state, and the forward goes on with that.
         if self._order[0] is RowKind.B:
             self._exchange_states()
         self._note_turn(self._order[0])
@@ -102,6 +104,7 @@ class PassTurns:
                 forward()
         finally:
             worker.join()
+            # The caller gets its own state back, whichever pass ended last.
             if self._order[-1] is RowKind.B:
                 self._exchange_states()
             self._order = ()
@@ -110,6 +113,7 @@ class PassTurns:
             raise self._error
 
     def _run_backward(self, backward: Callable[[], None], modes: Sequence[object]) -> None:
+        # A new thread begins on device 0.
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:
@@ -143,6 +147,7 @@ class PassTurns:
     def _wait_for(self, own: RowKind) -> None:
         if self._error is None and own not in self._order[self._place :]:
             raise RuntimeError(f"pass {own} of a pair goes on after its last segment")
+        # A slice, because there is no segment after the last.
         self._changed.wait_for(
             lambda: self._error is not None or self._order[self._place : self._place + 1] == (own,)
         )

@@ -76,11 +76,13 @@ class Tape:
 
     def reserve(self) -> int:
         """Return the place of what a collective will give."""
+        # In the order of starts: collectives may be waited for in another one.
         self.received.append(torch.empty(0))
         return len(self.received) - 1
 
     def put(self, place: int, out: torch.Tensor) -> None:
         """Put a copy of what a collective has given in its place."""
+        # A copy, because the buffer is the caller's, who may write it again.
         self.received[place] = out.detach().clone()
 
     def play(self, out: torch.Tensor) -> None:

@@ -252,6 +252,7 @@ class AllToAllDispatcher:
     ) -> torch.Tensor:
         """Send rows back to the ranks of their tokens, the parts of sharded experts summed."""
         if route.unpadded_rows is not None:
+            # Without the padding up to the longest part of the ETP ranks.
             rows = ReduceScatterRows.apply(rows, self._etp_group)[: sum(route.receive)]
         (returned,) = exchange(
             (rows,),

@@ -125,16 +125,19 @@ class DedupDispatcher:
         hops = []
         for group, (send, receive) in zip(self._groups, sizes.hops, strict=True):
             experts_behind //= group.size
+            # Once for each destination, however many experts of a token are behind it.
             destinations_Tk = mask_repeats(ids // experts_behind, group.size)
             copies = build_row_map(destinations_Tk, sum(send), self._kernels)
             first_expert = destinations_Tk.flatten()[copies.slot_of_row][:, None] * experts_behind
             sent_ids = ids[copies.token_of_row] - first_expert
             is_elsewhere = (sent_ids < 0) | (sent_ids >= experts_behind)
+            # In 32 bits, for all ids of a token travel with each of its copies.
             sent_ids = sent_ids.masked_fill(is_elsewhere, experts_behind).to(torch.int32)
             ids = all_to_all(sent_ids, group, send=send, receive=receive)
             hops.append(Hop(group=group, copies=copies, send=send, receive=receive))
         padded_length = max(sizes.received_copies)
         if self._etp_group.size > 1:
+            # An id past the last expert: padding has no row.
             padded_ids = pad_rows(ids, padded_length, self._local_experts)
             ids = all_gather_rows(padded_ids, self._etp_group)
         route = DedupRoute(
@@ -250,6 +253,7 @@ class DedupDispatcher:
         """
         if self._etp_group.size > 1:
             received = sum(route.hops[-1].receive)
+            # Without the padding up to the longest part of the ETP ranks.
             rows = ReduceScatterRows.apply(rows, self._etp_group)[:received]
         for number, hop in reversed(tuple(enumerate(route.hops))):
             exchange_hop = all_to_all_in_turn if number else exchange

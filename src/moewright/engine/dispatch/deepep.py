@@ -243,6 +243,7 @@ def verify_library(
     except Exception as error:
         failures += 1
         rule = f"failed a trial at the start: {type(error).__name__}: {error}"
+    # All ranks come here, also those where it failed, or the others would wait for ever.
     if float(all_reduce(failures, library.group)):
         raise BadInput(unusable_reason(kind, rule))
 

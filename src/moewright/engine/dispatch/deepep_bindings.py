@@ -38,6 +38,7 @@ class DeepEp:
         self.group = group
         self._experts = sizes.experts
         self._index_dtype = getattr(module, "topk_idx_t", torch.int64)
+        # One buffer serves dispatch and combine, so that it has to be large enough for either.
         self._buffer = buffer_class(
             group.handle,
             max(config.get_nvl_buffer_size_hint(row_bytes, group.size) for config in configs),
@@ -47,6 +48,7 @@ class DeepEp:
     def dispatch(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> ReceivedCopies:
+        # The library takes -1 for a slot without an expert; here that is one past the last.
         chosen = experts_Tk.masked_fill(experts_Tk == self._experts, -1).to(self._index_dtype)
         rank_counts, node_counts, expert_counts, is_in_rank, _ = self._buffer.get_dispatch_layout(
             chosen, self._experts

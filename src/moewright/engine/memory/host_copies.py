@@ -71,5 +71,7 @@ class StreamCopies:
         flat, made = fetched
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(made)
+        # It was made on another stream, which must not reuse its memory before this one has read
+        # it.
         flat.record_stream(stream)
         return flat

@@ -214,6 +214,7 @@ class _PartGraph:
             self._forward.record(self._compute)
             self._has_forward = True
         else:
+            # Else the part before has written it in its place.
             if storage_id(x) != storage_id(self._input):
                 self._input.copy_(x)
             self._replay(self._forward)
@@ -234,6 +235,7 @@ class _PartGraph:
             self._replay(self._backward)
         for call in self._calls:
             call()
+        # A copy, because other parts share the buffer.
         return self._graphs.find_gradient(self._input).clone()
 
     def _replay(self, capture: GraphCapture) -> None:

@@ -97,6 +97,7 @@ class SavedTensorManager:
         """
         key = storage_id(tensor)
         self._unpacked[key] = unpack
+        # When a storage is freed, another one may get its id.
         finalizer = weakref.finalize(tensor.untyped_storage(), self._unpacked.pop, key, None)
         finalizer.atexit = False
         return tensor
@@ -185,6 +186,7 @@ class SavedTensorManager:
         if not self._is_active(enabled):
             yield
             return
+        # What a recomputation reads is kept like any saved tensor: it may itself be offloaded.
         kept = tuple(self._pack(x.detach()) for x in inputs)
         key = storage_id(output)
         self._replacements[key] = _Recomputed(compute, kept, self._counters)
@@ -511,6 +513,7 @@ class _Offloaded(_Replacement):
     def add_view(self, tensor: torch.Tensor) -> _SavedView:
         if self._host is None:
             self._scope = self._counters.scopes.current  # of the module that would have kept it
+            # The whole storage: other operations may save other views of it.
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             with self._counters.scopes.on_host():
                 self._host = self._copies.start_copy(tensor.as_strided((size,), (1,), 0))
@@ -575,6 +578,7 @@ class _Checkpoint(ReleasingFunction):
         ctx.block = block
         ctx.save_for_backward(*inputs)
         out = block(*inputs)
+        # Numbers of rows and ids of experts have no gradient.
         ctx.mark_non_differentiable(*(x for x in out if not x.is_floating_point()))
         return out
 
@@ -591,5 +595,6 @@ class _Checkpoint(ReleasingFunction):
                 for out, grad in zip(outputs, grads, strict=True)
                 if out.requires_grad and grad is not None
             ]
+            # Not `grad`: weights accumulate their gradients here, and their hooks run.
             torch.autograd.backward([out for out, _ in used], [grad for _, grad in used])
         return None, None, *(x.grad for x in inputs)

@@ -102,9 +102,11 @@ class WeightGradStore:
 
 def _compute_all(deferred: list[_DeferredGrads]) -> None:
     while deferred:
+        # Taken out first, so that its operands are freed once it is done.
         grads = deferred.pop(0)
         with torch.no_grad():
             values = grads.compute(grads.operands)
+        # From the edges on: a gradient of a view goes to its parameter, whose hooks run.
         torch.autograd.backward(grads.edges, values)
 
 

@@ -44,6 +44,7 @@ def add_column_adapter(
     replicas = _replica_group(runtime)
     a = part.lora_a.weight
     stack = part.lora_b.weight.view(-1, *part.lora_b.weight.shape[-2:]).unbind()
+    # One product for the whole stack: the ranks of its adapters lie side by side.
     h_tr = ReplicatedLinear.apply(x_tK, a.flatten(0, -2), runtime.counters, WIDE_PRODUCTS, replicas)
     h_tr = h_tr * part.lora_factor
     tp = runtime.mesh.tensor_parallel

@@ -164,6 +164,7 @@ class MicroBatchContextBuilder:
         ropes = (spec.rope, spec.compressed_rope) if self._is_compressed else (spec.rope,)
         rotated = torch.arange(seq_len) if self._is_compressed else positions
         self._rotations = tuple(self._compute_rotation(rope, rotated) for rope in ropes)
+        # A window as long as a sequence bounds nothing.
         self._window = runtime.model.max_window if runtime.model.max_window < seq_len else 0
         self._chunk = self._window if spec.chunked else 0
         self._temperatures = self._compute_temperatures(positions)
@@ -247,6 +248,7 @@ class MicroBatchContextBuilder:
             seq_len=runtime.workload.seq_len,
             rounded=find_family(runtime.model.family).rounds_yarn,
         )
+        # In fp64: an fp32 product of a far position and a frequency loses part of the angle.
         angles = torch.outer(positions.double(), frequencies)
         return (
             (angles.cos() * factor).to(runtime.device, torch.float32),
@@ -273,6 +275,7 @@ class MicroBatchContextBuilder:
 
     def _plan_blocks(self, segments: Segments | None) -> tuple[BlocksBySource, BlocksBySource]:
         blocks = plan_attention_blocks(self._runtime, segments)
+        # Blocks of chunks are planned by `build`, as those of segments.
         if not self._window or self._chunk:
             return blocks, blocks
         return blocks, plan_attention_blocks(self._runtime, segments, self._window)
@@ -375,6 +378,7 @@ class Attention(nn.Module):
         with runtime.counters.scopes.enter(Module.ATTENTION):
             q, k, v, gate = self._project_qkv(x_tH)
             local_heads = spec.heads // runtime.mesh.group("tp").size
+            # Not a view: beside a gate the queries are every second part of a head's rows.
             q_BSHD = q.reshape(context.sequences, -1, local_heads, spec.head_dim)
             seq_len = q_BSHD.shape[1]
             k_BSGD = k.reshape(context.sequences, seq_len, -1, spec.head_dim)
@@ -415,10 +419,12 @@ class Attention(nn.Module):
         gate = None
         if spec.output_gate:
             q, gate = q.unflatten(1, (-1, 2, spec.head_dim)).unbind(2)
+        # Before heads are gathered: the mean of this norm is over the shards of all ranks.
         if spec.qk_norm is QkNorm.FULL:
             q, k = self.q_norm(q.flatten(1)), self.k_norm(k)
         if tp.group.size > spec.kv_heads:
             k, v = GatherKvHeads.apply(k, v, tp.group, spec.kv_heads)
+        # After it: the mean is over a whole head.
         if spec.qk_norm is QkNorm.PER_HEAD:
             q = self.q_norm(q.view(len(q), -1, spec.head_dim))
             k = self.k_norm(k.unflatten(1, (-1, spec.head_dim)))

@@ -86,6 +86,7 @@ BlocksBySource = tuple[tuple[AttentionBlock, ...], ...]
 
 def pack_rows(x: torch.Tensor, blocks: BlocksBySource) -> torch.Tensor:
     """Lay all rows in one where documents bound attention: [B,S,...] -> [1,B*S,...]."""
+    # The block of the rank's own tokens is always there, and all have segments or none has.
     if blocks[0][0].mask.segments is None:
         return x
     return x.flatten(0, 1)[None]
@@ -237,6 +238,7 @@ class BlockPlanner:
         # first key that the first query's window reaches.
         queries_end = min(queries.positions.stop, document.stop, keys_end - 1 + self._window)
         first_key = max(keys.positions.start, document.start, first_query - self._window + 1)
+        # All keys come before all queries, a query reaches the last key, and a key is reached.
         if not (keys_end <= first_query < queries_end and first_key < keys_end):
             return None
         return AttentionBlock(

@@ -162,6 +162,7 @@ class LayerNorm(ReleasingFunction):
         rows = [tensor.flatten(0, -2) for tensor in (*wide, *statistics)]
         weights = [_wide_on_cpu(tensor) for tensor in (factor, bias)]
         (grad_rows, x_rows, *statistic_rows) = rows
+        # Twice: x has a gradient in all rows, the weights from this rank's part of them.
         grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
             grad_rows, x_rows, shape, *statistic_rows, *weights, [True, False, False]
         )
@@ -220,6 +221,7 @@ def _norm_scale(wide: torch.Tensor, eps: float, shard_group: Group) -> torch.Ten
 
 def _mean(x: torch.Tensor, shard_group: Group) -> torch.Tensor:
     """Return the mean over the last dim, which is kept as 1, and over the ranks that hold parts."""
+    # The ranks have equal parts, so that the mean of their means is that of all.
     return all_reduce(x.mean(-1, keepdim=True), shard_group).div_(shard_group.size)
 
 
@@ -338,6 +340,7 @@ class GatherKvHeads(ReleasingFunction):
         first = group.index // ranks_per_head * ranks_per_head
         ctx.group = group
         ctx.head_ranks = slice(first, first + ranks_per_head)
+        # Side by side, so that one collective moves both.
         gathered = all_gather_rows(torch.cat((k_Tw, v_Tw), 1), group)
         head_parts = gathered.unflatten(0, (group.size, -1))[ctx.head_ranks]
         k, v = (x.transpose(0, 1).flatten(1) for x in head_parts.chunk(2, -1))
@@ -350,6 +353,7 @@ class GatherKvHeads(ReleasingFunction):
         ranks_per_head = ctx.head_ranks.stop - ctx.head_ranks.start
         head_parts = [grad.unflatten(1, (ranks_per_head, -1)) for grad in grads_TD]
         head_grads = torch.cat(head_parts, -1).transpose(0, 1)
+        # The sum is over the whole group: ranks of other heads add zeros.
         grads = head_grads.new_zeros((ctx.group.size, *head_grads.shape[1:]))
         grads[ctx.head_ranks] = head_grads
         k, v = reduce_scatter_rows(grads.flatten(0, 1), ctx.group).chunk(2, -1)

@@ -45,6 +45,7 @@ class AddBiasInPlace(AddBias):
     ) -> torch.Tensor:
         ctx.replica_group = replica_group
         ctx.dtype = bias_N.dtype
+        # autograd has to know that this input is changed in place.
         ctx.mark_dirty(y_TN)
         return y_TN.add_(bias_N)
 
@@ -83,6 +84,8 @@ class AddExpertBias(ReleasingFunction):
             grad_weight = (rows * _bias_of_rows(bias_En, ends_E, len(rows))).sum(-1)
             rows = rows * weight_R[:, None]
         counts = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
+        # An expert without rows gets `initial`; `unsafe` leaves out a check that reads lengths on
+        # the host.
         grad_bias = torch.segment_reduce(
             rows.contiguous(), "sum", lengths=counts, axis=0, initial=0, unsafe=True
         )
@@ -92,4 +95,5 @@ class AddExpertBias(ReleasingFunction):
 def _bias_of_rows(bias_En: torch.Tensor, ends_E: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the bias of each row's expert, in fp32."""
     row_numbers = torch.arange(rows, dtype=ends_E.dtype, device=ends_E.device)
+    # On the right: row `end` of an expert is the first of the next one.
     return bias_En.float().index_select(0, torch.searchsorted(ends_E, row_numbers, right=True))

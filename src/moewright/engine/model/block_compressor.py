@@ -131,7 +131,9 @@ class _CompressBlocks(ReleasingFunction):
     def backward(ctx: Any, grad_BMD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kv_t, gate_t, position = ctx.saved_tensors
         shape: _BlockShape = ctx.shape
+        # The sums are made again under autograd, which has their gradients.
         kv, gate = (_gather_blocks(x, shape).requires_grad_() for x in (kv_t, gate_t))
+        # A leaf of its own: the gradient is returned, and not accumulated in the parameter.
         position = position.detach().clone().requires_grad_()
         with torch.enable_grad():
             sums = _sum_blocks(kv, gate, position, shape)

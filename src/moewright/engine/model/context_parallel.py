@@ -64,6 +64,7 @@ def plan_attention_blocks(
         lower = planner.blocks_from(range(rank))
         higher = planner.blocks_from(range(rank + 1, cp))
         return planner.own_blocks(), lower, higher
+    # The ring hands on to the next rank: after `step` shifts these are the keys that are here.
     sources = ((rank - step) % cp for step in range(1, cp))
     from_others = (planner.blocks_from(range(source, source + 1)) for source in sources)
     return planner.own_blocks(), *from_others
@@ -121,6 +122,7 @@ def join_sequences(runtime: Runtime, x_T: torch.Tensor) -> torch.Tensor:
     gathered = AllGatherRows.apply(x_T, group)
     chunk = runtime.workload.seq_len // (2 * group.size)
     parts = gathered.unflatten(0, (group.size, -1, 2, chunk))
+    # Rank r has the chunks r and 2 cp - 1 - r, so that late ones lie in the reverse order.
     early, late = parts.unbind(2)
     return torch.cat((early, late.flip(0))).transpose(0, 1).flatten(0, 2)
 
@@ -152,6 +154,7 @@ def scatter_heads(
     if heads < n:
         x_BSHD = x_BSHD.unsqueeze(3).expand(-1, -1, -1, n // heads, -1).flatten(2, 3)
     parts = x_BSHD.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4)
+    # By the ranks: late chunks lie in the reverse order (see join_sequences).
     early, late = all_to_all(parts, group, send=[1] * n, receive=[1] * n).chunk(2, 2)
     return torch.cat((early, late.flip(0))).permute(1, 0, 2, 3, 4).flatten(1, 2)
 
@@ -196,6 +199,7 @@ class _MergedAttention:
                 self._out = out.float()
                 self._lse = lse
                 return
+            # A query that has met no key has the log-sum-exp -inf, which weighs 0 in a merge.
             self._out = out.new_zeros((*self._q.shape[:3], out.shape[3]), dtype=torch.float32)
             self._lse = lse.new_full((*lse.shape[:2], self._q.shape[1]), float("-inf"))
         old_lse = take_ranges(self._lse, block.queries, 2)
@@ -303,6 +307,7 @@ class RingAttention(CountedFunction):
             sums = torch.zeros_like(own_kv, dtype=torch.float32)
             for source_blocks, kv in _ring(own_kv, ctx.blocks, ctx.group):
                 kv_grads = grads.compute_kv_grads(kv, source_blocks)
+                # Only now: the sums have travelled while the gradients were computed.
                 if sums_shift is not None:
                     sums = sums_shift.wait()
                 grads.add_kv_grads(sums, source_blocks, kv_grads)
@@ -319,6 +324,7 @@ def _ring(
     The exchange of the next ones starts before these are used.
     """
     for step, source_blocks in enumerate(blocks, 1):
+        # The last block goes no further, for its owner kept a copy.
         shift = RingShift(kv, group) if step < group.size else None
         yield source_blocks, kv
         if shift is not None:
@@ -364,6 +370,7 @@ class AllGatherAttention(CountedFunction):
             for source_blocks in ctx.blocks:
                 kv_grads = grads.compute_kv_grads(gathered, source_blocks)
                 grads.add_kv_grads(sums, source_blocks, kv_grads)
+            # A reduce-scatter cuts the first dim, and the keys of a rank lie in each row.
             by_rank = sums.unflatten(1, (ctx.group.size, -1)).transpose(0, 1).flatten(0, 1)
             own_sums = reduce_scatter_rows(by_rank, ctx.group)
             return *grads.result(own_sums), grad_sinks, None, None

@@ -201,6 +201,7 @@ class GatedNorm(ReleasingFunction):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, gate, weight, scale = ctx.saved_tensors
         wide_gate = gate.float()
+        # As the kernel rounds it: before the weight.
         normed = (x.float() * scale).to(x.dtype) * weight
         grad_gate = torch.ops.aten.silu_backward(normed.float() * grad, wide_gate)
         grad_normed = torch.nn.functional.silu(wide_gate).mul_(grad).to(x.dtype)

@@ -140,6 +140,7 @@ class RoutedExperts(nn.Module):
             manager.offload(rows_RH, enabled=runtime.offloads(Offload.EXPERT_FC1)),
             manager.keep_converted(rows_RH, first_products, ends_E),
         ):
+            # Gate and up lie one after the other, so that one product computes both.
             weight = take_weight(first).flatten(1, -2)
             hidden = self._multiply(rows_RH, weight, ends_E, first_products)
             hidden = add_grouped_adapter(runtime, first, hidden, rows_RH, ends_E)

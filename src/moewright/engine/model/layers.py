@@ -90,6 +90,7 @@ class Weight(nn.Module):
         )
 
     def __getattr__(self, name: str) -> Any:
+        # torch keeps parameters apart from attributes, so that every reading of one comes here.
         if name == "weight" and self.ensure_ready is not None:
             self.ensure_ready()
         if name == "weight" and self.unpack is not None:
@@ -246,6 +247,7 @@ class Mlp(nn.Module):
                 runtime.mesh.tensor_parallel,
                 first.products,
                 runtime.weight_grads,
+                # Gate and up lie one after the other, so that one product computes both.
                 first.weight.flatten(0, -2),
             )
         hidden = add_column_adapter(runtime, first, hidden, x_tH)
@@ -330,6 +332,7 @@ def compute_token_loss(
         nll = vocab_parallel.VocabParallelCrossEntropy.apply(
             logits_TV, targets_T, shard, runtime.kernels
         )
+        # Who reads the logits must not add to the graph of the loss.
         return nll, logits_TV.detach()
 
 

@@ -106,6 +106,7 @@ def build_micro_batch(
     shifted_inputs_BS = inputs_BS
     shifted_targets_BS = targets_BS
     for _ in range(runtime.model.mtp_layers):
+        # While sequences are whole: the next token may belong to another CP rank.
         shifted_inputs_BS = _shift_left(shifted_inputs_BS, segments, 0)
         shifted_targets_BS = _shift_left(shifted_targets_BS, segments, IGNORED_TARGET)
         mtp.append((take_local(shifted_inputs_BS), take_local(shifted_targets_BS)))
@@ -123,6 +124,7 @@ def _count_tokens(runtime: Runtime, is_counted_BS: torch.Tensor) -> CountedToken
 
     With sequence parallelism the ranks of a TP group split the tokens.
     """
+    # At least 1, for sequences of which no token counts.
     totals_B = is_counted_BS.sum(1).clamp(min=1)
     local_BS = is_counted_BS[:, runtime.positions].float()
     weights_BS = local_BS / totals_B[:, None]

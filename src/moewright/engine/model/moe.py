@@ -120,6 +120,7 @@ class SlotAssigner:
         ]
         max_slots = max(map(len, slots_by_expert))
         no_slot = len(slots)
+        # What is filled up is never read: turns stay below the number of an expert's slots.
         padded = [own + own[:1] * (max_slots - len(own)) for own in slots_by_expert]
         # A row of slots per expert, then one for id E: a dropped row has no slot.
         table = torch.tensor([*padded, [no_slot] * max_slots])
@@ -136,6 +137,7 @@ class SlotAssigner:
             return self._slots_by_expert[experts_Tk, 0]
         flat = experts_Tk.flatten()
         counts = count_ids(flat, self._experts + 1)
+        # Stable, so that rows of an expert are dealt in the order of the tokens.
         order = flat.argsort(stable=True)
         starts = (counts.cumsum(0) - counts)[flat[order]]
         # The index of each row among the rows of its expert.
@@ -282,6 +284,7 @@ class MoeLayer(torch.nn.Module):
         """
         split_shared = None
         with self._runtime.counters.scopes.enter(Module.EXPERTS):
+            # Where rows are mapped already, the map has the slots, and nobody reads the ids again.
             slots_Tk = choice.experts if mapped else self._choose_slots(choice)
             if self.shared is not None and self._overlaps_shared:
                 split_shared = self.shared.split(x_TH)
@@ -340,6 +343,7 @@ class MoeLayer(torch.nn.Module):
             rows, route, self._choose_exchange(shared.run_second if shared else None)
         )
         out = dispatcher.combine_postprocess(rows, route)
+        # Once a token, because the outputs of its experts are summed before.
         if self.latent is not None:
             out = self.latent.project_up(out)
         return out, route.sent_counts
@@ -363,10 +367,12 @@ class MoeLayer(torch.nn.Module):
         """Exchange rows while the other pass of a pair runs, and weight gradients that wait."""
         runtime = self._runtime
 
+        # The rows travel meanwhile: first its own weight gradients, then the other pass.
         def run_backward_work() -> None:
             runtime.weight_grads.run_collected()
             runtime.turns.pass_turn()
 
+        # The mesh makes row groups of several ranks only.
         if group.size > 1:
             group = runtime.mesh.row_group(group.name)
         return all_to_all_beside(

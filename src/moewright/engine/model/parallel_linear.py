@@ -70,6 +70,7 @@ def multiply_and_reduce(
         return tp.reduce(multiply(x_TK, weight))
     size, own = tp.group.size, tp.group.index
     rows_by_rank = x_TK.chunk(size)
+    # A sum starts at the rank after its owner, and is home after size - 1 shifts.
     sum_tN = multiply(rows_by_rank[(own - 1) % size], weight)
     for step in range(1, size):
         shift = RingShift(sum_tN, tp.group)
@@ -150,8 +151,10 @@ class ColumnParallelLinear(CountedFunction):
         ctx.tp = tp
         ctx.products = products
         ctx.weight_grads = weight_grads
+        # The weights come after x, tp, products and weight_grads.
         ctx.is_trained = any(ctx.needs_input_grad[4:])
         _, outputs = gather_and_multiply(x_tK, weights, tp, products.forward_each)
+        # With more ranks the products have multiplied the gathered rows, not x.
         _save_input(ctx, x_tK, *weights, is_whole=tp.group.size == 1)
         return outputs
 
@@ -170,6 +173,7 @@ class ColumnParallelLinear(CountedFunction):
             pairs = zip(shared, weights, strict=True)
             parts = [products.input_grad(g_TN, w_NK) for g_TN, w_NK in pairs]
             grad_TK = parts.pop()
+            # Popped, so that each part is freed when it has been added.
             while parts:
                 grad_TK = grad_TK + parts.pop()
             if x_tK is None:
@@ -186,6 +190,7 @@ class ColumnParallelLinear(CountedFunction):
                 x_TK = tp.gather(x_tK)
             return products.weight_grad_each(shared, x_TK)
 
+        # Among the tensors x comes first, then the weights.
         grad_weights = _compute_or_defer(ctx, slice(1, None), x_tK, grads, compute_weight_grads)
         grad_tK = reduced.wait() if is_bulk else reduced.out
         return grad_tK, None, None, None, *grad_weights
@@ -347,6 +352,7 @@ class GroupedLinear(CountedFunction):
     def backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, w_ENK, ends_E = ctx.saved_tensors
         x_RK = _take_input(ctx, saved)
+        # torch's grouped product refuses an expanded gradient, such as that of a sum.
         g_RN = g_RN.contiguous()
         products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):

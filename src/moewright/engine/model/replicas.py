@@ -61,6 +61,7 @@ class ExpertReplicas:
                 return
             if number in self._parts_without_grad:
                 self._parts_without_grad.discard(number)
+                # The first gradient of a step overwrites that of the last one.
                 self._grads[number].copy_(weight.grad)
             else:
                 self._grads[number].add_(weight.grad)
@@ -93,6 +94,7 @@ class ExpertReplicas:
         for number, (grad, own_grad) in enumerate(zip(self._grads, grads, strict=True)):
             if number in self._parts_without_grad:
                 grad.zero_()
+            # Gradients go back the way that weights come, so that counts change places.
             received = all_to_all(
                 grad, self._group, send=exchange.receive_counts, receive=exchange.send_counts
             )

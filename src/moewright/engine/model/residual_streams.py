@@ -119,6 +119,7 @@ class _ComputeWeights(CountedFunction):
                 x.detach().requires_grad_() for x in (projected_tM, bias_M, scale)
             )
             bounded = _bound(projected, shifts[0], shifts[1], settings)
+        # The graph stays for the parameters, whose gradient is of other rows.
         (g_tM,) = torch.autograd.grad(bounded, projected, grad_tM, retain_graph=True)
         normed = x_tK.float() * rstd
         with ctx.counters.scopes.enter(ctx.scope):
@@ -152,11 +153,13 @@ def _bound(
     sizes = (streams, streams, streams**2)
     parts = zip(projected_tM.split(sizes, -1), scale, bias_M.split(sizes), strict=True)
     collapse, expand, mix = (part * factor + shift for part, factor, shift in parts)
+    # The softmax is the first scaling of rows, so that columns come next.
     matrix = mix.unflatten(-1, (streams, streams)).softmax(-1) + eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
     for _ in range(settings.iterations - 1):
         matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
         matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    # Twice the sigmoid: at 0 the block's output is added as it is.
     weights = (torch.sigmoid(collapse) + eps, 2 * torch.sigmoid(expand), matrix.flatten(-2))
     return torch.cat(weights, -1)
 

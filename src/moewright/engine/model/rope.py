@@ -61,6 +61,7 @@ def _yarn_keep(spec: RopeSpec, dim: int, *, rounded: bool) -> torch.Tensor:
     """Return 1 where the plain frequency stays, 0 where it is divided, [dim/2]."""
 
     def dim_that_turns(turns: float) -> float:
+        # The paper's section 3.2: the pair that turns so often over the original context.
         wavelengths = math.log(spec.original_max_position / (turns * 2 * math.pi))
         return dim * wavelengths / (2 * math.log(spec.theta))
 
@@ -81,4 +82,5 @@ def _yarn_magnitude(spec: RopeSpec) -> float:
 def _magnitude(factor: float, scale: float) -> float:
     if factor <= 1:
         return 1.0
+    # The paper's sqrt(1 / t), with its fitted 0.1.
     return 0.1 * scale * math.log(factor) + 1.0

@@ -158,8 +158,10 @@ def sinkhorn(logits_TE: torch.Tensor, iterations: int) -> torch.Tensor:
         old_scales = expert_scales
         expert_scales = tokens / experts / (kernel.T @ token_scales + _MIN_COLUMN_SUM)
         moved = (expert_scales / old_scales - 1.0).abs().mean()
+        # In this order: with a fixed count the host reads nothing of the device.
         if not iterations and bool(moved <= _SINKHORN_TOLERANCE):
             break
+    # Rows are scaled last, so that the parts of a token sum to 1 exactly.
     return kernel * expert_scales / (kernel @ expert_scales)[:, None]
 
 
@@ -290,6 +292,7 @@ class Router(Weight):
         start = 0
         if layout.sp:
             start = runtime.mesh.coordinate("tp") * tokens
+        # Rounded up: a rank's part may end inside of a sequence.
         sequences = -(-(start + tokens) // len(positions))
         return positions.repeat(sequences)[start : start + tokens]
 
@@ -361,11 +364,13 @@ class Router(Weight):
             rows = counted.total * top_k
         shares = []
         if loss.aux_coeff:
+            # A copy: the sum is made in place, and the rank's own counts are read again.
             shares.append(all_reduce(counts.clone(), token_group) / rows)
         if loss.seq_aux_coeff:
             shares.append(self._compute_sequence_shares(selection, token_group, counted))
         if loss.global_aux_coeff:
             self._step_counts += all_reduce(counts.clone(), batch_group)
+            # No token may have counted so far.
             shares.append(self._step_counts / self._step_counts.sum().clamp(min=1))
         if self.expert_table is not None:
             # No gradient of a score moves a choice that is fixed.
@@ -391,6 +396,7 @@ class Router(Weight):
         token_numbers = torch.arange(tokens, device=selection.scores.device) + first
         sequence_of_token = token_numbers // rank_length
         sequences = tokens * (layout.sp_degree) // rank_length
+        # One id for each pair of a sequence and an expert: they are counted at once.
         ids = sequence_of_token[:, None] * experts + selection.experts
         if counted is None:
             counts = count_ids(ids, sequences * experts)
@@ -421,6 +427,7 @@ class Router(Weight):
             first_slots = self._token_positions(tokens)[:, None] * top_k
             return (first_slots + torch.arange(top_k, device=device)) % experts
         seed = self._runtime.workload.seed
+        # On the host, for a GPU's generator draws other numbers from a seed.
         generator = torch.Generator().manual_seed(seed + self.layer_number)
         preference = training.force_std * torch.randn(experts, generator=generator)
         if first_sequence is None:

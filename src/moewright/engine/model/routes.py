@@ -99,6 +99,7 @@ class LayerRoutes:
         rows = (experts_tk.cpu().numpy() + 1).astype(self._dtype)
         file = self._open(os.O_RDWR | os.O_CREAT)
         for start, stop, number in _runs(numbers_t):
+            # By position, because ranks write the same file at the same time.
             os.pwrite(file, rows[start:stop].tobytes(), number * self._row_bytes)
 
     def read(self, numbers_t: torch.Tensor) -> torch.Tensor:
@@ -111,6 +112,7 @@ class LayerRoutes:
         file = self._open(os.O_RDONLY)
         for start, stop, number in _runs(numbers_t):
             wanted = (stop - start) * self._row_bytes
+            # What lies beyond the end of the file is not recorded.
             stored = os.pread(file, wanted, number * self._row_bytes).ljust(wanted, b"\0")
             rows[start:stop] = np.frombuffer(stored, self._dtype).reshape(-1, self._top_k)
         if not rows.all():

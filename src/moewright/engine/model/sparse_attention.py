@@ -148,6 +148,7 @@ class Indexer(nn.Module):
             shares = sum_shares().flatten(0, 1)
             total = len(shares)
             shares_TK = sum_and_split_sequences(runtime, shares)
+            # Each TP rank has summed the shares of its own heads.
             target_tK = runtime.mesh.tensor_parallel.reduce(shares_TK)
             target_tK = target_tK / target_tK.sum(-1, keepdim=True).clamp(min=_MIN_SHARE)
             slopes_tK = _find_slopes(inputs, target_tK)
@@ -227,6 +228,7 @@ class Indexer(nn.Module):
         tp = self._runtime.mesh.tensor_parallel
         k_TW = self.k_norm(project_replicated(self._runtime, x_tH, self.k))
         k_TW = self._rotate(k_TW[:, None], own)[:, 0]
+        # Without it every rank has the keys of all tokens.
         if tp.sequence_parallel:
             k_TW = AllGatherRows.apply(k_TW, tp.group)
         return join_sequences(self._runtime, k_TW)

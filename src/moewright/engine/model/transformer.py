@@ -143,6 +143,7 @@ class Transformer(nn.Module):
         has_loss = any(chunk.has_loss for chunk in chunks)
         has_mtp = any(chunk.mtp_layers for chunk in chunks)
         has_embedding = any(chunk.has_embedding for chunk in chunks)
+        # A tied table is the head's too, and MTP depths embed the tokens ahead.
         needs_embedding = has_embedding or has_mtp or (has_loss and is_tied)
         needs_head = (has_loss or has_mtp) and not is_tied
         self._contexts = MicroBatchContextBuilder(runtime)
@@ -171,6 +172,7 @@ class Transformer(nn.Module):
             for depth in self._depths[1:]:
                 share_weights(depth, self._depths[0])
         self.mtp = nn.ModuleDict({str(index): depth for index, depth in enumerate(self._depths)})
+        # Last, for it goes through all parameters.
         apply_fine_tuning(runtime, self)
 
     def forward(
@@ -194,6 +196,7 @@ class Transformer(nn.Module):
         if held_chunk.has_embedding:
             x_tH = self._embed(batch.inputs)
             if self._runtime.model.residual_streams > 1:
+                # The streams begin as copies of the embedding.
                 x_tH = x_tH.repeat(1, self._runtime.model.residual_streams)
         assert x_tH is not None  # only the first chunk starts from ids
         results = _RouterResults()
@@ -387,6 +390,8 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
         drawn = draw_normal(seed, name, placement.global_shape, 1.0 if is_rate else std)
         if name.endswith(".A_log"):
             low, high = _MAMBA_RATES if is_mamba else _DELTA_RATES
+            # The distribution function makes a normal draw uniform, so that one generator serves
+            # all.
             drawn = torch.log(low + (high - low) * torch.special.ndtr(drawn))
         elif is_rate:
             low, high = map(math.log, _MAMBA_STEPS)
@@ -395,6 +400,7 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
         value[unpadded] = drawn[box]
         return value
     experts = placement.row_indices or range(box[0].start, box[0].stop)
+    # One by one, so that a rank draws its own experts alone, wherever they lie.
     for row, expert in enumerate(experts):
         drawn = draw_normal(seed, f"{name}[{expert}]", placement.global_shape[1:], std)
         value[row] = drawn[box[1:]]

@@ -74,6 +74,7 @@ class VocabParallelEmbedding(ReleasingFunction):
         if shard.group.size == 1:
             return w_VK.index_select(0, ids_T)
         rows, elsewhere = shard.local_rows(ids_T)
+        # One rank has the row of a token and the others zeros, so that the sum is the row.
         return shard.tp.reduce(w_VK.index_select(0, rows).masked_fill_(elsewhere[:, None], 0.0))
 
     @staticmethod
@@ -139,9 +140,11 @@ def _sum_partition(
     This takes two all-reduces.
     """
     max_logit = torch.full((len(targets_T),), -torch.inf, device=logits_TV.device)
+    # The last ranks may hold nothing but padding.
     if shard.size:
         max_logit = logits_TV.amax(-1).float()
     all_reduce(max_logit, shard.group, maximum=True)
+    # Both in one tensor, for one all-reduce.
     sums = torch.zeros(2, len(targets_T), device=logits_TV.device)
     if shard.size:
         sums[0] = kernels.sum_exp(logits_TV, max_logit)
@@ -205,11 +208,14 @@ class LinearCrossEntropy(CountedFunction):
             if not chunk.size:
                 continue
             new_max = torch.maximum(local_max, logits_TP.amax(-1).float())
+            # The running sum is one of exp(logit - old maximum); at first that factor is exp(-inf).
             rescaling = (local_max - new_max).exp_()
             sums[0].mul_(rescaling).add_(settings.kernels.sum_exp(logits_TP, new_max))
             local_max = new_max
             sums[1].add_(chunk.target_logits(logits_TP, targets_T))
+        # A copy: the rank's own maximum is what its sum refers to.
         global_max = all_reduce(local_max.clone(), shard.group, maximum=True)
+        # A rank of padding alone has -inf here, and adds 0.
         sums[0].mul_((local_max - global_max).exp_())
         partition, target_logits = all_reduce(sums, shard.group)
         log_sum = global_max.add_(partition.log_())
@@ -225,6 +231,7 @@ class LinearCrossEntropy(CountedFunction):
         with ctx.counters.scopes.enter(ctx.scope):
             x_TK = shard.tp.gather(x_tK)
             grad_TK = torch.zeros(x_TK.shape, dtype=torch.float32, device=x_TK.device)
+            # Not zeros: each chunk writes rows of its own, and together they are all.
             grad_VK = torch.empty_like(w_VK) if ctx.needs_input_grad[1] else None
             grad_V = None
             if bias_V is not None and ctx.needs_input_grad[2]:

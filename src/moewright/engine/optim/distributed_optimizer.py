@@ -152,6 +152,7 @@ class DistributedOptimizer:
             for module in model.modules()
             if isinstance(module, RoutedExperts) and module.replicas
         ]
+        # After the buckets, which have just drawn the weights of the owners.
         for replicas in self._replicas:
             replicas.fetch_weights()
         sharded = [parameter for parameter in parameters if _uses_fsdp(runtime, parameter)]
@@ -245,6 +246,7 @@ class DistributedOptimizer:
                 grad_view.copy_(weight.grad)
             else:
                 grad_view.add_(weight.grad)
+            # The buffer has the sum, and this gradient would live on beside it.
             weight.grad = None
             if reduces_early:
                 # A graph adds gradients; the host reduces buckets.
@@ -316,10 +318,12 @@ class DistributedOptimizer:
         parts over the world counts every parameter once: ranks that hold the same gradient divide
         their part.
         """
+        # Before the rest is reduced: these gradients are added into buckets.
         self._reduce_replica_gradients()
         self._grad_tracker.flush()
         bucket_shards = [self._reductions.pop(index).wait() for index in range(len(self.buckets))]
         for bucket, shard in zip(self.buckets, bucket_shards, strict=True):
+            # After the group has cut the sum: each rank sums its own shard alone.
             for group in bucket.outer_groups:
                 all_reduce(shard, group)
         squares = [
@@ -333,6 +337,7 @@ class DistributedOptimizer:
             for parameter, shard in zip(self._fsdp_parameters, fsdp_shards, strict=True)
         ]
         device = self._runtime.device
+        # A sum that begins with a tensor, for a rank may hold no parameter.
         return sum(
             (x.to(device) for x in squares), torch.zeros((), dtype=torch.float64, device=device)
         )
@@ -363,6 +368,7 @@ class DistributedOptimizer:
         scale /= self.loss_scale
         self._updates += 1
         others = range(len(self.buckets), len(self._state_holders))
+        # In the order in which the next forward reads the weights.
         for index in (*self._gather_order, *others):
             holder = self._state_holders[index]
             for segment in holder.segments:
@@ -371,6 +377,7 @@ class DistributedOptimizer:
             if self._gathers_in_update and index not in others:
                 self._start_param_gather(index)
         self._grad_shards = []
+        # After all segments: a matrix may lie in several, and on several ranks.
         self._muon.update(lr=lr)
 
     def _update_segment(
@@ -473,6 +480,7 @@ class DistributedOptimizer:
             self.fsdp.all_gather_params()
         if not self._overlaps_param_gather:
             self.finish_pending()
+        # It reads weights of the owners, which waits for their buckets.
         for replicas in self._replicas:
             replicas.fetch_weights()
 
@@ -482,6 +490,7 @@ class DistributedOptimizer:
 
     def finish_pending(self) -> None:
         """Wait for weights that are under way, before the process group is left."""
+        # A list, because each wait takes its bucket out.
         for index in list(self._param_gathers):
             self._wait_for_bucket(index)
 

@@ -166,6 +166,7 @@ class FlatBucket:
     def start_reduce(self) -> AsyncCollective:
         """Start to sum the gradients over the group; the result is this rank's shard of them."""
         if not self.sharded or self.group.size == 1:
+            # In place: every rank keeps the whole sum.
             return start_all_reduce(self.grads, self.group)
         shard = self.grads.new_empty(self.shard_numel)
         return start_reduce_scatter(shard, self.grads, self.group)
@@ -173,6 +174,7 @@ class FlatBucket:
     def start_all_gather(self) -> AsyncCollective:
         """Round the master copy to the compute dtype, and start to give all of it to every rank."""
         if self.sharded and self.group.size > 1:
+            # Without a second buffer, where no part of the state is elsewhere.
             if len(self.segments) == 1:
                 shard = self.segments[0].master.to(self.weights)
             else:
@@ -311,6 +313,7 @@ def _build_bucket(
         value = initial_value(parameter).to(device)
         span = slice(entry.start, entry.start + entry.numel)
         parameter.owner.weight = nn.Parameter(weights[span].view(shape))
+        # By `data`: autograd refuses to write in place into a leaf.
         parameter.owner.weight.data.copy_(value)
         grad_views.append((parameter, grads[span].view(shape)))
         for builder in builders:

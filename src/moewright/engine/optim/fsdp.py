@@ -147,6 +147,7 @@ class FsdpParams:
     def watch_gradients(self, note: NoteGradient) -> Iterator[None]:
         """Call `note` with each gradient of whole weights, before it is scattered."""
         with self.gather_all():
+            # Hooks of the whole weights, which are those of the modules while units are gathered.
             handles = [
                 parameter.named.owner.weight.register_post_accumulate_grad_hook(
                     _build_watch(note, parameter.named.name)
@@ -163,6 +164,7 @@ class FsdpParams:
         """Bring updated weights to every rank where they stay gathered, unit by unit."""
         if self.stays_gathered:
             for module in self.modules:
+                # A unit that is gathered would not be gathered again.
                 module.reshard()
                 module.unshard()
 
@@ -193,6 +195,7 @@ class FsdpParams:
         """Sum gradients over a group, in place, in one call."""
         if group.size == 1 or not any(len(gradient) for gradient in gradients):
             return
+        # Gradients of offloaded units lie in host memory.
         total = all_reduce(torch.cat(list(gradients)).to(self.device), group)
         sums = total.split([len(gradient) for gradient in gradients])
         for gradient, gradient_sum in zip(gradients, sums, strict=True):
@@ -335,6 +338,7 @@ def apply_fsdp(
     units: list[list[tuple[NamedParameter, nn.Parameter, Group]]] = []
     unit_modules = []
     meshes: dict[str, DeviceMesh] = {}
+    # From the inside out: a unit takes what those within it have left.
     for module in (*experts, *layers, model):
         members = [remaining.pop(weight) for weight in module.parameters() if weight in remaining]
         # A root without parameters of its own moves nothing, but follows the units below it through
@@ -352,10 +356,12 @@ def apply_fsdp(
             reshard_after_forward=module is not model and not stays_gathered,
             mp_policy=mp_policy,
             offload_policy=_offload_policy(device) if first.name in offloaded else OffloadPolicy(),
+            # fully_shard would take all parameters below, those of flat buffers too.
             ignored_params={weight for weight in module.parameters() if weight not in weights},
         )
         assert isinstance(module, FSDPModule)
         module.set_reshard_after_backward(not stays_gathered, recurse=False)
+        # The loss is divided already, and gloo has no sum with a factor: a plain sum in any world.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_FsdpAllGather(group))
@@ -429,6 +435,7 @@ def _build_sharded_parameter(
     """Build the state of a parameter whose sharded weight is `tensor`, a DTensor."""
     local = _local_tensor(tensor)
     rows, *row_shape = tensor.shape
+    # Shards have ceil(rows / ranks) rows, so that the last ranks may have none.
     first_row = min(rows, group.index * -(-rows // group.size))
     first = first_row * prod(row_shape)
     has_momentum = uses_muon(runtime, parameter)

@@ -145,11 +145,13 @@ class MuonUpdate:
         received = [list(exchange.pieces(rank, own)) for rank in ranks]
         send = [sum(last - first for _, first, last in pieces) for pieces in sent]
         receive = [sum(last - first for _, first, last in pieces) for pieces in received]
+        # By the rank that makes the matrix, as the exchange takes them.
         flat = self._join([piece for pieces in sent for piece in pieces])
         if exchange.group is not None:
             flat = all_to_all(flat, exchange.group, send=send, receive=receive)
         matrices = exchange.matrices_of(own)
         flat = _arrange(flat, matrices, [piece for pieces in received for piece in pieces])
+        # The ledger has the FLOPs of the model, and these are the update's.
         with self._runtime.counters.leave_out_flops():
             flat = self._orthogonalize(flat, matrices)
         if exchange.group is not None:
@@ -258,11 +260,14 @@ def orthogonalize(
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.to(dtype)
+    # The Gram matrix is then the smaller of the two.
     if is_tall:
         x = x.mT
+    # No singular value is above the Frobenius norm, and the steps converge from 1 down.
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)
     for step in range(steps):
         a, b, c = coefficients[step % len(coefficients)]
+        # On singular values the step is a x + b x^3 + c x^5, as a x + (b G + c G^2) x for matrices.
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
@@ -355,6 +360,8 @@ def _flat_spans(
         for parameter, view in bucket.grad_views:
             if parameter.name in names:
                 offset = int(view.storage_offset())
+                # Nothing of it may lie in the shard: then `last` is below `first`, and no piece
+                # comes of it.
                 first = max(0, start - offset)
                 last = min(view.numel(), start + bucket.shard_numel - offset)
                 spans[parameter.name] = first, last
@@ -388,6 +395,7 @@ def _matrix_shape(placement: TensorPlacement) -> tuple[int, ...]:
 def _matrix_cut(runtime: Runtime, placement: TensorPlacement) -> tuple[str, int] | None:
     """Return the axis of more than one rank that shards a matrix, and the dim of it."""
     for axis, dim in placement.sharding:
+        # EP deals whole matrices out and cuts none.
         if axis != "ep" and axis_size(runtime.mesh.layout, axis) > 1:
             return axis, dim - _stacked_dims(placement)
     return None

@@ -246,6 +246,7 @@ class SegmentBuilder:
             first=first - entry.start,
             last=last - entry.start,
             start=start,
+            # Moments leave out what has a momentum, so that they lag by what came of that before.
             moment_start=self._momentum_numel if has_momentum else start - self._momentum_numel,
             has_momentum=has_momentum,
         )
@@ -277,6 +278,7 @@ def copy_to_state_device(grads: torch.Tensor, state_device: torch.device) -> tor
         return grads
     host = torch.empty(grads.shape, dtype=grads.dtype, device=state_device, pin_memory=True)
     host.copy_(grads, non_blocking=True)
+    # The host reads them next.
     torch.cuda.current_stream(grads.device).synchronize()
     return host
 

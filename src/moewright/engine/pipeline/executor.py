@@ -59,6 +59,7 @@ class P2PChannel:
             return self._local.pop((action.row.kind, action.row.micro_batch, action.stage))
         tensor, work = self._receiving.pop(index)
         work.wait()
+        # After the wait: what has come proves that others have received these.
         for row in action.sends_completed:
             self._finish_send(row)
         return tensor
@@ -73,6 +74,8 @@ class P2PChannel:
             assert stage is not None  # it has a target
             self._local[action.row.kind, action.row.micro_batch, stage] = result
             return
+        # A direction has a group of its own (Mesh), or messages of a pair would wait for each
+        # other.
         group = self._group if action.target > self._group.index else self._upstream
         result = result.contiguous()
         self._sending[index] = result, send(result, group, to=action.target)
@@ -181,11 +184,13 @@ def execute_timetable(
 
         def run_forward() -> None:
             if received is not None and torch.is_grad_enabled():
+                # So that backward leaves the gradient that the stage before waits for.
                 received.requires_grad_()
             result = forward(key, received)
             if torch.is_grad_enabled():
                 in_flight[key] = keep_roots(received, result)
             if result.hidden is not None:
+                # What waits to be sent must not keep the graph.
                 outbox.append(result.hidden.detach())
 
         def run_backward() -> None:

@@ -65,6 +65,7 @@ def train_batch(
             forwards=paired_rows([action.row for action in actions]),
             run=partial(_run_pair, runtime, note_turn),
         )
+    # A backward of a pair stops inside, and must not hold up autograd's thread of the device.
     with run_backward_here():
         execute_timetable(
             actions,

@@ -231,6 +231,7 @@ def build_runtime(
         )
         products = delayed_scaling.products_of("a weight without a name")
     elif recipe is not None:
+        # So that each rank rounds by draws of its own.
         seed = workload.seed * layout.world_size + rank
         conversions = Conversions(
             convert=kernels.convert,

@@ -231,6 +231,7 @@ class NeighbourPass:
             package = _pack(self._build_header(), self._list_tensors())
         sizes = collectives.gather_json(len(package))
         received = collectives.shift_flat(package, world, count=sizes[other], distance=distance)
+        # What was received has to have room beside this rank's own state.
         del package
         header, tensors = _unpack(received)
         expected = [(name, value) for name, value in header["hashes"]]
@@ -274,10 +275,12 @@ class NeighbourPass:
             rank=other,
             device=own.device,
             kernels=own.kernels,
+            # No groups: what other ranks send comes from the tape.
             create_groups=lambda groups, rank: None,
         )
         runtime.counters.note = own.counters.note
         model = build_model(runtime)
+        # In the order of `_list_tensors`.
         queue = iter(tensors)
         recorder = PassRecorder(runtime.mesh.tape, self._recorder.micro_batch)
         storages = set()

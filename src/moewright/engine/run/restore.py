@@ -62,6 +62,7 @@ def describe_job(model: ModelSpec, workload: Workload, data_fingerprint: str) ->
     continues any other.
     """
     optimizer = dict(to_data(workload.optimizer))
+    # Buckets follow the layout, and the end of the decay is told below as what it comes to.
     del optimizer["decay_steps"]
     del optimizer["bucket_elements"]
     train: dict[str, Any] = {
@@ -177,6 +178,7 @@ def _refuse_other_job(
 ) -> None:
     """Raise BadInput unless a checkpoint's identity is the job's, whatever its model is called."""
     model = _rename(saved.get("model", {}), identity["model"])
+    # Where experts lie is no part of the job: it follows the load of a run.
     job = {name: value for name, value in saved.items() if name != PLACEMENT_KEY}
     refuse_mismatch({**job, "model": model}, identity, defaults=defaults)
 
@@ -251,6 +253,7 @@ def _load_newest(
 ) -> int:
     runtime = state.runtime
     checkpoint = find_latest(checkpoints)
+    # A checkpoint of adapters has none of the weights beside them.
     if runtime.workload.weights and (checkpoint is None or is_frozen(runtime.workload)):
         _load_initial_weights(state, Path(runtime.workload.weights), comm)
     if checkpoint is None:

@@ -120,6 +120,7 @@ def _train_step(
     before_update(backward)
     apply_update(state, clock, backward, lr=lr)
     expert_loads = _sum_expert_loads(state, backward)
+    # Layers of other stages are 0 here, so that the sum over the world has all of them.
     if expert_loads.numel():
         all_reduce(expert_loads, runtime.mesh.group("world"))
     if backward.is_finite:
@@ -199,6 +200,7 @@ def forward_backward(
         wrap=wrap,
     )
     if runtime.row_budget is not None:
+        # What a try over the budget has counted is taken back.
         mark = runtime.counters.mark()
         with runtime.row_budget.enforce():
             result = _run_passes(state, passes, stop_requested)
@@ -256,6 +258,7 @@ def _run_passes(
         local_nll = float(reduced[-1])
         router_losses = reduced[len(world_sums) : -1].view_as(sums.router_losses)
     runtime.counters.note_gradients_reduced()
+    # A rank over its budget adds 2; a dry run reads 1 for every number (RowBudget.flag).
     if sum(excess) > 1:
         return None
     grad_norm = squares**0.5 / state.optimizer.loss_scale
@@ -318,6 +321,7 @@ def _to_tensor(number: float | torch.Tensor, device: torch.device) -> torch.Tens
 def clipping_factor(workload: Workload, grad_norm: float) -> float:
     """Return what gradients are multiplied by so that their norm is not over the limit."""
     clip_norm = workload.optimizer.clip_norm
+    # 1e-6 as in torch's clip_grad_norm_.
     return min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0
 
 
@@ -333,6 +337,7 @@ def apply_update(
         with clock.phase(StepPhase.OPTIMIZER):
             scale = clipping_factor(state.runtime.workload, backward.grad_norm)
             state.optimizer.update(lr=lr, scale=scale)
+    # After the update, which divides gradients by the scale that they were made with.
     state.optimizer.update_loss_scale(finite=backward.is_finite)
     with clock.phase(StepPhase.PARAM_GATHER):
         state.optimizer.all_gather_params()

@@ -108,6 +108,7 @@ def train(
     identity = build_identity(plan, check_data(plan.model, plan.workload))
     prepare_routes(plan.model, plan.workload, identity["data"]["fingerprint"])
     find_newest = find_readable if falls_back else find_latest
+    # Before the steps are read: a copy elsewhere may be the newest checkpoint.
     fetch_remote_checkpoint(plan, run_dir, identity, find_newest=find_newest)
     steps_done = read_steps_done(plan, run_dir, identity, falls_back=falls_back)
     last_step = _find_last_step(plan.workload, steps_done, extend)

@@ -77,6 +77,7 @@ class TrainState:
         """
         scaling = self.runtime.delayed_scaling
         scales = () if scaling is None else scaling.held_states()
+        # Copies in fewer bits are of the weights before the load.
         self.runtime.weight_copies.clear()
         self.optimizer.load([*self._other_shards(), *scale_shards(scales)], load)
 

@@ -104,6 +104,7 @@ def _train_session(
     """Train as one rank of those that have met, from its first tensor to its last checkpoint."""
     workload = plan.workload
     rank = context.rank
+    # Those from before the ranks meet stay, such as the launcher's, where a rank is lost.
     connections = list_connections()
     device = init_distributed(context)
     comm = build_coordinator(context)
@@ -119,6 +120,7 @@ def _train_session(
     )
     fresh.runtime.counters.note = context.note
     identity = build_identity(plan, corpora.fingerprint)
+    # Before the restore, which may take this rank's state from another's memory.
     copies.allocate(fresh.local_shards(), comm)
     mover = ExpertMover(plan, fresh)
     steps_done = restore(
@@ -158,6 +160,7 @@ def _train_session(
         step_size=train_data.step_size,
         host_copies=(*copies.buffers, saver.host_copy),
     )
+    # Once more, because copies on the host count as state from here on.
     state.runtime.counters.census.list_states = state.state_tensors
     connections = list_connections() - connections
     if copies.is_active:
@@ -232,6 +235,7 @@ def _train_session(
             )
         else:
             consecutive_skips = 0
+        # Before experts move: the ledger is of where they were in this step.
         if is_counted:
             record_ledger(state, run_dir, step, result, context, slots=mover.moved_slots)
         if mover.add_step(step, result.expert_loads):

@@ -309,6 +309,7 @@ def send_failure(notes: Connection, failure: RankFailure) -> None:
     It goes through a pipe: a full disk must not hide the failure itself.
     """
     short = replace(failure, error=_shorten(failure.error), detail=_shorten(failure.detail))
+    # Nobody may read: a full pipe must not hold up the end of the rank.
     os.set_blocking(notes.fileno(), False)
     with suppress(OSError):
         os.write(notes.fileno(), json.dumps(asdict(short)).encode() + b"\n")
@@ -428,6 +429,7 @@ def _run_rank(
         failure = failure_from_error(error, rank=info.rank, step=heartbeat.step)
         code = ExitCode.BAD_INPUT if failure.reasons else ExitCode.RANK_FAILED
         send_failure(notes, failure)
+    # os._exit flushes nothing.
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
