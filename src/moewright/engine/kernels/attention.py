@@ -148,11 +148,13 @@ def attention_backward(
             grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, _carry_bias(mask)
         )
         return dq[..., :width].contiguous(), dk[..., :width].contiguous(), dv
+    # Before the window: in segments it is the kernel's, or that of each segment.
     if mask.segments is not None:
         return _varlen_attention_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, mask)
     if mask.window and not _runs_in_blocks(q_BSHD):
         lse, *random_state = state
         rows = _rows_as_segments(q_BSHD, k_BSGD, mask)
+        # The kernel of segments has the log-sum-exp by head and row after row, [1,H,B*S].
         state = (lse.transpose(0, 1).flatten(1)[None].contiguous(), *random_state)
         return _varlen_attention_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, rows)
     inputs = (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
@@ -254,6 +256,7 @@ def _backward_in_blocks(
         kernel = FLASH_FOR_CPU_BACKWARD
     if not mask.window:
         return tuple(kernel(grad, q, k, v, out, lse, 0.0, mask.causal, **_scale(q, mask)))
+    # In fp32, because a key is in the window of several blocks, whose parts are summed.
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     for block in window_blocks(q.shape[2], k.shape[2], mask.window, causal=mask.causal):
         block_grad, queries, block_out = (
@@ -374,6 +377,7 @@ def _window_sizes(mask: AttentionMask) -> dict[str, int]:
     """
     if not mask.window:
         return {}
+    # The query's own key is one of the window.
     return {"window_size_left": mask.window - 1, "window_size_right": 0 if mask.causal else -1}
 
 
@@ -399,6 +403,7 @@ def _append_bias(
     Numbers of 16 bits cannot hold a slope, nor a position: the slope is a sum of three of them, and
     the position has two digits to the base 256. Two columns of zeros make a multiple of eight.
     """
+    # In fp32: each term takes what the ones before have left.
     rest = bias.slopes * q_BSHD.shape[-1] ** 0.5  # which the kernel divides by
     query_columns = []
     for _ in range(_SLOPE_TERMS):

@@ -34,6 +34,7 @@ def map_documents(
     rows = inputs[0].shape[:2]
     documents = zip(*(x.flatten(0, 1)[None].split(list(lengths), 1) for x in inputs), strict=True)
     parts = zip(*(compute(*document) for document in documents), strict=True)
+    # Rows again: documents lie one after the other over all sequences.
     return tuple(torch.cat(part, 1).unflatten(1, rows)[0] for part in parts)
 
 
@@ -41,6 +42,7 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     """Return bias + sum_j weight[:, j] x[t - K + 1 + j] of x [B,S,G,W], in fp32 at least."""
     width = weight.shape[1]
     taps = widen(weight).view(*x.shape[2:], width).unbind(-1)
+    # In front of the tokens, so that none sees a later one.
     padded = F.pad(widen(x), (0, 0, 0, 0, width - 1, 0))
     out = padded[:, : x.shape[1]] * taps[0]
     for place, tap in enumerate(taps[1:], 1):

@@ -108,11 +108,13 @@ def convert_columns(
         x_RK = by(x_RK, form.kept, ONE_GROUP, None).widen(x_RK.dtype)
     if form.padding is None:
         missing = form.padded_rows(rows) - rows
+        # Zeros add nothing to the product over the rows.
         x_RK = torch.nn.functional.pad(x_RK, (0, 0, 0, missing))
     else:
         x_RK = form.padding.pad(x_RK)
     if form.hadamard_rows:
         x_RK = rotate_rows(x_RK, form.hadamard_rows)
+    # Conversion goes along columns, which the contracted rows are of the transpose.
     return by(x_RK.mT, form.operand, form.groups, generator)
 
 

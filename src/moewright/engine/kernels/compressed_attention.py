@@ -44,6 +44,7 @@ def _forward(
     for rows in _row_blocks(q, blocks, window):
         keys = _gather_keys(k, blocks, rows, window, rate)
         scores = _attention_scores(q, keys, chosen, bounds, rows, window)
+        # A sink is one more logit, whose value is zero.
         lse[:, :, rows] = torch.logaddexp(scores.logsumexp(-1), sinks.float()[:, None])
         shares = torch.exp(scores - lse[:, :, rows, None])
         out[:, rows] = (shares @ keys[:, None]).transpose(1, 2).to(q.dtype)
@@ -77,6 +78,7 @@ def _backward(
         dkeys = (shares.mT @ block_grad + score_grads.mT @ queries).sum(1)
         tokens = _window_tokens(rows, window)
         dk[:, tokens] += dkeys[:, : tokens.stop - tokens.start]
+        # Blocks that end after the last of these queries are among no keys.
         dblocks[:, : rows.stop // rate] += dkeys[:, tokens.stop - tokens.start :]
     dsinks = -(torch.exp(sinks.float()[:, None] - lse) * dots).sum((0, 2))
     return dq, dk.to(k.dtype), dblocks.to(blocks.dtype), dsinks.to(sinks.dtype)
@@ -111,6 +113,7 @@ def _sum_block_shares(
 def _row_blocks(q: torch.Tensor, blocks: torch.Tensor, window: int) -> Iterator[slice]:
     sequences, length, heads = q.shape[:3]
     most = max(_MIN_ROWS, window)
+    # Counted for the most rows of a block, whose windows reach over as many tokens.
     step = _BLOCK_SCORES // (sequences * heads * (window + most + blocks.shape[1]))
     step = max(1, min(step, most))
     for start in range(0, length, step):
@@ -141,7 +144,6 @@ def _attention_scores(
 ) -> torch.Tensor:
     """Return the scaled scores [B,H,rows,keys] of some queries, -inf where they may not read."""
     scores = q[:, rows].transpose(1, 2).float() @ keys[:, None].mT * q.shape[3] ** -0.5
-    tokens = _window_tokens(rows, window)
     tokens = _window_tokens(rows, window)
     visible = keys.shape[1] - (tokens.stop - tokens.start)
     places = torch.arange(rows.start, rows.stop, device=q.device)[:, None]

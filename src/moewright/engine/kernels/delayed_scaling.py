@@ -58,6 +58,7 @@ class LinearScales:
         """Note the largest magnitude of each group of rows."""
         amaxes = self.amaxes[:, _KINDS.index(kind)]
         if self.experts is None:
+            # The largest of all micro-batches of the step.
             torch.maximum(amaxes, largest, out=amaxes)
         else:
             amaxes.scatter_reduce_(0, self.experts, largest, "amax")
@@ -298,6 +299,7 @@ class DelayedScaling:
     def update(self, amaxes: torch.Tensor) -> None:
         """Move the histories on by the amaxes [E,3] of a step, and set the scales of the next."""
         amaxes = amaxes[self._amax_rows]
+        # By these, not by the history: a tensor that was not seen keeps scale and history.
         is_seen = (amaxes > 0) & amaxes.isfinite()
         for place in self._places.values():  # not all at once, which would take as much again
             history = self._history[place]
@@ -305,6 +307,7 @@ class DelayedScaling:
             history.copy_(torch.where(is_seen[place][:, :, None], moved, history))
         if self._spec.amax_compute_algo is AmaxComputeAlgo.MAX:
             amaxes = self._history.amax(2)
+        # An amax near 0 would make it infinite.
         scales = (self._tops / amaxes).clamp(max=_FP32_LARGEST)
         self._scales.copy_(torch.where(is_seen, scales, self._scales))
 

@@ -88,11 +88,14 @@ def _build_chunks(inputs: _Inputs, decay: torch.Tensor, beta: torch.Tensor) -> _
     scale = inputs.q.shape[-1] ** -0.5
     q = to_chunks((inputs.q * (inputs.q_factor * scale)).repeat_interleave(sharing, 2))
     k = to_chunks((inputs.k * inputs.k_factor).repeat_interleave(sharing, 2))
+    # Sums of logarithms, because products of decays would underflow.
     log_decay = to_chunks(decay).cumsum(-1)
     beta = to_chunks(beta)[..., None]
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     differences = log_decay[..., :, None] - log_decay[..., None, :]
+    # Before exp, which overflows where a later token's difference is positive.
     pair_decay = differences.masked_fill(later, float("-inf")).exp()
+    # Below the diagonal: a token reads what those before it have written.
     system = (beta * (k @ k.mT) * pair_decay).tril(-1)
     unit = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
     return _Chunks(
@@ -127,6 +130,7 @@ def _scan(chunks: _Chunks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         strict=True,
     ):
         states.append(state)
+        # The paper's UT transform: what all tokens of a chunk write, at once.
         new = writes @ (beta * (v - (before * k) @ state))
         outputs.append((before * q) @ state + reads @ new)
         written.append(new)
@@ -228,6 +232,7 @@ def _differentiate(grad: torch.Tensor, chunks: _Chunks) -> Tensors:
     grad_log += (into * (chunks.q @ states) * grad).sum(-1) - (grad_v * recalled).sum(-1)
     last = into[..., -1, :] * (states * later_states).sum((-2, -1))[..., None]
     grad_log[..., -1] += passed.sum(-1) + last[..., 0]
+    # The log of a decay counts for its own token and all after it in the chunk.
     grad_decay = grad_log.flip(-1).cumsum(-1).flip(-1)
     return grad_q, grad_k, grad_v, grad_decay, grad_beta
 

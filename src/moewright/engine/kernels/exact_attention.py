@@ -44,6 +44,7 @@ def _forward(
     for rows in _row_blocks(q, k):
         scores = _scores(q, k, rows, causal, attn_mask, scale)
         block_lse = scores.logsumexp(-1)
+        # By the log-sum-exp, as backward makes the shares again.
         shares = torch.exp(scores - block_lse[..., None])
         out[:, :, rows] = _split(shares, sharing).matmul(v[:, :, None]).flatten(1, 2)
         lse[:, :, rows] = block_lse
@@ -70,6 +71,7 @@ def _backward(
         shares = _split(torch.exp(scores - lse[:, :, rows, None]), sharing)
         block_grad = _split(grad[:, :, rows], sharing)
         dv += shares.mT.matmul(block_grad).sum(2)
+        # The slope of a softmax takes off what all shares have in common: sum(grad * out).
         own = (grad[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
         share_grads = block_grad.matmul(v[:, :, None].mT) - _split(own, sharing)
         score_grads = shares * share_grads * scale
@@ -193,6 +195,7 @@ def window_blocks(queries: int, keys: int, window: int, *, causal: bool) -> Iter
     shift = keys - queries
     for start in range(0, queries, step):
         stop = min(start + step, queries)
+        # Keys come before queries by `shift`, as the last of both have one position.
         first = max(0, start + shift - window + 1)
         last = stop + shift if causal else keys
         own_key = start + shift - first  # the place of the first query's own key in the block

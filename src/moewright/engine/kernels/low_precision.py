@@ -154,6 +154,7 @@ def convert(
     wide = x_RK.float()
     if not operand.block:
         return _convert_groups(wide, operand, groups)
+    # Zeros in the last block change no largest magnitude.
     blocks = _pad_columns(wide, operand.block).unflatten(1, (-1, operand.block))
     largest = blocks.abs().amax(2)
     if operand.is_tiled:
@@ -164,9 +165,11 @@ def convert(
         group_scales = find_nvfp4_scales(groups.largest(wide))
         spread = groups.spread(group_scales, wide)
         if spread.shape[1] > 1:
+            # Scales of columns: all columns of a block are of one group.
             spread = spread[:, :: operand.block]
     scales = _encode_scales(largest / spread, operand)
     decode = decode_scales(scales, operand.scale) * spread
+    # A block whose scale is 0 holds zeros, or numbers too small for any scale.
     encode = torch.where(decode > 0, 1.0 / decode, 0.0)
     scaled = (blocks * encode[:, :, None]).flatten(1)[:, : x_RK.shape[1]]
     return NarrowTensor(
@@ -339,7 +342,9 @@ def _round(
         below = torch.bucketize(magnitude, bounds, out_int32=True)
         above = torch.bucketize(magnitude, bounds, out_int32=True, right=True)
         codes = torch.where(below % 2 == 0, below, above)
+    # The sign is the fourth bit, of zeros too.
     codes = (codes + 8 * torch.signbit(scaled)).to(torch.uint8)
+    # A byte has two numbers.
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[:, ::2] | (codes[:, 1::2] << 4)
@@ -350,6 +355,7 @@ def _draw_e2m1(magnitude: torch.Tensor, generator: torch.Generator) -> torch.Ten
     numbers = torch.tensor(_E2M1_NUMBERS, device=magnitude.device)
     below = (torch.bucketize(magnitude, numbers, right=True) - 1).clamp(max=6)
     low, high = numbers[below], numbers[below + 1]
+    # Unbiased: the mean over draws is the number itself.
     draws = torch.rand(magnitude.shape, generator=generator, device=magnitude.device)
     return below + (draws < (magnitude - low) / (high - low))
 
@@ -377,6 +383,7 @@ def rotate_rows(x_RK: torch.Tensor, rows: int, *, is_inverse: bool = False) -> t
         width *= 2
     if is_inverse:
         out = out * signs[:, None]
+    # So that the matrix is orthogonal, and its own inverse but for the signs.
     return out.flatten(0, 1) / rows**0.5
 
 
@@ -415,5 +422,6 @@ def pad_groups(ends: torch.Tensor, rows: int, multiple: int, least: int = 0) -> 
     return GroupPadding(
         places=torch.arange(rows, device=ends.device) + shift,
         ends=new_ends,
+        # Each group may need almost one multiple more.
         rows=-(-rows // multiple) * multiple + len(ends) * multiple,
     )

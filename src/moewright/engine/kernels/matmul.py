@@ -83,6 +83,7 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torc
     a [M,R], b [R,N] -> [E,M,N]: the contraction over each group (a weight gradient).
     Groups may be empty; ends[-1] must equal R, since rows past it would be left unwritten.
     """
+    # torch's grouped product leaves the result of no rows unwritten.
     if a.shape[0 if b.dim() == 3 else 1] == 0:
         return a.new_zeros(_grouped_shape(a, b, ends))
     if a.device.type == "cpu":
@@ -125,6 +126,7 @@ def _grouped_matmul_on_cpu(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor)
     """
     out = a.new_empty(_grouped_shape(a, b, ends))
     pads = a.dtype != torch.float32 or _uses_onednn(a.dtype)
+    # The host may read here, for on a CPU nothing is under way.
     stops = ends.tolist()
     groups = [
         (start, stop, _pad_row_count(stop - start) if pads else stop - start)
@@ -139,6 +141,7 @@ def _grouped_matmul_on_cpu(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor)
         rows_b = b.new_empty(longest, b.shape[1])
         for matrix, (start, stop, padded) in zip(out, groups, strict=True):
             for rows, x in ((rows_a, a.mT), (rows_b, b)):
+                # Zeros after the rows add nothing to the contraction.
                 rows[: stop - start] = x[start:stop]
                 rows[stop - start : padded] = 0
             _multiply(rows_a[:padded].mT, rows_b[:padded], matrix)

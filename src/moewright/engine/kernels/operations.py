@@ -26,5 +26,6 @@ def define_operation(
     _LIBRARY.define(schema)
     for device in devices:
         _LIBRARY.impl(name, kernel, device)
+    # Tensors without data, of a dry run, take their shapes from it.
     _LIBRARY.impl(name, shapes, "Meta")
     return getattr(torch.ops.moewright, name)

@@ -83,6 +83,7 @@ class Nf4Weight:
         runs = numbers // self.row_blocks
         places = self.first_block + runs * self.row_stride + numbers % self.row_blocks
         scales = dynamic_levels(device)[self.scale_codes.int()]
+        # In this order: the mean was taken off before the groups were scaled.
         scales = scales * self.group_scales[:, places // NF4_GROUP] + self.means
         numel = 2 * self.codes.numel() // len(scales)
         out = torch.empty((len(scales), numel), dtype=self.dtype, device=device)
@@ -145,10 +146,12 @@ def pack_nf4(
     if last in cut_dims:
         row_blocks, row_stride = columns // NF4_BLOCK, whole_columns // NF4_BLOCK
         first_block = offsets[last] // NF4_BLOCK
+        # Row by row: the blocks of another rank lie beside these in each row of the whole.
         scales = gather(scales.view(matrices, rows, row_blocks), 2).reshape(matrices, -1)
     elif last - 1 in cut_dims:
         first_block = offsets[last - 1] * columns // NF4_BLOCK
         scales = gather(scales, 1)
+        # Without the rows that pad the last rank's part.
         scales = scales[:, : whole_rows * whole_columns // NF4_BLOCK]
     means = scales.mean(1, keepdim=True)
     group_scales = _group_maxima((scales - means).abs())
@@ -156,6 +159,7 @@ def pack_nf4(
     places = first_block + numbers // row_blocks * row_stride + numbers % row_blocks
     # What lies beyond the whole matrix is padding.
     groups = (places // NF4_GROUP).clamp(max=group_scales.shape[1] - 1)
+    # A product with the reciprocal, as bitsandbytes has it: a quotient may round otherwise.
     centred = (own_scales - means) * (1.0 / group_scales.clamp(min=_TINY))[:, groups]
     scale_codes = torch.bucketize(centred.clamp(-1, 1), _midpoints(dynamic_levels(device))).to(
         torch.uint8
@@ -272,6 +276,7 @@ def pack_fp8(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> 
             values = matrices[matrix, part].to(device).float()
             blocks = _cut_into_blocks(values[None])[0]
             largest = torch.linalg.vector_norm(blocks, inf, dim=(1, 3))
+            # A block of zeros has the scale 1, as nothing may be divided by 0.
             own = torch.where(largest > 0, largest / _LARGEST, 1.0)
             scales[matrix, first : first + step] = own
             blocks.div_(own[:, None, :, None])

@@ -241,6 +241,7 @@ class NarrowProducts:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def begin_step(self, step: int) -> None:
+        # By the step, so that a run that goes on from a checkpoint draws the same.
         self._generator.manual_seed((self._seed * 1_000_003 + step) % (1 << 63))
 
     def forward(
@@ -268,6 +269,7 @@ class NarrowProducts:
     def begin_backward(
         self, g_RN: torch.Tensor, x_RK: Input, ends: torch.Tensor | None = None
     ) -> Gradient:
+        # With one scale for all, one conversion serves both products: it may be transposed.
         if not self._recipe.gradients.block:
             return NarrowGradient(
                 dtype=g_RN.dtype,
@@ -349,6 +351,7 @@ class NarrowProducts:
         rows, dtype = rows_and_dtype
         rotated_rows = self._recipe.hadamard_rows
         narrow_g = self._take_columns(g_RN, padding)
+        # torch's dense product would multiply the rows that fill blocks too.
         has_padding = ends is not None or x.columns > rows
         product = None if has_padding else find_product(narrow_g, x, dtype)
         if product is not None:

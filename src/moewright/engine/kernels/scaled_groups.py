@@ -58,6 +58,7 @@ def multiply_groups(
     if product is None:
         wide = w.widen(dtype).unflatten(0, (experts, -1))[:, :rows]
         return grouped_matmul(x_RK.widen(dtype), wide.mT, ends)
+    # Without the rows that fill tiles, which the product does not expect.
     weights = codes_of(w).unflatten(0, (experts, -1))[:, :rows].contiguous()
     scales = _scales_of_rows(product, x_RK, ends), _scales_of_weights(product, w, experts, rows)
     return _multiply(product, (codes_of(x_RK), weights.mT), scales, ends)
@@ -208,6 +209,7 @@ def _scales_of_columns(narrow: NarrowTensor, tile_ends: torch.Tensor) -> list[to
     widths = edges.diff()[groups]
     # Where the tile of each row and column goes.
     lines = torch.arange(down, device=tiles.device)[:, None]
+    # All tiles of the experts before, the lines above in this one, then those before in the line.
     places = down * starts + lines * widths + columns - starts
     ordered = torch.empty_like(tiles).view(down * along, -1)
     ordered.index_copy_(0, places.flatten(), tiles.flatten(0, 1))

@@ -122,6 +122,7 @@ def fits(product: ScaledProduct, a: NarrowTensor, b: NarrowTensor, dtype: torch.
     is_twice_e5m2 = a.operand.number is b.operand.number is NarrowFormat.E5M2
     is_whole = not (a.codes.shape[1] % LINES or len(b.codes) % LINES)
     if a.operand.block:
+        # torch gives the result of block scales in bf16 alone.
         is_whole &= not a.columns % a.operand.block and dtype is torch.bfloat16
     if product is ScaledProduct.BLOCKS_128 and b.operand.is_tiled:
         is_whole &= not len(b.codes) % b.operand.block
@@ -185,6 +186,7 @@ def block_scales(operand: NarrowTensor) -> torch.Tensor:
     assert operand.scales is not None
     if operand.operand.scale is not ScaleFormat.POWER_OF_TWO:
         return operand.scales
+    # A positive power of two is its exponent alone, as E8M0 holds it.
     exponents = (operand.scales.view(torch.int32) >> 23).to(torch.uint8)
     fours = exponents.repeat_interleave(operand.operand.block // MX_BLOCK, 1)
     return fours[:, : -(-operand.columns // MX_BLOCK)].view(torch.float8_e8m0fnu)

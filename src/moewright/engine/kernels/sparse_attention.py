@@ -59,6 +59,7 @@ def choose_best(scores: torch.Tensor, top_k: int) -> torch.Tensor:
     Of equal scores the first columns are taken, in any layout: those of keys whose products with a
     query are all negative are 0.
     """
+    # Not topk, which takes any of equal scores.
     best, columns = scores.sort(dim=1, descending=True, stable=True)
     best, columns = best[:, :top_k], columns[:, :top_k]
     return columns.int().masked_fill_(best == float("-inf"), -1)
@@ -162,6 +163,7 @@ def _diverge(
         scores = index_scores(q_tIW[rows], k_TW[keys], heads_tI[rows])
         logs = _at_places(scores, chosen_tK[rows], float("-inf")).log_softmax(-1)
         target = target_tK[rows]
+        # 0 log 0 is 0: no term comes of a key that attention does not read.
         terms = torch.xlogy(target, target) - target * logs.masked_fill(target == 0, 0.0)
         is_empty = (chosen_tK[rows] < 0).all(-1)
         divergences[rows] = terms.sum(-1).masked_fill(is_empty, 0.0)
@@ -186,6 +188,7 @@ def _score_gradients(
         slopes = q.new_zeros(len(q), len(k) + 1).scatter_(1, places, slopes_tK[rows])[:, :-1]
         products = torch.relu(q @ k.T)
         dheads[rows] = torch.einsum("nim,nm->ni", products, slopes)
+        # The slope of a relu, which is 0 at 0.
         slopes = heads_tI[rows].float()[:, :, None] * slopes[:, None] * (products > 0)
         dq[rows] = (slopes @ k).to(dq.dtype)
         dk[keys] += torch.einsum("nim,niw->mw", slopes, q)

@@ -71,6 +71,7 @@ def _build_chunks(
         written=steps[..., None] * values,
         into=log_decay.exp()[..., None],
         onward=(log_decay[..., -1:] - log_decay).exp()[..., None],
+        # Before exp, which overflows where a later token's difference is positive.
         pair_decay=differences.masked_fill(later, float("-inf")).exp(),
     )
 

@@ -73,6 +73,7 @@ class WeightCopies:
             return self._copies[key]
         if not self._keeps_new or key not in self._weights:
             return None
+        # Freed before the new ones are made, which may take their memory.
         self._copies.pop(key, None)  # of the step before
         self._copies[key] = convert()
         self._current.add(key)

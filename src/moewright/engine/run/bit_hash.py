@@ -27,6 +27,7 @@ def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
     keys = _draw_keys(flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for block in words.split(_BLOCK):
+        # int64 wraps around, so that this is arithmetic modulo 2^64.
         total = total * _FACTOR + (block * keys[: len(block)]).sum()
     return total
 
@@ -34,6 +35,7 @@ def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _draw_keys(device: torch.device) -> torch.Tensor:
     """Return a key for each word of a block, [65536] int64; who hashes nothing has none."""
+    # On the host: a device would draw keys of its own.
     generator = torch.Generator().manual_seed(_SEED)
     keys = torch.randint(-(1 << 63), (1 << 63) - 1, (_BLOCK,), generator=generator)
     return keys.to(device)

@@ -151,6 +151,7 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
     _refuse_layout_dependent(job)
     require_runnable(job)
     fingerprint = check_data(job.model, job.workload)
+    # Of the same micro-batches, which balance losses are means over.
     alone = replace(job, layout=parse_layout(f"mbs{job.layout.mbs}", world_size=1))
     require_runnable(alone)
     precision = job.workload.precision
@@ -160,6 +161,7 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
     )
     unit = _UNITS[Dtype.BF16 if precision.is_narrow else precision]
     runs: list[TrainedSteps] = []
+    # In this order the results are taken apart below.
     plans = [_Run(job=alone), *(_Run(job=alone, noise=unit, seed=seed) for seed in _NOISE_SEEDS)]
     plans.append(_Run(job=job))
     has_double = precision is Dtype.FP32 and _is_mean_over_micro_batches(job.workload)
@@ -192,6 +194,7 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
     allowed = _bound_figures(reference, noisy, is_narrow=precision.is_narrow)
     lines = [
         line
+        # Not strict: without the doubled run there is one kind less.
         for run, trained in zip(CheckedRun, compared[:first_setting], strict=False)
         for line in _compare(run, allowed, trained)
     ]
@@ -415,6 +418,7 @@ def _compare(
 def _choose_times(references: _Figures) -> dict[ComparedKind, float]:
     """Return how often the distance that rounding makes may be exceeded in 8 and 4 bits."""
     sizes = sum(kind is ComparedKind.GRADIENT_SIZE for kind, _ in references)
+    # On both sides, and shared by all sizes, so that all together are wrong no more often.
     deviations = NormalDist().inv_cdf(1 - _FALSE_ALARMS / 2 / max(1, sizes))
     return {**_TIMES_IN_NARROW, ComparedKind.GRADIENT_SIZE: deviations / _LARGER_OF_TWO}
 

@@ -188,9 +188,11 @@ class StateGuard:
         differences: Sequence[str],
     ) -> None:
         third = self._repeat(step)
+        # A fault that passes: the third time is on all ranks as the first or as the second.
         is_transient = not all(
             any(self._gather(_find_difference(other, third))) for other in (first, second)
         )
+        # A CPU's kernels repeat themselves, so that there it is a fault all the same.
         if not is_transient and self._state.runtime.device.type != "cpu":
             self._repeats = False
             if self._rank == 0:

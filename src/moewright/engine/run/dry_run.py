@@ -84,6 +84,7 @@ def dry_run(job: Job, *, rank: int, note: NoteActivity = ignore_activity) -> Dry
     if world_size > 1:
         collectives.join_fake_world(rank=rank, world_size=world_size)
     try:
+        # The last mode entered is asked first: a read is answered before it is refused.
         with freeze_older_objects(), FakeTensorMode(), HostAnswers():
             state = build_train_state(
                 replace(job, workload=_balance_routing(job.workload)),

@@ -116,6 +116,7 @@ class ExpertMover:
         group = state.runtime.mesh.group("ep")
         state.load(partial(_exchange_all, exchanges, group, state.runtime.device, sent))
         state.optimizer.all_gather_params()
+        # What a move takes is measured until its weights are there.
         state.optimizer.finish_pending()
         self.moves = ExpertMoves(
             experts=planned.experts,
@@ -171,11 +172,13 @@ def _exchange_layer(
     slot_after = {expert: slot for slot, expert in enumerate(exchange.after)}
     outgoing: list[list[torch.Tensor]] = [[] for _ in range(group.size)]
     incoming: list[list[torch.Tensor]] = [[] for _ in range(group.size)]
+    # A swap keeps the place on a rank (rules.expert_moves), so that both sides have one order.
     for shard in shards:
         expert = shard.offsets[0]
         source = slot_before[expert] // local
         if source == group.index or not shard.tensor.numel():
             continue
+        # The place of a moved expert still has the one from before, which leaves.
         leaving = exchange.before[slot_after[expert]]
         outgoing[slot_after[leaving] // local].append(shard.tensor)
         incoming[source].append(shard.tensor)
@@ -194,6 +197,7 @@ def _exchange_layer(
     offset = 0
     for tensors in incoming:
         for tensor in tensors:
+            # A copy, because a part may begin at no multiple of its dtype's width.
             part = received[offset : offset + tensor.nbytes].clone()
             tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
             offset += tensor.nbytes

@@ -81,6 +81,7 @@ class AnsweringModel:
     def _predict(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the logits [V] of the token after these."""
         state = self._prepare(len(tokens))
+        # Attention is causal: what fills the room changes nothing before it.
         ids = torch.zeros(1, self._room, dtype=torch.int64)
         ids[0, : len(tokens)] = torch.tensor(tokens)
         batch = build_micro_batch(state.runtime, ids, torch.full_like(ids, -1), None)
@@ -95,6 +96,7 @@ class AnsweringModel:
         if length > _MOST_ROOM:
             rule = f"has {length:,} tokens; {_MOST_ROOM:,} are answered at most"
             raise BadInput(Reason(field="prompt", rule=rule, nearest="a shorter one"))
+        # Powers of two, so that a growing text has a model built anew only a few times.
         self._room = max(_LEAST_ROOM, 1 << (length - 1).bit_length())
         workload = Workload(seq_len=self._room, global_batch=1, precision=Dtype.FP32)
         job = Job(model=self._model, workload=workload, layout=Layout(world_size=1))

@@ -216,6 +216,7 @@ def _run_ranks(
     with _stop_flag() as stop:
         try:
             processes.start()
+            # Only now: processes that start inherit what is blocked.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             failure = watch_ranks(processes.ranks, stop, hooks.wants_stop, hooks.display.refresh)
             while failure is not None and keeps_ranks is not None:

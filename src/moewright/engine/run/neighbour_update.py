@@ -85,6 +85,7 @@ class NeighbourUpdate:
         own = self._optimizer.list_pieces()
         sent = _group_pieces(self._infos)
         received = _group_pieces(infos)
+        # A rank with fewer packages sends empty ones, for each exchange needs both sides.
         for number in range(max(len(sent), len(received))):
             numbers = [_stack(next(own)) for _ in sent[number]] if number < len(sent) else []
             flat = torch.cat([x.to(self._device).flatten() for x in numbers] or [self._empty()])

@@ -53,6 +53,7 @@ def run_in_sessions(worker: Worker, context: RankContext) -> RankOutcome:
                 outcome = worker(replace(context, on_loss=on_loss))
             except Exception as error:
                 if context.calls is None or not has_lost_peer(error):
+                    # Nothing is closed: the process ends.
                     on_loss.pop_all()
                     raise
                 loss = error
@@ -150,6 +151,7 @@ class PeerCopies:
         The older generation is overwritten.
         """
         oldest = min(self._generations, key=lambda generation: generation.own_step)
+        # Of no step until it is whole: a rank may die meanwhile.
         oldest.own_step = oldest.neighbour_step = _NONE
         for shard, part in _cut(oldest.own, shards):
             part.copy_(shard.tensor.detach())
@@ -173,6 +175,7 @@ class PeerCopies:
             return None
         lacks = [step not in view["own"] for view in views]
         chosen = self._choose_generation(step)
+        # The rank before gets its own state back, of which the copy lies here.
         gives = lacks[(self._rank - 1) % self._world_size]
         nothing = chosen.own[:0]
         exchange_flat(

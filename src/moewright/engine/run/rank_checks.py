@@ -71,6 +71,7 @@ def _count_local_ranks(plan: Plan) -> int:
     env = read_torchrun_env()
     if env is None:
         return plan.layout.world_size
+    # Without it this rank knows only that those before it are here.
     return env.local_world_size or env.local_rank + 1
 
 

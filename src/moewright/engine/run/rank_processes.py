@@ -43,6 +43,7 @@ class RankProcesses:
         self, worker: Worker, infos: Sequence[RankInfo], folder: Path, *, has_spare: bool
     ) -> None:
         self._context: ForkContext | SpawnContext
+        # A fork has torch already, which takes seconds to import; CUDA does not survive one.
         if infos[0].device is DeviceKind.CPU:
             self._context = multiprocessing.get_context("fork")
         else:
@@ -82,15 +83,18 @@ class RankProcesses:
         """
         time.sleep(_TOGETHER_S)
         self._meetings += 1
+        # Another file for each meeting: the keys of the last one are still in it.
         store = self._folder / f"store-{self._meetings}"
         infos = [replace(info, rendezvous=store) for info in self._infos]
         for info in infos:
+            # They have to meet again, and who has not is blamed by this file.
             rank_file_path(self._folder, "met", info.rank).unlink(missing_ok=True)
         for number, info in enumerate(infos):
             if self.ranks[number].is_alive:
                 with suppress(OSError):  # it has died just now, which is noticed next
                     self.ranks[number].calls.send(info)
             else:
+                # The new process must not be judged by the heartbeats of the dead one.
                 rank_file_path(self._folder, "beat", info.rank).unlink(missing_ok=True)
                 self.ranks[number] = self._take_place(info)
         self._start_spare()
@@ -136,6 +140,7 @@ class RankProcesses:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # The child alone holds these ends now, so that its death ends them.
         send_end.close()
         call_end.close()
         return _StartedProcess(process=process, notes=notes, calls=calls)

@@ -50,6 +50,7 @@ def open_rendezvous(
             those that are missing.
     """
     deadline_s = time.monotonic() + timeout_s
+    # By the attempt: ranks that are started again over one store are counted anew.
     store = PrefixStore(f"moewright/{rendezvous.attempt}", _open_store(rendezvous, timeout_s))
     refusal = _sign_in(store, rank, world_size)
     if refusal is not None:
@@ -79,6 +80,7 @@ def _open_store(rendezvous: Rendezvous, timeout_s: float) -> TCPStore:
             rendezvous.port,
             is_master=rendezvous.hosts_store,
             timeout=timedelta(seconds=timeout_s),
+            # The roll call says who is missing; torch's own wait only that somebody is.
             wait_for_workers=False,
             multi_tenant=True,
         )

@@ -110,6 +110,7 @@ def find_slow_ranks(paces: Sequence[Pace]) -> dict[int, str]:
         peer_s = median(peer.seconds for peer in peers)
         peer_rows = median(peer.rows for peer in peers)
         rows_ratio = divide(pace.rows, peer_rows, otherwise=1.0)
+        # Fewer rows than its peers lower no bound: most of the work is the same.
         if pace.seconds > SLOW_RATIO * max(1.0, rows_ratio) * peer_s:
             slow[rank] = (
                 f"{1e3 * pace.seconds:.1f} ms of compute a step, {pace.seconds / peer_s:.2f} times "

@@ -80,6 +80,7 @@ def sign_up(
         folder.mkdir(parents=True, exist_ok=True)
         heartbeat = Heartbeat(rank_file_path(folder, "beat", info.rank))
         rank_file_path(folder, "met", info.rank).touch()
+        # With its start: the number of a process that has ended is given to another.
         identity.write_text(f"{os.getpid()} {_read_start(os.getpid())}", "ascii")
         stack_file = rank_file_path(folder, "stack", info.rank).open("w", encoding="utf-8")
     except OSError as error:
@@ -236,6 +237,7 @@ class _OtherMachines:
     def blame(self, is_hang: bool) -> bool:
         """Return whether another machine has told of a hang; else tell of one that is here."""
         if is_hang:
+            # The first that counts has told of it, and the others follow.
             return self._store.add(_HANG, 1) > 1
         return self._store.check([_HANG])
 
@@ -247,6 +249,7 @@ def _silent_key(rank: int) -> str:
 def _read_start(pid: int) -> str:
     """Return when a process was started, in ticks since the boot; "" when it has ended."""
     state, *fields = read_process_stat(pid) or ["Z"]
+    # proc(5): the start is field 22 of the line, of which the state is field 3.
     return "" if state == "Z" else fields[18]
 
 

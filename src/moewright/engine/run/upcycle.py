@@ -128,6 +128,7 @@ def upcycle(
         dense_name = param.name.replace(_MOE_EXPERTS, _DENSE_MLP)
         weight = read_parameter(dense_params[dense_name])  # gate_up [2,F,H] or down [H,F]
         factor = down_factor if weight.dim() == 2 else up_factor
+        # Slices of hidden units: [2,F,H] -> [G,2,F/G,H], and [H,F] -> [G,H,F/G].
         return weight.unflatten(1, (choice.granularity, -1)).transpose(0, 1) * factor
 
     request = SaveRequest(

@@ -296,6 +296,7 @@ def _write_results(
     tensors = {entry.name: torch.empty(entry.shape) for entry in read_index(gathered).tensors}
     shards = [whole_shard(name, tensor) for name, tensor in tensors.items()]
     load_checkpoint(gathered, shards=shards, comm=single_process())
+    # The last token of a sequence has no target.
     results = {"logits": tensors["logits"], "nll": tensors["nll"][:, :-1].contiguous()}
     table = build_name_table(job.model, open_hf_folder(job.weights))
     parts: list[tuple[str, torch.Tensor]] = []
