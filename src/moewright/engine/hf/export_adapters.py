@@ -101,6 +101,7 @@ def export_peft(adapters: StoredAdapters, out: Path, *, base: str) -> None:
             headers.append(TensorHeader(name=name, dtype="F32", shape=shape))
             sources.append((name, param.name, hf_tensor.index, rows))
     modules = {name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0] for name, *_ in sources}
+    # By name, as safetensors' own writer lays out tensors of one dtype.
     order = sorted(range(len(headers)), key=lambda place: headers[place].name)
 
     def read(reader: PayloadReader) -> Iterator[torch.Tensor]:

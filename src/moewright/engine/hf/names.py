@@ -229,6 +229,7 @@ def _choose_names(
     if not candidates:
         rule = "has no name in Hugging Face checkpoints known here"
         raise tensor_error(path, tensor.name, rule)
+    # Of equal ones max takes the first, which is the family's own.
     best = max(candidates, key=rate)
     for hf_tensor in best:
         if hf_tensor.name not in shapes:

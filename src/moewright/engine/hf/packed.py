@@ -189,6 +189,7 @@ def _unpack_mxfp4(name: str, box: Box, read_stored: ReadStored) -> torch.Tensor:
     """Unpack whole experts."""
     values = decode_e2m1(read_stored(name + _BLOCKS_SUFFIX, box[:1]))
     powers = read_stored(name + _SCALES_SUFFIX, box[:1])
+    # Exact: a power of two changes the exponent alone.
     scaled = torch.ldexp(values, powers.int()[..., None] - _SCALE_BIAS)
     return scaled.flatten(-2).transpose(1, 2)[(slice(None), *box[1:])]
 
@@ -200,6 +201,7 @@ def _read_values(
     if stored.dtype != FP4:
         return read_stored(name, box).float()
     start, stop, _ = box[-1].indices(stored.shape[-1])
+    # Whole bytes, of which the first and the last may have a value beside the box.
     packed = read_stored(name, (*box[:-1], slice(start // 2, -(-stop // 2))))
     return decode_e2m1(packed.view(torch.uint8))[..., start % 2 :][..., : stop - start]
 

@@ -173,6 +173,7 @@ class Counters:
         """Count the tensors that a library of its own moves inside, past torch's process groups."""
         for tensor_bytes in nbytes:
             self.count_collective(op, group, tensor_bytes)
+            # As if torch had dispatched it, or it would stand in the rows of what nobody saw.
             if self._is_counting:
                 self._count_dispatched(op, tensor_bytes)
         self._is_in_library = True
@@ -189,6 +190,7 @@ class Counters:
         self.census.note_rest()
 
     def _count_dispatched(self, op: Collective, nbytes: int) -> None:
+        # What the library sends by itself has been announced.
         if self._is_in_library:
             return
         row = self._dispatched[op]

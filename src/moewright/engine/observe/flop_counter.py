@@ -234,6 +234,7 @@ class FlopCounter:
         self._rules: dict[Any, tuple[FlopOp, _FlopRule]] = {
             getattr(_aten, name): (op, rule)
             for name, op, rule in _FLOP_RULES
+            # An older torch lacks some of them.
             if hasattr(_aten, name)
         }
         self._rules[CPU_GROUPED_MATMUL] = (FlopOp.GROUPED_GEMM, _grouped_mm_flops)
@@ -253,6 +254,7 @@ class FlopCounter:
         self._rules[STATE_SPACE] = (FlopOp.SCAN, _state_space_flops)
         self._rules[STATE_SPACE_BACKWARD] = (FlopOp.SCAN, _state_space_backward_flops)
         self._rules[SCAN_WORK] = (FlopOp.SCAN, _stated_flops)
+        # None where torch has no oneDNN: no operation is that.
         self._rules[ONEDNN_LINEAR] = (FlopOp.GEMM, _linear_flops)
 
     def count(self, func: Any, args: OperationArgs, kwargs: OperationKwargs) -> None:

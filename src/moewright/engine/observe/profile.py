@@ -67,6 +67,7 @@ class ProfilerWindow:
         """Write what has been recorded; also called when a run ends inside its window."""
         if self._profiler is None:
             return
+        # First of all: a trace may take longer than a rank may be silent.
         self._note("writes its trace", is_slow=True)
         self._profiler.stop()
         for hook in self._hooks:

@@ -90,6 +90,7 @@ class JsonLinesWriter:
         write_text(path, "".join(kept))  # a kill at any moment leaves the old lines or these
         self.missing = tuple(_find_gaps(steps, first_step))
         self._path = path
+        # Readable too, for `_restore`.
         self._file = path.open("a+", encoding="utf-8")
 
     def write_session(self, record: Session) -> None:
@@ -138,6 +139,7 @@ class JsonLinesWriter:
         own = os.fstat(self._file.fileno())
         if self._path.exists() and os.path.samestat(own, self._path.stat()):
             return
+        # A file that was deleted lives as long as this handle.
         write_pieces(self._path, (os.pread(self._file.fileno(), own.st_size, 0),))
         self._file.close()
         self._file = self._path.open("a+", encoding="utf-8")

@@ -50,6 +50,7 @@ class SchedulerClock:
         """Return the seconds on a core, and those ready without one (0 where not told)."""
         if self._file is None:
             return time.thread_time(), 0.0
+        # From the start each time, which makes the kernel write the file anew.
         running_ns, queued_ns, _ = os.pread(self._file.fileno(), 80, 0).split()
         return int(running_ns) * 1e-9, int(queued_ns) * 1e-9
 
@@ -175,6 +176,7 @@ class StepTimer:
             running_s=running_s,
             queued_s=queued_s,
             collecting_s=self._gc_s,
+            # The clocks are not read at one moment, so that little time may come out negative.
             asleep_s=max(0.0, step_s - accounted_s),
         )
 

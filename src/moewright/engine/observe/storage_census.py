@@ -274,6 +274,7 @@ class StorageCensus:
             self._note(StorageMoment.UPDATE)
 
     def _forget(self, key: int, reference: object) -> None:
+        # Another storage may have the id by now.
         if self._references.get(key) is reference:
             del self._references[key]
             self._host_storages.pop(key, None)

@@ -93,6 +93,7 @@ class ScalarWriter:
             self._log(scalars, step)
 
     def close(self) -> None:
+        # A list, because one that fails is taken out.
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.close()
@@ -274,6 +275,7 @@ def _load_scalars(load: LayerLoad) -> Iterator[tuple[str, float]]:
         ("global_aux_loss", load.global_aux_loss),
         ("z_loss", load.z_loss),
     )
+    # Nothing may have been routed.
     rank_mean = sum(counts) / len(load.rank_counts) or 1.0
     yield from (
         (f"load_over_mean_rank_{rank}", count / rank_mean)

@@ -249,7 +249,9 @@ def run_megatron_export(
         folder = working / _ITERATION_FOLDER.format(plan.index.step)
         with PayloadReader(plan.checkpoint) as reader:
             planner = _Planner(plan, reader, on_progress)
+            # One thread: each tensor is read when it is written, and one is in memory at a time.
             storage = FileSystemWriter(str(folder), thread_count=1)
+            # The plan names all tensors, so that there is none in the dictionary.
             save({}, storage_writer=storage, planner=planner, no_dist=True)
         torch.save(dict(plan.common), folder / "common.pt")
         facts = {

@@ -73,6 +73,7 @@ class _Anything:
     def add(self, value: Any) -> None:
         """Drop a value."""
 
+    # A pickle may use a record as a key.
     def __hash__(self) -> int:
         return id(self)
 
@@ -156,6 +157,7 @@ def find_megatron_checkpoint(folder: Path) -> Path | None:
         return None
     name = f"iter_{int(newest):07d}" if newest.isdecimal() else newest
     path = folder / name
+    # A name with folders in it would lead out of this one.
     if name and path.parent == folder and (path / METADATA_FILE).is_file():
         return path
     return None

@@ -205,6 +205,7 @@ def _read_tensor(
         if info.get("transform_descriptors"):
             refuse(f"{name}: is compressed or packed, which is not read")
         file = str(info.get("relative_path"))
+        # No folders: what is read lies in the checkpoint.
         if PurePosixPath(file).name != file or file.startswith("."):
             refuse(f"{name}: lies in {file!a}, which is no plain file name")
         first_byte, nbytes = int(info.get("offset")), int(info.get("length"))
@@ -251,6 +252,7 @@ def _check_cover(
             refuse(f"{name}: a chunk at {list(chunk.offsets)} leaves the shape {list(shape)}")
     starts = {chunk.offsets for chunk in chunks}
     filled = sum(prod(chunk.sizes) for chunk in chunks)
+    # Chunks that overlap and still fill the count are refused where a box is read.
     if len(starts) != len(chunks) or filled != prod(shape):
         refuse(f"{name}: its chunks hold {filled} values, not the {prod(shape)} of {list(shape)}")
 

@@ -175,6 +175,7 @@ def find_places(
             return tuple(
                 MegatronPlace(names=place.names, index=place.index, part=part) for place in places
             )
+    # The first has all layers in one tensor; the second is the layer's own.
     usual = candidates[1] if layer < model.layers else candidates[0]
     raise _missing(tensor.name, usual[0])
 
