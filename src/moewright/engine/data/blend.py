@@ -86,6 +86,7 @@ def _deal_places(shares: Sequence[float]) -> Int64s:
     taken = [0] * len(wanted)
     pattern = np.empty(PATTERN_PLACES, dtype=np.int64)
     for place in range(PATTERN_PLACES):
+        # At place 0 all would lag by nothing: the largest share begins.
         lags = [share * max(place, 1) - count for share, count in zip(wanted, taken, strict=True)]
         corpus = lags.index(max(lags))
         taken[corpus] += 1

@@ -244,6 +244,7 @@ class _CorpusBuild:
         progress_path = self._out / _PROGRESS_FILE
         progress = _read_progress(progress_path, self._stamp) if is_resumable else None
         if progress is None:
+            # First of all: without it the folder is no corpus while its files change.
             (self._out / CORPUS_FILE).unlink(missing_ok=True)
             progress_path.unlink(missing_ok=True)
             tokenizer = self._make_tokenizer(census, limit)
@@ -273,6 +274,7 @@ class _CorpusBuild:
     def _bpe_documents(self, census: DocumentCensus, limit: int) -> Iterator[str]:
         """Yield the documents to train a tokenizer on: all to train on, or a sample by hash."""
         share = min(1.0, _BPE_BYTES / max(1, census.text_bytes))
+        # Hashes are uniform, so that a stretch of them is a fair sample.
         stop = limit + int(share * (_HASHES - limit))
         reader = self._open_reader()
         for document, key in zip(reader, census.hashes.tolist(), strict=True):
@@ -305,6 +307,7 @@ class _CorpusBuild:
             if reader.text_bytes - flushed_bytes >= _FLUSH_BYTES:
                 flushed_bytes = reader.text_bytes
                 self._flush(train, heldout)
+        # Training data first; corpus.json, which makes it a corpus, comes after both.
         train.finish()
         if heldout.documents:
             heldout.finish()

@@ -92,6 +92,7 @@ def unigram_nats(train_counts: Counts, heldout_counts: Counts) -> float:
     if not total:
         return 0.0
     smoothed = train_counts + 1.0
+    # As a difference of logarithms: shares of rare tokens are tiny.
     nats = np.log(smoothed.sum()) - np.log(smoothed)
     return float(nats @ heldout_counts / total)
 

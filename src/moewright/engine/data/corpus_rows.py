@@ -118,6 +118,7 @@ class TextCorpus:
                 # The last token of a document has no target: it would be another document's.
                 ends = document_ends(self.pair, sample, seq_len=seq_len)
                 targets[row, [end - 1 for end in ends]] = IGNORED_TARGET
+                # A set: a document may end where the sample does.
                 edges = sorted({0, *ends, seq_len})
                 lengths.append(tuple(stop - start for start, stop in pairwise(edges)))
         return SampleRows(inputs=tokens[:, :-1], targets=targets, lengths=tuple(lengths))
@@ -269,6 +270,7 @@ def open_corpora(
     if len(kinds) > 1:
         rule = "blends chats with text, which are not packed alike"
         raise BadInput(Reason(field=field, value=text[:60], rule=rule))
+    # In a blend one corpus may have fewer samples than a batch.
     at_least = 1
     if len(corpora) == 1:
         at_least = workload.batch_samples or workload.global_batch

@@ -157,6 +157,7 @@ class IndexedWriter:
         write_json(self._parts["seal.json"], seal)
         # An older index must not meet the new tokens.
         _with_suffix(self._prefix, ".idx").unlink(missing_ok=True)
+        # The index last: without one there is no pair.
         for name in ("bin", "seal.json", "idx"):
             os.replace(self._parts[name], _with_suffix(self._prefix, f".{name}"))
         self._parts["lengths"].unlink()
@@ -278,6 +279,7 @@ def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
                 digest.update(file.read())
                 continue
             for block in range(64):
+                # From the first MiB to the last, both among them.
                 file.seek((size - SAMPLE_BYTES) * block // 63)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]

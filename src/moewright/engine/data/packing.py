@@ -167,6 +167,7 @@ def read_packed(
             start, stop = stop, stop + len(tokens)
             inputs[row, start:stop] = tokens
             # The target of a token is the next one of its sample.
+            # The last token of a document has no next one.
             targets[row, start : stop - 1] = np.where(is_learnt[1:], tokens[1:], -1)
             row_lengths.append(len(tokens))
         if stop < packs.seq_len:

@@ -130,6 +130,7 @@ def _read_json(path: Path, *, keeps_broken: bool) -> Iterator[tuple[str, Any]]:
         is_lines = False
         if first.lstrip()[:1] == b"{":
             with suppress(BadInput), budget(str(path), len(first), account=account):
+                # An object in the first line and more after it: lines, whatever the name says.
                 is_lines = isinstance(_parse_line(first, str(path)), dict) and bool(file.read(1))
     if is_lines:
         yield from _read_json_lines(path, keeps_broken=keeps_broken)
@@ -305,6 +306,7 @@ def _read_columns(path: Path, field: str) -> Iterator[tuple[str, Any]]:
                 file = parquet.ParquetFile(path)
                 _check_column(path, field, file.schema_arrow)
                 columns = [field] if field else None
+                # In this thread, whose budget covers it.
                 batches = file.iter_batches(
                     batch_size=_BATCH_ROWS, columns=columns, use_threads=False
                 )
@@ -336,6 +338,7 @@ def _read_arrow_batches(path: Path, field: str, pyarrow: Any, ipc: Any) -> Itera
             reader = ipc.open_file(source)
             batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
         except pyarrow.ArrowInvalid:
+            # The attempt to read a file has moved on.
             source.seek(0)
             reader = ipc.open_stream(source)
             batches = iter(reader)

@@ -65,6 +65,7 @@ def permute(index: Int64s, size: int, seed: int, epoch: int) -> Int64s:
     Images outside are walked along their cycle until they fall inside (Black and Rogaway 2002,
     "Ciphers with arbitrary finite domains"), at most about 4 steps on average.
     """
+    # Both halves of a balanced network are equally wide.
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     epoch_key = _mix_int(_mix_int(seed) ^ epoch)
     keys = [_mix_int(epoch_key ^ number) for number in range(FEISTEL_ROUNDS)]
@@ -157,6 +158,7 @@ def document_ends(dataset: IndexedDataset, sample: int, *, seq_len: int) -> tupl
     """
     starts = dataset.document_starts
     first = sample * seq_len
+    # From the second token on, up to the one after the last, which is a target.
     low, high = np.searchsorted(starts, [first + 1, first + seq_len + 1])
     # Empty documents start where the next one does.
     return tuple(dict.fromkeys((starts[low:high] - first).tolist()))

@@ -85,6 +85,7 @@ class ShardedWriter:
             shard = self._shard_prefix(len(self._full))
             flushed, tokens = count_flushed(shard, limit=remaining)
             remaining -= flushed
+            # The shard of the last flushed document goes on; one after it would be new.
             if not remaining or not flushed:
                 break
             self._full.append((flushed, tokens))
@@ -114,6 +115,7 @@ class ShardedWriter:
     def finish(self) -> None:
         """Put the shards in their places, and the list of them last; no pair of old stays."""
         shards = ShardList(shards=len(self._full) + 1, documents=self.documents, tokens=self.tokens)
+        # The old list goes first, so that no list names shards of two builds.
         remove_shards(self._prefix)
         self._writer.finish()
         for number, (documents, tokens) in enumerate(self._full):

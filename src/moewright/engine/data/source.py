@@ -154,6 +154,7 @@ def find_source(path: Path | None, out: Path) -> TextSource:
     for file in ordered:
         info = file.stat()
         line = f"{file}\0{info.st_size}\0{info.st_mtime_ns}\0"
+        # Names of files need not be UTF-8.
         digest.update(line.encode("utf-8", "surrogateescape"))
     return TextSource(
         description=description, root=root, files=tuple(ordered), stamp=digest.hexdigest()[:16]
@@ -174,6 +175,7 @@ def _list_files(path: Path, out: Path) -> list[Path]:
 
 def _walk(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
+        # In place, as os.walk reads it: others are not entered.
         subfolders[:] = sorted(
             name for name in subfolders if name not in excluded and not name.startswith(".")
         )
@@ -226,6 +228,7 @@ def _decode(path: Path, size: int) -> Iterator[str]:
     """Yield the text of the first `size` bytes of a file in chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
+        # A decoder with a state, for a chunk may end inside of a character.
         while size > 0 and (data := file.read(min(size, _CHUNK_BYTES))):
             size -= len(data)
             yield decoder.decode(data)
