@@ -176,6 +176,7 @@ class _ChatBuild:
                     for document in chain.from_iterable(samples):
                         (heldout if key < limit else train).append(document)
                 self._report_progress("encoding", first + len(batch), total)
+            # Before the pairs change: without it the folder is no corpus.
             (self._out / CORPUS_FILE).unlink(missing_ok=True)
             self._copy_tokenizer()
             (self._out / BAD_FILE).unlink(missing_ok=True)
@@ -207,10 +208,12 @@ class _ChatBuild:
         """
         longest, schema = self._longest, self._schema
         try:
+            # All of them first: what has been yielded cannot be taken back.
             yield from list(self._take_all(batch))
         except BadInput:
             if not self._options.skip_bad:
                 raise
+            # As before the batch, which is read again.
             self._longest, self._schema = longest, schema
         else:
             return
@@ -341,6 +344,7 @@ class _SplitWriter:
             for prefix in (self._prefix, learnt_prefix(self._prefix)):
                 remove_pair(prefix)
             return CorpusSplit()
+        # These first: tokens without them would be taken for text.
         self._learnt.finish()
         self._tokens.finish()
         return CorpusSplit(

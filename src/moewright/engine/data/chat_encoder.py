@@ -164,6 +164,7 @@ def mark_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> Flags:
     starts = np.array([start for start, _ in offsets], dtype=np.int64)
     stops = np.array([stop for _, stop in offsets], dtype=np.int64)
     for start, stop in spans:
+        # From the first token that ends inside of the span to the last that begins there.
         first = int(np.searchsorted(stops, start, side="right"))
         last = int(np.searchsorted(starts, stop, side="left"))
         flags[first:last] = 1

@@ -120,6 +120,7 @@ def read_exchange(record: Record, columns: Columns, where: str) -> tuple[Exchang
                 nearest = "pairs of chosen and rejected"
                 raise BadInput(Reason(field=where, rule=rule, nearest=nearest))
             return exchange, tools if isinstance(tools, list) else None
+    # A list that has the right name says itself what is wrong with it.
     for name in ("messages", "conversations"):
         if record.get(name) is not None:
             read_turns(record[name], f"{where}: {name}")
@@ -134,6 +135,7 @@ def read_exchange(record: Record, columns: Columns, where: str) -> tuple[Exchang
 def _fold_names(record: Record) -> Record:
     """Return the record with its names in small letters, where these are not names already."""
     folded = {name.strip().lower().replace(" ", "_"): value for name, value in record.items()}
+    # The record's own names go first.
     return {**folded, **record}
 
 

@@ -84,6 +84,7 @@ class ChatTemplate:
         end_marks: Sequence[str],
         origin: str,
     ) -> None:
+        # White space, extensions and names as transformers gives templates.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -178,6 +179,8 @@ class ChatTemplate:
             return [RenderedChat(text=whole.text, spans=spans)]
         pending = [self._render_turn(chat, turn, where) for turn in turns]
         texts = []
+        # The longest text learns every turn that it renders alike; the others have texts of their
+        # own.
         while pending:
             text = pending[-1].text
             joined = [turn for turn in pending if text.startswith(turn.text)]
@@ -274,6 +277,7 @@ def _count_common(first: str, second: str) -> int:
     """Return the number of characters with which both texts begin."""
     shorter = min(len(first), len(second))
     differing = (place for place in range(shorter) if first[place] != second[place])
+    # One text mostly begins with the other, which is seen without a loop over characters.
     if second.startswith(first):
         return shorter
     return next(differing, shorter)
