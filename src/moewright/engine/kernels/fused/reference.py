@@ -109,6 +109,7 @@ def permute(x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
 def unpermute(rows_RH: torch.Tensor, rows_Tk: torch.Tensor, is_complete: bool) -> torch.Tensor:
     """Compute KernelSet.unpermute by embedding_bag: a scatter-add is not deterministic."""
     if not is_complete:
+        # Slots without a row point at row R, which is one of zeros.
         rows_RH = torch.cat((rows_RH, rows_RH.new_zeros((1, *rows_RH.shape[1:]))))
     return F.embedding_bag(rows_Tk, rows_RH, mode="sum")
 
@@ -180,6 +181,7 @@ def rms_norm(
         wide = x_NK[block].float()
         block_scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         scale.view(-1, 1)[block] = block_scale
+        # Rounded before the weight, as transformers' RMSNorm does.
         torch.mul((wide * block_scale).to(x.dtype), weight, out=out_NK[block])
     return out, scale
 
@@ -243,6 +245,7 @@ def cross_entropy(
     losses = torch.empty(len(targets_T), device=targets_T.device)
     for block in _row_blocks(block_numel, *logits_TV.shape, max_rows=MAX_LOSS_ROWS):
         log_probs = torch.log_softmax(logits_TV[block].float(), -1)
+        # Any column for a negative target, whose loss the caller sets to 0.
         columns = targets_T[block].clamp(min=0)[:, None]
         losses[block] = log_probs.gather(1, columns)[:, 0].neg_()
     return losses
@@ -276,6 +279,7 @@ def cross_entropy_backward(
         else:
             probs = (wide - log_sum_T[block, None]).exp_()
         probs[:, size:] = 0.0
+        # The slope is the probability, less 1 at the target; a negative one takes off nothing.
         probs.scatter_add_(1, columns[block], minus_one[block])
         out[block] = probs.mul_(grad_T[block, None])
     return out
@@ -298,6 +302,7 @@ def route_tokens(
         weights = scores.gather(1, experts)
     if spec.renormalize:
         total = weights.sum(-1, keepdim=True)
+        # Parts of a softmax never sum to 0.
         if not spec.score.is_distribution:
             total = total + SCORE_SUM_EPS
         weights = weights / total

@@ -268,6 +268,7 @@ def _differentiate(
 ) -> tuple[torch.Tensor, ...]:
     """Run `compute` again and return the gradients of its inputs."""
     with torch.enable_grad():
+        # Leaves of this graph alone, so that no other gradient is touched.
         inputs = [x.detach().requires_grad_() for x in tensors]
         out = compute(*inputs)
     return torch.autograd.grad(out, inputs, grad)
@@ -280,6 +281,7 @@ def _pack(segments: Segments | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
     """
     if segments is None:
         return None, *tensors
+    # In int64, as fla-org's kernels take them.
     return segments.cu_seqlens.long(), *(x.flatten(0, 1)[None] for x in tensors)
 
 
