@@ -151,7 +151,7 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
     _refuse_layout_dependent(job)
     require_runnable(job)
     fingerprint = check_data(job.model, job.workload)
-    # Of the same micro-batches, which balance losses are means over.
+    # With the same micro-batches, because balance losses are those of a micro-batch.
     alone = replace(job, layout=parse_layout(f"mbs{job.layout.mbs}", world_size=1))
     require_runnable(alone)
     precision = job.workload.precision

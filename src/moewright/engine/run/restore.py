@@ -62,7 +62,7 @@ def describe_job(model: ModelSpec, workload: Workload, data_fingerprint: str) ->
     continues any other.
     """
     optimizer = dict(to_data(workload.optimizer))
-    # Buckets follow the layout, and the end of the decay is told below as what it comes to.
+    # Buckets decide no update, and the end of the decay is stated below, with its default.
     del optimizer["decay_steps"]
     del optimizer["bucket_elements"]
     train: dict[str, Any] = {

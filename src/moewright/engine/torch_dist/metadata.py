@@ -252,7 +252,6 @@ def _check_cover(
             refuse(f"{name}: a chunk at {list(chunk.offsets)} leaves the shape {list(shape)}")
     starts = {chunk.offsets for chunk in chunks}
     filled = sum(prod(chunk.sizes) for chunk in chunks)
-    # Chunks that overlap and still fill the count are refused where a box is read.
     if len(starts) != len(chunks) or filled != prod(shape):
         refuse(f"{name}: its chunks hold {filled} values, not the {prod(shape)} of {list(shape)}")
 
