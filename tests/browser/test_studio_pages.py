@@ -17,7 +17,7 @@ from moewright.report.document import Document, DocumentSection, Extent, ItemLis
 from moewright.spec.units import format_bytes, format_figures, format_seconds
 from moewright.view.page import PAGES, render_page
 from sample_run import write_run
-from studio_pages import QWEN, find_faults, find_faults_of_size, find_uncopied, show_folded
+from studio_pages import QWEN, SEARCH_MS, find_faults, find_faults_of_size, find_uncopied, show_folded
 
 pytestmark = [pytest.mark.browser, pytest.mark.waits]
 
@@ -42,7 +42,7 @@ def test_every_page_is_whole_at_three_sizes_in_both_colours(studio, open_page, r
     asked = f"{TINY}&layout=ep4&with=tp3,ep8&with=tp1,ep2&tokens=1T&price=2&run={run}"
     page = open_page(f"{studio}{'' if name == 'plan' else name}?{asked}")
     page.locator("main section").first.wait_for()
-    page.wait_for_load_state("networkidle", timeout=90_000)
+    page.wait_for_load_state("networkidle", timeout=SEARCH_MS)
     assert page.locator("main .skeleton").count() == 0
     assert page.locator("main h1").count() >= 1
     assert find_uncopied(page) == []
@@ -359,7 +359,7 @@ def test_what_is_taken_away_opens_alone(studio, open_page, tmp_path):
 @pytest.mark.usefixtures("screen")
 def test_where_nothing_fits_the_page_says_how_near_it_is_and_what_would_fit(studio, open_page):
     page = open_page(f"{studio}top?model=Mixtral-8x22B-v0.1&on=2xH100&seq_len=4096&global_batch=32")
-    page.wait_for_selector("[data-enough]", timeout=90_000)
+    page.wait_for_selector("[data-enough]", timeout=SEARCH_MS)
     assert "Nothing fits 2 × H100" in page.locator("#verdict h1").inner_text()
     assert re.search(r"lacks [\d.]+ GiB a device", page.locator("#verdict").inner_text())
     count = page.locator("[data-enough]").get_attribute("data-enough")

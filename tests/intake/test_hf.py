@@ -469,3 +469,17 @@ def test_an_unknown_harmless_field_is_named_and_skipped(
     assert catalogue.skipped_fields("Qwen3-8B") == ()
     main(["estimate", str(path), "--on", "1xH100", "--global-batch", "1", "--seq-len", "128"])
     assert "not known here: badge, moe_note" in capsys.readouterr().out
+
+
+def test_a_model_has_the_name_of_its_folder_or_of_its_file(tmp_path: Path) -> None:
+    text = json.dumps(QWEN)
+    blob = tmp_path / "blobs" / "0123abc"
+    blob.parent.mkdir()
+    blob.write_text(text)
+    snapshot = tmp_path / "hub/models--Org--Tiny-MoE/snapshots/0123abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to(blob)
+    (tmp_path / "kimi.json").write_text(text)
+    assert hf.read_config(snapshot).name == "Org/Tiny-MoE"
+    assert hf.read_config(snapshot / "config.json").name == "Org/Tiny-MoE"
+    assert hf.read_config(tmp_path / "kimi.json").name == "kimi"

@@ -87,15 +87,20 @@ def _split(part: WeightedPath) -> Iterator[WeightedPath]:
         yield WeightedPath(path=str(shard), share=share, weight=f"{share:.6g}")
 
 
-# The name of a model by the folder that holds it.
+# The name of a model by its folder or file.
 
 
-def name_model(folder: Path) -> str:
-    """Return the name of a folder, or the id of a model in the hub's cache.
+def name_model(path: Path) -> str:
+    """Return the name of a model's folder or file, or its id in the hub's cache.
 
-    There Qwen/Qwen3-30B-A3B lies in models--Qwen--Qwen3-30B-A3B/snapshots/<revision>.
+    There Qwen/Qwen3-30B-A3B lies in models--Qwen--Qwen3-30B-A3B/snapshots/<revision>. A
+    config.json is named by its folder, a file of another name by its own.
     """
-    folder = folder.resolve()
+    if path.is_file():
+        if path.name != "config.json":
+            return path.stem
+        path = path.parent  # not of the file behind it: the cache links to blobs
+    folder = path.resolve()
     model = folder.parent.parent.name
     if folder.parent.name == "snapshots" and model.startswith("models--"):
         return model.removeprefix("models--").replace("--", "/")

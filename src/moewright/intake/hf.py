@@ -53,7 +53,7 @@ def read_config(path: Path) -> ModelSpec:
         BadInput: the file cannot be read, or it has a model that moewright does not know.
     """
     file = _config_file(path)
-    return parse_config(_read_table(file), where=str(file), name=name_model(file.parent))
+    return parse_config(_read_table(file), where=str(file), name=name_model(file))
 
 
 def unknown_fields(path: Path) -> tuple[str, ...]:
