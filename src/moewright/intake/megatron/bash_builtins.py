@@ -38,6 +38,7 @@ def print_text(commands: Sequence[Sequence[str]], folder: Path) -> str | None:
 def _print_one(words: list[str], folder: Path) -> str | None:
     program, arguments = words[0], [word for word in words[1:] if word != "--"]
     if program == "echo":
+        # Unknown values pass through echo: it prints them as they are, wherever they come from.
         plain = [word for word in arguments if word not in ("-n", "-e", "-ne")]
         return " ".join(plain) + "\n"
     if any(UNKNOWN_VALUE.search(word) for word in arguments):
@@ -115,6 +116,7 @@ def read_words(words: Sequence[str], text: str | None, variables: ShellVariables
     if any(word.startswith("-") and "a" in word for word in words):
         variables.arrays[names[-1]] = tuple(line.split(separators))
         return
+    # The last name takes the rest of the line, as in bash.
     parts = line.split(separators, len(names) - 1)
     for place, name in enumerate(names):
         variables.arrays[name] = (parts[place].strip() if place < len(parts) else "",)
@@ -254,6 +256,7 @@ class Condition:
         following = self._peek()
         is_alone = self.position >= len(self.words) or following in ("&&", "||", "-a", "-o", ")")
         is_option = first.unquoted.startswith("-") and len(first.text) == 2 and not is_alone
+        # `[ -f = x ]` compares texts: what follows tells whether -f is a test or a word.
         if is_option and following not in ("=", "==", "!=", *_NUMBER_TESTS):
             return self._unary(first.unquoted, self._take())
         if is_alone:
@@ -297,6 +300,7 @@ class Condition:
         numbers = []
         for word in (left, right):
             value = self._value(word)
+            # [[ a -gt b ]] evaluates both sides as arithmetic, [ a -gt b ] takes digits alone.
             if self.has_patterns and not re.fullmatch(r"\s*-?\d+\s*", value):
                 value = require_known(self.variables.arithmetic(value or "0", self.line), self.line)
             try:
@@ -338,9 +342,11 @@ class Condition:
         """Return whether a value matches a regular expression, and set BASH_REMATCH."""
         value = self._value(left)
         text = right.text
+        # A regular expression may hold brackets and bars, which the tokenizer has cut into words.
         while self._peek() and self._peek() not in ("&&", "||"):
             text += self._take().text
         if len(right.pieces) == 1 and right.pieces[0][0] != "bare":
+            # What is quoted on the right of =~ is matched letter by letter.
             text = re.escape(self._value(right))
         else:
             text = require_known(self.variables.substitute(text, self.line), self.line)

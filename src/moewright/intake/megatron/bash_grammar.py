@@ -71,6 +71,7 @@ class ShellGrammar(ShellBranches):
         yield from self._pipelines(reader, live, live)
 
     def _pipelines(self, reader: TokenReader, live: bool, is_run: bool) -> Iterator[Command]:
+        # Where its status is not known it is skipped from here, and both ways behind it are tried.
         begin = reader.position
         line = reader.line
         try:
@@ -79,6 +80,7 @@ class ShellGrammar(ShellBranches):
             reader.position = begin
             for _ in self._pipeline(reader, False):
                 pass
+            # Nothing depends on the status within this list: a condition around it may still decide.
             if not _is_joint(reader):
                 raise
             yield from self._undecided_list(reader, error.unknown, line)
@@ -116,9 +118,11 @@ class ShellGrammar(ShellBranches):
         """Run the first command of a pipe; the others run in subshells and train nothing."""
         is_negated = False
         while (token := reader.peek()) is not None and token.unquoted in ("!", "time"):
+            # `time` reports on a pipeline and leaves its status as it is.
             is_negated ^= token.unquoted == "!"
             reader.take()
         start = reader.position
+        # Held back until the whole pipe is read, as a part behind it may refuse it.
         commands: list[Command] = []
         try:
             for command in self.element(reader, live):
@@ -133,6 +137,7 @@ class ShellGrammar(ShellBranches):
             reader.take()
             reader.skip_separators()
             begin = reader.position
+            # Each part of a pipe is a subshell of bash: what it sets is lost behind it.
             if live and not is_pipe and _sets_variables(reader.tokens[start:begin]):
                 raise syntax_refusal(token.line, "a pipe hides what its first part sets")
             is_pipe = True
@@ -180,6 +185,7 @@ class ShellGrammar(ShellBranches):
             for _ in self.element(reader, False):
                 pass
             if live:
+                # Tokens, not text: a call of the function does not tokenize its body again.
                 self.functions[name] = reader.tokens[begin : reader.position]
                 self.status = True
         else:
@@ -192,6 +198,7 @@ class ShellGrammar(ShellBranches):
     def _subshell(self, reader: TokenReader, live: bool) -> Iterator[Command]:
         """Run ( ... ): what it sets is gone behind it."""
         reader.take()
+        # A copy, as bash forks: assignments of a subshell must not reach what follows it.
         outer = self.variables
         exported = dict(self.exported)
         folder = self.folder
@@ -199,6 +206,7 @@ class ShellGrammar(ShellBranches):
         self.variables.run_command = self.print_output
         try:
             yield from self.block(reader, (")",), live)
+        # `exit` ends the subshell alone; the script goes on behind its bracket.
         except ScriptExit:
             self._skip_to_bracket(reader)
         finally:
@@ -234,6 +242,7 @@ class ShellGrammar(ShellBranches):
         if live and status is None:
             decision = self.decision
             start = self.save()
+            # Both branches run from one state: what they leave in common is known behind them.
             outcomes = [
                 self.try_branch(reader, start, partial(self.block, reader, ends)),
                 self.try_branch(reader, start, partial(self._otherwise, reader)),

@@ -227,12 +227,14 @@ def _read_shape(arguments: Arguments) -> ModelSpec:
     arguments.ignore("--openai-gelu", "--glu-linear-offset", "--activation-func-clamp-value")
     arguments.ignore("--no-bias-dropout-fusion", "--no-rope-fusion")
     hybrid = read_hybrid(arguments)
+    # Megatron-LM sets this width in validate_args where --ffn-hidden-size is left out.
     default_ffn = int(4 * hidden * 2 / 3) // 64 * 64 if is_gated else 4 * hidden
     ffn = arguments.integer("--ffn-hidden-size")
     moe_layers = _read_moe_layers(arguments, layers)
     if hybrid is not None:
         moe_layers = hybrid.moe_layers
         layers = len(moe_layers)
+    # A model whose layers all have experts has no dense width, which a config states as 0.
     dense_ffn = 0 if all(moe_layers) else default_ffn
     position = _read_position(arguments)
     arguments.ignore("--padded-vocab-size", "--null-tokenizer-eod-id")
@@ -292,6 +294,7 @@ def _read_attention(
 ) -> AttentionSpec:
     has_qk_norm = arguments.has("--qk-layernorm")
     window, every = _read_window(arguments)
+    # TransformerConfig: a bias of all linear layers is one of Q, K and V too.
     has_qkv_bias = arguments.has("--add-qkv-bias") or has_biases
     has_sinks = arguments.text("--softmax-type", "vanilla") == "learnable"
     if arguments.has("--multi-latent-attention"):
@@ -349,6 +352,7 @@ def _read_window(arguments: Arguments) -> tuple[int, int]:
     if not every:
         rule = "only all layers or every n-th, from the first, can be planned with windows here"
         raise BadInput(Reason(field=frequency, value=skip[:60], rule=rule, nearest="2"))
+    # Megatron-LM counts the tokens before this one, configs of checkpoints the token as well.
     return int(left) + 1, every
 
 
@@ -368,6 +372,7 @@ def _read_latent_rope(arguments: Arguments) -> RopeSpec:
     factor = arguments.number("--rotary-scaling-factor", 1.0)
     mscale = arguments.number("--mscale", 1.0)
     mscale_all_dim = arguments.number("--mscale-all-dim", 0.0)
+    # YaRN with a factor of 1 stretches nothing.
     if arguments.text("--rope-type", "yarn") == "rope" or factor == 1:
         return RopeSpec(theta=theta, interleaved=True)
     return RopeSpec(
@@ -452,6 +457,7 @@ def _evaluate_pattern(node: ast.expr) -> list[int] | int | None:
             items_to_repeat = _evaluate_pattern(left)
             times = _evaluate_pattern(right)
             if isinstance(items_to_repeat, list) and isinstance(times, int):
+                # Before the list is built: [1]*10**12 is one short word of a script.
                 is_short = len(items_to_repeat) * times <= _MAX_PATTERN_LENGTH
                 return items_to_repeat * times if is_short else None
     return None
