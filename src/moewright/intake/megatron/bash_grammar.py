@@ -71,7 +71,7 @@ class ShellGrammar(ShellBranches):
         yield from self._pipelines(reader, live, live)
 
     def _pipelines(self, reader: TokenReader, live: bool, is_run: bool) -> Iterator[Command]:
-        # Where its status is not known it is skipped from here, and both ways behind it are tried.
+        # Where its status is not known it is skipped from here; both ways behind it are tried.
         begin = reader.position
         line = reader.line
         try:
