@@ -80,7 +80,7 @@ class ShellGrammar(ShellBranches):
             reader.position = begin
             for _ in self._pipeline(reader, False):
                 pass
-            # Nothing depends on the status within this list: a condition around it may still decide.
+            # Nothing in this list depends on the status: a condition around it may still do.
             if not _is_joint(reader):
                 raise
             yield from self._undecided_list(reader, error.unknown, line)
