@@ -187,6 +187,7 @@ def model(name: str) -> ModelSpec:
         rule = "is no model name and no path"
         raise BadInput(Reason(field="model", value=repr(name)[:60], rule=rule))
     path = Path(name)
+    # A missing .json is refused as a file: no name of the catalogue ends so.
     if _exists(path) or path.suffix == ".json":
         return hf.read_config(path)
     nearest = nearest_model(name)
@@ -350,6 +351,7 @@ def _keys_by_spelling() -> Mapping[str, str]:
     ]
     for name, key in names:
         keys.setdefault(name, key)
+        # Of two organisations with a model of one name, the first of the file has the short one.
         keys.setdefault(_without_organisation(name), key)
     for spelling, key in tuple(keys.items()):
         keys.setdefault(_VERSION.sub("", spelling), key)

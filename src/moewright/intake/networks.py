@@ -237,6 +237,7 @@ def find_level_faults(fabric: Fabric) -> Iterator[Reason]:
             value = str(level.devices)
             yield Reason(field=f"{where}.devices", value=value, rule=rule, nearest=near)
             return
+        # Levels above are counted in units of this one.
         unit = level.devices
         if index and level.wiring is Wiring.RAIL:
             rule = "rails must be the lowest level"
@@ -305,6 +306,7 @@ def _find_entry(name: str, hardware: Hardware) -> NetworkEntry:
 def _change_domain(hardware: Hardware, entry: NetworkEntry) -> Hardware:
     fabric = hardware.fabric
     rate = entry.bandwidth(hardware)
+    # Curves and links, emptied below, were measured in the old domain.
     fabric = replace(
         fabric,
         domain=entry.kind,
@@ -342,6 +344,7 @@ def _change_constants(
     kept = [
         constant
         for constant in hardware.constants
+        # A constant with another value than the old kind's was set in a file: it stays.
         if constant not in dropped and constant.name not in replaced
     ]
     return (*kept, *implied)
@@ -358,6 +361,7 @@ def _library_paths(hardware: Hardware) -> tuple[LibraryPath, ...]:
             continue
         inside = domain.path(dispatcher) if has_libraries else MessagePath.NONE
         between = network.path(dispatcher)
+        # A library that cannot run inside a domain has nothing to hand over to a network.
         if inside is MessagePath.NONE:
             between = MessagePath.NONE
         paths.append(LibraryPath(dispatcher=dispatcher, inside=inside, between=between))

@@ -133,6 +133,7 @@ def configure_words(
             settings |= read_settings(folder / path)
         elif option in ("--recipe", "--recipe-name"):
             settings["recipe"] = inline if equals else value
+    # Last: what the command line says wins over the files that it names.
     settings |= told
     command = configure(
         resolve_references(settings, environment),
@@ -222,11 +223,13 @@ def configure(
         BadInput: they are of no framework that is known here, or one of them sets something that a
             plan consists of and is not read.
     """
+    # Options by their own names, with dashes, are read without a dialect.
     for section in _OPTION_SECTIONS:
         if any(options_with_dashes(settings, section)):
             return _configure_options(settings, section)
     tree = SettingTree(settings)
     dialect = find_dialect(tree.names)
+    # Sections of the choices that were not made would set sizes of another model.
     kept = _keep_chosen(dialect, settings)
     tree = SettingTree(kept)
     reader = SettingReader()
@@ -271,6 +274,7 @@ def configure(
     if exported:
         notes.append(f"exported: {' '.join(exported)}")
     notes += _note_sections(dialect, tree)
+    # Settings of an optimizer that does not run change no plan, whatever they are.
     optimizer = "".join(chosen.options.get("--optimizer", ("adam",)))
     unread, noted = sort_settings(
         {
@@ -306,6 +310,7 @@ def _take_multiple(unknown: dict[str, Value], options: dict[str, tuple[str, ...]
     if "--ffn-hidden-size" in options or "--swiglu" not in options or not multiple * hidden:
         return
     try:
+        # The order of roundings is that of Llama's reference code: truncate, scale, then round up.
         width = int(int(4 * hidden * 2 / 3) * float(factor or 1))
     except ValueError:
         rule = "must be a number"
@@ -345,6 +350,7 @@ def _configure_options(settings: Mapping[str, Value], section: str) -> Configure
     words: list[str] = []
     for name, value in options_with_dashes(settings, section):
         option = reader.table.get(name)
+        # YAML says false where a command line would leave the switch out.
         if is_unset(value) or (isinstance(value, str) and value.lower() == "false"):
             continue
         if isinstance(value, str) and value.lower() == "true":
@@ -610,6 +616,7 @@ def _name_model(dialect: ConfigDialect, tree: SettingTree) -> str:
 
 def find_model(text: str) -> str:
     """Return the catalogue's name of a model that is named as a path, a preset or a repository."""
+    # A path such as ${HOME}/models/Qwen3-30B-A3B names its model by its last part.
     plain = UNKNOWN_VALUE.sub("", text).rstrip("/").rpartition("/")[2].removesuffix(".yaml")
     plain = _RECIPE_TAIL.sub("", plain)
     names = {_squeeze(name.rpartition("/")[2]): name for name in catalogue.model_names()}

@@ -54,6 +54,7 @@ def read_layout(
     layout = Layout(
         world_size=world_size,
         tp=tp,
+        # Megatron-LM turns sequence parallelism off at TP 1, where nothing splits a sequence.
         sp=arguments.has(LAYOUT_OPTIONS["sp"]) and tp > 1,
         cp=arguments.size(LAYOUT_OPTIONS["cp"]),
         pp=arguments.size(LAYOUT_OPTIONS["pp"]),
@@ -73,6 +74,7 @@ def read_layout(
             raise BadInput(Reason(field=LAYOUT_OPTIONS["ep"], value=degree, rule=rule, nearest="1"))
         rule = f"is missing beside {LAYOUT_OPTIONS['ep']} {degree}, with which Megatron-LM stops"
         raise BadInput(Reason(field="--num-experts", rule=rule, nearest="--set --num-experts=..."))
+    # The order of ranks shows only where both stages and replicas exist.
     if arguments.has(_OTHER_RANK_ORDER) and layout.pp > 1 and layout.dp > 1:
         layout = replace(layout, order=RankOrder.DP_LAST)
     layout = read_stages(arguments, model, layout)
@@ -116,6 +118,7 @@ def _read_micro_batch(arguments: Arguments) -> int:
 
 def _read_zero(arguments: Arguments) -> int:
     is_sharded = arguments.has("--use-distributed-optimizer")
+    # FSDP2 shards weights, gradients and states, whatever the distributed optimizer is told.
     if arguments.has("--use-torch-fsdp2"):
         return 3
     strategy = arguments.text("--data-parallel-sharding-strategy", "optim_grads_params")
@@ -172,6 +175,7 @@ def _read_context_parallel(arguments: Arguments, layout: Layout) -> Layout:
 def _read_experts(arguments: Arguments, layout: Layout) -> Layout:
     kind = arguments.text(LAYOUT_OPTIONS["dispatcher"], "allgather")
     backend = arguments.text("--moe-flex-dispatcher-backend", "deepep")
+    # The older switch implies the flex dispatcher, whatever type is written beside it.
     if arguments.has("--moe-enable-deepep"):
         kind = "flex"
         backend = "deepep"
@@ -180,6 +184,7 @@ def _read_experts(arguments: Arguments, layout: Layout) -> Layout:
     return replace(
         layout,
         ep=arguments.size(LAYOUT_OPTIONS["ep"]),
+        # Left out, experts are cut as all other layers are.
         etp=arguments.size(LAYOUT_OPTIONS["etp"], layout.tp),
         dispatcher=next(kind for kind in DispatcherKind if kind.facts.megatron == words),
         capacity=arguments.number(LAYOUT_OPTIONS["capacity"]),

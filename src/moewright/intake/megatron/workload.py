@@ -75,8 +75,10 @@ def read_workload(
     # This workload is enough to count the steps of a growing batch.
     timed = Workload(seq_len=seq_len, global_batch=global_batch, ramp=ramp)
     steps = arguments.integer("--train-iters")
+    # Megatron-LM takes the one or the other; a growing batch makes steps of unequal samples.
     steps = steps or _count_steps(timed, arguments.integer("--train-samples"))
     precision, grad_dtype = _read_precision(arguments)
+    # An interval without a folder saves nothing.
     save_interval = arguments.integer("--save-interval") if arguments.has("--save") else 0
     is_async = arguments.has("--async-save") and save_interval
     arguments.ignore("--use-persistent-ckpt-worker")
@@ -145,6 +147,7 @@ def _count_steps(workload: Workload, samples: int) -> int:
         return -(-samples // workload.global_batch)
     low = 0
     high = _MAX_STEPS
+    # Samples grow with steps, so that the first step past their number is found by halving.
     while low < high:
         middle = (low + high) // 2
         if step_samples(workload, middle).first >= samples:
@@ -174,6 +177,7 @@ def _read_precision(arguments: Arguments) -> tuple[Dtype, Dtype]:
     if is_fp16 and fp8_format:
         rule = "is planned with --bf16 alone"
         raise BadInput(Reason(field="--fp8-format", value=fp8_format, rule=rule, nearest="--bf16"))
+    # Megatron-LM keeps gradients of fp16 in fp16 unless told otherwise, and those of bf16 in fp32.
     if is_fp16:
         return Dtype.FP16, Dtype.FP32 if sums_in_fp32 else Dtype.FP16
     if not is_bf16:
@@ -253,6 +257,7 @@ def _read_optimizer(
     warmup = arguments.integer("--lr-warmup-iters")
     warmup = warmup or _count_steps(timed, arguments.integer("--lr-warmup-samples"))
     if arguments.has("--lr-warmup-fraction"):
+        # The fraction is of the decay, which is the whole run where no decay is given.
         warmup = int(arguments.number("--lr-warmup-fraction") * (decay or steps))
     lr_decay, wsd_decay = _read_decay(arguments, timed, decay)
     default_bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * layout.dp * layout.cp)
@@ -260,6 +265,7 @@ def _read_optimizer(
     second_moment = _read_moment_dtype(arguments, "--exp-avg-sq-dtype")
     return OptimizerSpec(
         lr=lr,
+        # Ten digits: 3e-6 / 3e-5 is 0.09999999999999999 in binary, and a plan would say so.
         min_lr_fraction=float(f"{arguments.number('--min-lr') / lr:.10g}") if lr else 0.0,
         warmup_steps=warmup,
         decay_steps=0 if decay == steps else decay,
@@ -304,6 +310,7 @@ def _read_losses(arguments: Arguments) -> LossSpec:
     if "quantile_balancing" in kinds:
         rule = "this way to balance cannot be planned here"
         raise BadInput(Reason(field=_BALANCING, value=kinds[0], rule=rule, nearest="aux_loss"))
+    # One coefficient is enough for one kind; several kinds take theirs in order.
     if len(coefficients) != len(kinds) and len(kinds) > 1:
         rule = f"gives {len(coefficients)} for {len(kinds)} {_BALANCING}"
         raise BadInput(Reason(field="--moe-aux-loss-coeff", rule=rule, nearest="one each"))
