@@ -17,7 +17,14 @@ from moewright.report.document import Document, DocumentSection, Extent, ItemLis
 from moewright.spec.units import format_bytes, format_figures, format_seconds
 from moewright.view.page import PAGES, render_page
 from sample_run import write_run
-from studio_pages import QWEN, SEARCH_MS, find_faults, find_faults_of_size, find_uncopied, show_folded
+from studio_pages import (
+    QWEN,
+    SEARCH_MS,
+    find_faults,
+    find_faults_of_size,
+    find_uncopied,
+    show_folded,
+)
 
 pytestmark = [pytest.mark.browser, pytest.mark.waits]
 
