@@ -83,6 +83,7 @@ def _split_turns(text: str, dialect: re.Pattern[str]) -> list[dict[str, str]]:
         messages.append({"role": SYSTEM, "content": before})
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
         content = text[mark.end() : following.start() if following else len(text)].strip()
+        # Ends may follow each other, in any order.
         is_ended = True
         while is_ended:
             shorter = content

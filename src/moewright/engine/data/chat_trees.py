@@ -41,6 +41,7 @@ def _follow_replies(root: Node, where: str) -> list[Any]:
         if len(kept) > 1 and any("rank" not in reply for reply in kept):
             rule = "has several replies, and not each has a 'rank'"
             raise BadInput(Reason(field=f"{where}: replies", rule=rule))
+        # Rank 0 is the best.
         node = min(kept, key=_rank, default=None)
     return path
 
@@ -85,6 +86,7 @@ def join_trees(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         is_message = isinstance(row, dict) and set(row) >= _NODE_FIELDS
         above = str(row["parent_id"] or "") if is_message else ""
         parent = nodes.get(above)
+        # A root, or a row that is no message, ends the tree before it.
         if root and not above:
             yield first, {"prompt": root}
             root, nodes, depths = {}, {}, {}

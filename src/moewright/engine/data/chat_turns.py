@@ -85,7 +85,9 @@ _RESULT_PARTS = ("tool_result", "toolResult", "functionResponse", "function_resp
 
 def read_json(value: Any) -> Any:
     """Return what a text of JSON holds, as cells of tables do; any other value as it is."""
+    # A bare number or word is JSON too, but is meant as text.
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        # json raises RecursionError where brackets lie too deep in each other.
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
@@ -93,6 +95,7 @@ def read_json(value: Any) -> Any:
 
 def first_key(record: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return the first of these names that a record has something under; "" where it has none."""
+    # Not by truth, for which 0 would be nothing.
     return next((name for name in names if record.get(name) not in (None, "", [], {})), "")
 
 
@@ -198,6 +201,7 @@ def _read_turn(turn: Any, where: str) -> Iterator[Message]:
         yield {"role": role, "content": None, **rest, **calls}
         return
     for message in _read_parts(turn[text], f"{where}: {text}"):
+        # The message goes last: a result of a tool brings its own role.
         yield {"role": role, **rest, **calls, **message}
 
 
@@ -277,11 +281,13 @@ def _read_parts(value: Any, where: str) -> list[dict[str, Any]]:
                 {"role": TOOL, "content": _read_result(inner, place)}
                 | ({"name": name} if name else {})
             )
+    # OpenAI's messages that call tools alone have no content.
     message: dict[str, Any] = {"content": "".join(texts) if texts or not calls else None}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
+    # Who sends results alone has said nothing.
     return results if results and not texts and not calls else [*results, message]
 
 
@@ -296,6 +302,7 @@ def _find_kind(part: Any, where: str) -> tuple[str, Any]:
     stated = part.get("type", part.get("content_type"))
     for names, kind in ((_CALL_PARTS, "call"), (_RESULT_PARTS, "result")):
         name = stated if stated in names else first_key(part, names)
+        # Bedrock's and Gemini's parts state no kind: their key is it.
         if name and (stated in names or stated is None):
             inner = part if stated in names else part[name]
             if isinstance(inner, dict):
@@ -305,6 +312,7 @@ def _find_kind(part: Any, where: str) -> tuple[str, Any]:
         if isinstance(part.get(text), str):
             return "thinking", part[text]
     if isinstance(part.get("text"), str) and stated in (None, *_TEXT_KINDS):
+        # Gemini marks a thought so.
         return "thinking" if part.get("thought") is True else "text", part["text"]
     kind = stated if isinstance(stated, str) else ", ".join(map(str, part)) or "nothing"
     rule = f"is of kind {kind[:60]}; text and calls of tools alone are learnt"

@@ -127,6 +127,7 @@ def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTens
         suffix = suffix.removeprefix("layer.")
     elif layer > model.layers:  # the selection bias of a depth
         layer -= 1
+    # Parameters of a recurrent mixer are named `attention.` too.
     is_recurrent = model.mixer(layer) is MixerKind.RECURRENT and suffix.startswith("attention.")
     own = weights.layers.get(suffix, ())
     patterns = dict.fromkeys((*own, *USUAL_LAYER_NAMES.get(suffix, ())))

@@ -127,6 +127,7 @@ def plan_export(
     if origin is not None:
         sources = _map_imported(model, origin, index, checkpoint)
         if find_nesting(sources):
+            # What `config` writes describes a language model alone.
             config_text = origin.texts.get("config.json", "")
         if dtype is None:
             files = _original_headers(origin, sources)
@@ -151,6 +152,7 @@ def plan_export(
         }
         sources = _map_sources(family_name_table(model), mtp_duplicates)
     if dtype is None:
+        # Only now: a folder that goes back as it came needs no precision.
         dtype = _stored_precision(index, checkpoint)
     files = _split_into_files(_build_headers(model, sources, dtype))
     config_text = _set_dtype(config_text, dtype) if config_text else config(model, dtype)
@@ -200,6 +202,7 @@ def _check_shapes(index: CheckpointIndex, model: ModelSpec) -> None:
     """Raise BadInput for a tensor whose shape is not that of the model."""
     shapes = {tensor.name: tensor.shape for tensor in list_model_tensors(model)}
     for entry in index.tensors:
+        # Other entries, such as states of the optimizer, have no shape in a spec.
         expected = shapes.get(entry.name, entry.shape)
         if entry.shape != expected:
             rule = f"has shape {list(entry.shape)}, its model says {list(expected)}"
@@ -288,6 +291,7 @@ def run_export(plan: ExportPlan, out: Path, on_progress: ReportProgress) -> None
         BadInput: when it holds something, or the disk is full.
     """
     with write_folder(out, plan.nbytes) as working:
+        # All of them first: parts of tensors are read without checksums.
         for entry in plan.index.files:
             verify_file(plan.checkpoint, entry)
         for file, headers in plan.files.items():
@@ -312,13 +316,16 @@ def write_folder(out: Path, nbytes: int) -> Iterator[Path]:
         rule = "exists and is not empty"
         raise BadInput(Reason(field=str(out), rule=rule, nearest="a new folder"))
     require_space(out.parent, nbytes)
+    # Beside `out`, because a rename stays within one file system.
     working = out.with_name(f".{out.name}.part")
     try:
+        # What an export that was killed has left.
         shutil.rmtree(working, ignore_errors=True)
         working.mkdir(parents=True)
         yield working
         fsync_directory(working)
         if out.exists():
+            # Not rmtree: what has come into it meanwhile stays.
             out.rmdir()
         working.rename(out)
     except OSError as error:

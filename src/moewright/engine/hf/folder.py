@@ -63,6 +63,7 @@ def fingerprint_hf_folder(path: Path) -> str:
     Of a file above 64 MiB that is 64 samples of a MiB, spread over it.
     """
     digest = hashlib.sha256()
+    # Sorted, because a file system lists names in any order.
     for file in sorted(path.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
@@ -124,6 +125,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     is_legal = (
         isinstance(weight_map, dict)
         and all(isinstance(file, str) for file in weight_map.values())
+        # No folders: an index may come from anybody.
         and all(Path(file).name == file for file in set(weight_map.values()))
     )
     if not is_legal or not weight_map:

@@ -118,6 +118,7 @@ def read_parameter_box(
     for hf_tensor in hf_tensors:
         lead = len(hf_tensor.index)
         # Where this part lies in the box; a part outside of it is not read.
+        # Not strict: an index names the first dims alone.
         position = [index - offset for index, offset in zip(hf_tensor.index, offsets, strict=False)]
         if any(not 0 <= index < size for index, size in zip(position, sizes, strict=False)):
             continue
@@ -126,6 +127,7 @@ def read_parameter_box(
             for offset, size in zip(offsets[lead:], sizes[lead:], strict=True)
         )
         if hf_tensor.rows:
+            # As a whole, because its rows need not follow each other in ours.
             stored = reader.read(hf_tensor.name).reshape(hf_tensor.whole_shape)
             _fill_rows(box, stored.float(), hf_tensor.rows, inner)
             continue
@@ -254,6 +256,7 @@ def run_import(plan: ImportPlan, on_progress: ReportProgress) -> Path:
         def build_box(tensor: TensorEntry, shard: StoredShard) -> torch.Tensor:
             box = read_parameter_box(reader, plan.table[tensor.name], *shard.box)
             on_progress(box.nbytes)
+            # A table of experts goes back to whole numbers, which fp32 holds up to 2**24.
             return box.to(SAFETENSORS_DTYPES[tensor.dtype])
 
         return write_single_process(plan.request, build_box)

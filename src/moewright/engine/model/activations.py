@@ -93,6 +93,7 @@ class ClampedSwiGlu(ReleasingFunction):
             grad_weight = (wide_grad * active * up).sum(-1)
             wide_grad = wide_grad * weight[:, None]
         grad_gate = torch.ops.aten.silu_backward(wide_grad * up, gate)
+        # As torch's clamp, which passes the gradient at the limit itself.
         grad_gate.mul_(raw_gate <= ctx.limit)
         grad_up = (wide_grad * active).mul_(raw_up.abs() <= ctx.limit)
         return torch.cat((grad_gate, grad_up), -1).to(x.dtype), grad_weight, None
@@ -111,6 +112,7 @@ class SquaredRelu(ReleasingFunction):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         positive = torch.relu(x.float())
+        # relu(x)^2 has the slope 2 relu(x); the factor comes below.
         slope = positive * grad
         if weight is None:
             return slope.mul_(2).to(x.dtype), None

@@ -188,6 +188,7 @@ class CompressedAttention(nn.Module):
     def _own_sinks(self) -> torch.Tensor:
         """Return the sinks of the heads that this CP rank has of its TP group's."""
         group = self._runtime.mesh.group("cp_a2a")
+        # As scatter_heads deals the heads.
         return self.sinks.weight.unflatten(0, (group.size, -1))[group.index]
 
     def _project_out(self, out_BShD: torch.Tensor) -> torch.Tensor:
@@ -223,6 +224,7 @@ class _CoreSettings:
         width = 2 * context.cos.shape[-1]
         plain, rotary = x_BShD.split((x_BShD.shape[-1] - width, width), -1)
         if is_back:
+            # The opposite angle turns back.
             halves = context.kernels.rotate(rotary.contiguous(), context.cos, -context.sin)
             pairs = halves.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
             return torch.cat((plain, pairs), -1)
@@ -289,6 +291,7 @@ class _GroupedProjection(CountedFunction):
         CountedFunction.save_scope(ctx, counters)
         ctx.weight_grads = weight_grads
         ctx.groups = groups
+        # Input 1 is w.
         ctx.is_trained = ctx.needs_input_grad[1]
         ctx.save_for_backward(x if ctx.is_trained else None, w)
         return _join_groups(_bmm(_split_groups(x, groups), w.unflatten(0, (groups, -1)).mT))

@@ -143,8 +143,10 @@ class TransformerLayer(nn.Module):
         normed, aux_losses, weights, experts, counts, *mapped = self._router_part.run(
             partial(self._norm_and_route, context), residual
         )
+        # A captured part returns tensors alone.
         choice = ExpertChoice(experts=experts, weights=weights, counts=counts)
         out, sent_counts = self.moe.run_experts(normed, choice, tuple(mapped))
+        # Parallel streams are never captured.
         return self._leave_block(None, residual, out, None), aux_losses, sent_counts
 
     def _norm_and_route(
@@ -152,6 +154,7 @@ class TransformerLayer(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         with self._runtime.counters.scopes.enter(Module.NORM):
             normed = self.post_norm(x_tH)
+        # No checkpointed block is around it: graphs of parts exclude full recompute.
         choice, aux_losses = self.moe.route(None, context, normed)
         mapped: tuple[torch.Tensor, ...] = ()
         if CudaGraphScope.MOE_PREPROCESS in self._runtime.mesh.layout.graphs:

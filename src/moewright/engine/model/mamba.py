@@ -145,7 +145,9 @@ class GatedGroupNorm(ReleasingFunction):
         normed = active * x * scale
         grad_weight = (grad * normed).sum((0, 1)).flatten()
         grad_normed = grad * weight.view(x.shape[2:]).float()
+        # The norm's scale depends on all of a group: each element loses its share of their product.
         mean = (grad_normed * normed).mean(-1, keepdim=True)
+        # In place from here on: nothing overwritten is read again.
         grad_gated = grad_normed.sub_(normed.mul_(mean)).mul_(scale)
         grad_gate = torch.ops.aten.silu_backward(grad_gated * x, wide_gate)
         grad_x = active.mul_(grad_gated)

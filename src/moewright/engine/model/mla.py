@@ -161,8 +161,10 @@ class LatentAttention(nn.Module):
         kv = add_column_adapter(runtime, self.kv_up, kv, x_tC)
         widths = (spec.qk_nope_head_dim, spec.v_head_dim)
         plain, values = kv.reshape(context.sequences, -1, heads, sum(widths)).split(widths, -1)
+        # The product above gathers its own input, which this part is not of.
         rotary_TR = GatherSequence.apply(down_tCR[:, spec.kv_lora_rank :], tp)
         rotary = rotary_TR.reshape(context.sequences, -1, 1, spec.qk_rope_head_dim)
+        # Rotated once, before all heads share it.
         rotary = self._rotate(rotary, context).expand(-1, -1, heads, -1)
         return scatter_heads(runtime, torch.cat((plain, rotary, values), -1))
 

@@ -37,6 +37,7 @@ class _GatherColumns(ReleasingFunction):
     def forward(ctx: Any, columns_Th: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
         gathered = all_gather_rows(columns_Th, group).unflatten(0, (group.size, -1))
+        # A gather stacks the ranks, whose columns are of the same rows.
         return gathered.transpose(0, 1).flatten(1)
 
     @staticmethod
@@ -82,6 +83,7 @@ class MtpDepth(nn.Module):
         with counters.scopes.enter(Module.MTP):
             if not recomputes:
                 return self._block(None, context, embedded_tH, hidden_tH)
+            # Decisions of its own: a recomputation routes as forward has.
             block = partial(self._block, RoutingDecisions(), context)
             out: tuple[torch.Tensor, ...] = run_checkpointed(
                 counters, block, embedded_tH, hidden_tH

@@ -164,6 +164,7 @@ class PrefetchedBatches:
         self._ready = {}
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == step:
+            # Waits for the thread, whose fault is raised here.
             self._ready = dict(enumerate(ahead[1].result()))
         if step + 1 < self._stop:
             self._ahead = step + 1, self._reader.submit(self._read, runtime, step + 1)

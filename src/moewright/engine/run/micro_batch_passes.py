@@ -241,6 +241,7 @@ class MicroBatchPasses:
         losses of the ranks that share tokens (TP, CP) add up.
         """
         filled = self.size.filled_in(self._rows(micro_batch))
+        # A micro-batch of padding alone adds nothing.
         return divide(self.size.filled, filled, otherwise=inf)
 
     def _first_sequence_number(self, micro_batch: int) -> int:

@@ -113,6 +113,7 @@ def compute_reference(state: TrainState, corpus: ChatCorpus, context: RankContex
     batch_size = count * layout.mbs * layout.dp
     # The ranks of a TP and of a CP group have the same sums: one of them adds them up.
     adds_up = not (runtime.mesh.coordinate("tp") or runtime.mesh.coordinate("cp"))
+    # A document is in one sequence of one rank, so that a sum over ranks is its value.
     sums = np.zeros(corpus.chats.tokens.documents)
     for first in range(0, corpus.packs.count, batch_size):
         context.note(f"log-probabilities of pairs from sequence {first} on")
@@ -155,6 +156,7 @@ def _add_sums(
     if not state.model.chunks[chunk].has_loss or answers is None:
         return
     values = sum_answers(state.runtime, answers, out.nll).flatten().cpu().numpy()
+    # The last batch is filled up with sequences that are none of the corpus.
     filled = range(rows[micro_batch].start, min(rows[micro_batch].stop, corpus.packs.count))
     if sums is not None and filled:
         documents = [sequence_documents(corpus.chats, corpus.packs, row) for row in filled]

@@ -285,6 +285,7 @@ def count_repeated_steps(run_dir: Path, first_step: int) -> RepeatedSteps:
         parse_json(line, where=f"{path}:{number}", floats=FloatPolicy.NON_FINITE)
         for number, line in enumerate(read_complete_lines(path), 1)
     ]
+    # By step: one that was done again counts once, as it was last.
     steps = {
         record["step"]: float(record.get("step_s", 0.0))
         for record in records
@@ -308,6 +309,7 @@ def note_way_on(run_dir: Path, layout: Layout, first_step: int, repeated: Repeat
         next_world_size=layout.world_size,
         repeated_steps=repeated.count,
         repeated_s=repeated.seconds,
+        # Clocks are set back, and the next start may be on another machine.
         down_s=max(0.0, time.time() - incidents[number].unix_s),
     )
     _write(run_dir, (*incidents[:number], ended, *incidents[number + 1 :]))

@@ -192,6 +192,7 @@ class _Supervisor:
     def prepare_restart(self, failure: RankFailure) -> bool:
         """Return whether the ranks are to start again, on `slots` by `plan`, after some time."""
         slot = self.slots[failure.rank]
+        # Standard error may be closed, or a pipe that nobody reads.
         with suppress(OSError, ValueError):
             print(failure.detail, end="", file=sys.stderr, flush=True)
         saved_step = latest_step(self._run_dir / "checkpoints")
@@ -204,6 +205,7 @@ class _Supervisor:
         is_again = (
             self._last is not None and self._last.step == failure.step and not self._was_in_place
         )
+        # It was tried again, and has not come as far as a step.
         was_gone = slot in self._gone and not failure.step
         is_by_rank = failure.cause is not IncidentKind.NOT_FINITE and failure.is_certain
         # Where work comes out wrong twice, the step does not matter: checks are not in each one.
@@ -217,6 +219,7 @@ class _Supervisor:
             self._gone = frozenset()  # all took part in a step: they are back
             self._return_s = _RETURN_S
         if is_by_rank and is_lost and self._shrink(slot, failure, was_gone):
+            # With fewer ranks, the next start to fail early is the first one.
             self._last = failure if failure.step else None
             return True
         is_worn_out = self._short_starts >= _MAX_SHORT_STARTS
@@ -246,6 +249,7 @@ class _Supervisor:
             return False
         self._gone = gone
         self.plan = plan
+        # There is no plan for every number of ranks: it may leave some idle.
         self.slots = tuple(left[: plan.layout.world_size])
         self._return_s = min(_MAX_RETURN_S, 2 * self._return_s) if was_gone else _RETURN_S
         self._shrunk_at_s = time.monotonic()

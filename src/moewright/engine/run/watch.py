@@ -171,6 +171,7 @@ def watch_ranks(
     watched = WatchedTime()
     has_forwarded_stop = False
     while live := [rank for rank in ranks if rank.is_alive]:
+        # In this order: it is told of a user's stop in any case.
         should_stop = wants_stop(stop.requested) or stop.requested
         if should_stop and not has_forwarded_stop:
             send_signal(live, signal.SIGTERM)
@@ -183,6 +184,7 @@ def watch_ranks(
         silent = [rank for rank in live if rank.silence_s(watched) > rank.patience_s()]
         # Who waits for others may wait for as long as they show life.
         is_hang = any(not rank.is_waiting() or rank.is_suspended() for rank in silent)
+        # All wait for others: none would ever go on.
         if is_hang or len(silent) == len(live):
             return blame_hanging_rank(live, watched, live[0].folder.parent)
     return _find_first_failure(ranks, watched)
@@ -203,6 +205,7 @@ def _find_first_failure(ranks: Sequence[RankProcess], watched: WatchedTime) -> R
         if first is None or first.kind is FailureKind.CAUSE or not live:
             return first
         if time.monotonic() > deadline_s:
+            # No rank has ended of itself, so that the lost peer still lives.
             if first.kind is FailureKind.PEER_LOST:
                 return blame_hanging_rank(live, watched, live[0].folder.parent)
             return first
@@ -217,6 +220,7 @@ def _describe_failure(rank: RankProcess) -> RankFailure:
     code = rank.process.exitcode or 0
     kind = FailureKind.CAUSE
     event = f"exited with code {code}"
+    # multiprocessing gives the number of the signal that ended a process, negative.
     if code < 0:
         killer = signal.Signals(-code)
         event = f"was killed by {killer.name}"
@@ -270,6 +274,7 @@ def write_flight_record(ranks: Sequence[WatchedRank], run_dir: Path, part: str =
     `part` names the file of a machine, where there are several.
     """
     for rank in ranks:
+        # A suspended process takes no signal until it goes on.
         if not rank.is_suspended():
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, STACK_SIGNAL)
@@ -302,4 +307,5 @@ def send_signal(ranks: Sequence[RankProcess], number: signal.Signals) -> None:
     """Send a signal to the ranks that live."""
     for rank in ranks:
         if rank.is_alive:
+            # Its pid is no other's: it has not been waited for.
             os.kill(rank.pid, number)
