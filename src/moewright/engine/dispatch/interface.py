@@ -178,6 +178,7 @@ def build_padded_map(
     rows = ranks * rows_a_rank
     order = flat.argsort(stable=True)
     sorted_ranks = flat[order] // ids_a_rank
+    # One count more than ranks: of slots that were dropped.
     counts = count_ids(sorted_ranks, ranks + 1)
     starts = counts.cumsum(0) - counts
     place = torch.arange(slots, device=flat.device) - starts[sorted_ranks]

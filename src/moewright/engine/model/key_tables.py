@@ -22,9 +22,11 @@ def bound_keys(ends: torch.Tensor, *, total: int, seq_len: int, rate: int) -> to
     """
     ends = ends.long()
     tokens = torch.arange(total, device=ends.device)
+    # On the right: the first token of a document is its own.
     document = torch.searchsorted(ends, tokens, right=True) - 1
     counts = ends.diff() // rate
     first = (counts.cumsum(0) - counts)[document].unflatten(0, (-1, seq_len))
+    # No document crosses the end of a sequence, which therefore begins with one.
     first = first - first[:, :1]
     start = ends[document].unflatten(0, (-1, seq_len)) % seq_len
     stop = first + (torch.arange(seq_len, device=ends.device) - start + 1) // rate

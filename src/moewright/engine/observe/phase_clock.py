@@ -45,17 +45,22 @@ class DeviceMeter:
         started, started_running = self._started
         step_s = time.perf_counter() - started
         running_s = time.process_time() - started_running
+        # process_time sums over all threads of the process.
         share = divide(running_s, step_s * torch.get_num_threads())
         used_bytes = 0
         if _MEMORY_FILE.exists():
             pages = int(_MEMORY_FILE.read_bytes().split()[1])
             used_bytes = pages * os.sysconf("SC_PAGE_SIZE")
         return DeviceSample(
-            resident_share=min(1.0, share), used_bytes=used_bytes, peak_allocated_bytes=0
+            # Threads beside torch's count too.
+            resident_share=min(1.0, share),
+            used_bytes=used_bytes,
+            peak_allocated_bytes=0,
         )
 
 
 def _sample_gpu(device: torch.device) -> DeviceSample | None:
+    # Of the whole device, as other processes on it fill it too.
     free, total = torch.cuda.mem_get_info(device)
     try:
         share = torch.cuda.utilization(device) / 100
@@ -147,6 +152,7 @@ class PhaseClock:
         Time outside of every phase is OTHER. It waits for the device's work.
         """
         stopped = self._stamps.take()
+        # The last is enough: a stream comes to its events in order.
         self._stamps.wait(stopped)
         spent = dict.fromkeys(StepPhase, 0.0)
         for phase, start, stop in self._spans:

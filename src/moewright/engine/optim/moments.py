@@ -114,6 +114,7 @@ class BlockMoment:
     def to_stored(self) -> torch.Tensor:
         """Return a copy in bf16, in host memory."""
         stored = torch.empty(len(self._codes), dtype=torch.bfloat16)
+        # Each begins with a block, of whose size PIECE_NUMEL is a multiple.
         for part in split_into_pieces(0, len(stored)):
             stored[part].copy_(self.read(part))
         return stored

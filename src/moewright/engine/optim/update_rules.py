@@ -25,6 +25,7 @@ def learning_rate(spec: OptimizerSpec, *, steps: int, step: int) -> float:
     a cosine, or (WSD, arXiv 2404.06395) in a line over the last steps alone.
     """
     if step <= spec.warmup_steps:
+        # Never with 0 steps of warm-up: updates count from 1.
         return spec.lr * step / spec.warmup_steps
     floor = spec.lr * spec.min_lr_fraction
     end = spec.decay_steps or steps
@@ -67,6 +68,7 @@ def adamw_update(
     It computes in fp32, whatever the moments are stored in.
     """
     is_narrow = states.exp_avg.is_narrow or states.exp_avg_sq.is_narrow
+    # One fused call for all: fp32 moments are updated where they lie.
     batches = [[(part.shard_slice, part.moment_slice) for part in owned]]
     if is_narrow:
         batches = [[block] for block in split_ranges(owned)]

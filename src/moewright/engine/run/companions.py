@@ -61,6 +61,7 @@ def plan_companions(checkpoint: Path, tokenizer: Path | None = None) -> Companio
     copies = {name: folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()}
     eos_token = _find_eos(folder)
     if TOKENIZER_CONFIG_FILE not in copies:
+        # The class of transformers that loads any tokenizer.json.
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
         texts[TOKENIZER_CONFIG_FILE] = json.dumps(config, indent=2) + "\n"
     generation = _find_generation(folders)
@@ -77,6 +78,7 @@ def _has_tokenizer(plan: Plan) -> bool:
 
 def _find_plan(checkpoint: Path) -> Plan | None:
     """Return the plan of the run that a checkpoint is of; None where it is of none."""
+    # A run keeps its checkpoints two folders below its plan.
     path = checkpoint.absolute().parent.parent / PLAN_FILE
     return read_json(Plan, path) if path.is_file() else None
 

@@ -63,6 +63,7 @@ def _gather_selection(
     )
     gathered = by_rank[ranks].view(shape)
     counts = gathered.sum(0).permute(1, 2, 0, 3)  # [micro-batch, layer, source rank, expert]
+    # Experts come first, then copies by rank, then copies by node.
     experts = runtime.model.expert_count
     copies_end = experts + layout.ep
     copies: Any = ()

@@ -37,6 +37,7 @@ def report_nonfinite(
         "" if isfinite(result.backward.local_nll) else "the loss",
         next(_find_bad_gradients(state), ""),
     ]
+    # Before any rank raises, because all have to take part.
     suspects = collectives.gather_json(own_suspects)
     culprit, name = _find_first_suspect(suspects)
     has_bad_weight = any(names[0] for names in suspects)

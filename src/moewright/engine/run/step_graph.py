@@ -65,6 +65,7 @@ class StepGraph:
         else:
             for own, outer in zip(captured.tensors.inputs, tensors.inputs, strict=True):
                 own.copy_(outer)
+            # The graph adds to them.
             for own in captured.tensors.outputs:
                 own.zero_()
             captured.capture.replay()

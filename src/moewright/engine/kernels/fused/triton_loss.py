@@ -34,6 +34,7 @@ def _max_and_sum_exp(logits, row, width, stride, ROWS: tl.constexpr, BLOCK: tl.c
             tl.float32
         )
         higher = tl.maximum(row_max, tl.max(x, 1))
+        # The sum so far is of exp(x - row_max); at first the factor is exp(-inf).
         total = total * tl.exp(row_max - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
         row_max = higher
     return row_max, total
@@ -45,6 +46,7 @@ def _cross_entropy(
 ):
     row = _rows(count, ROWS)
     row_max, total = _max_and_sum_exp(logits, row, width, stride, ROWS, BLOCK)
+    # Any column for a negative target, whose loss the caller sets to 0.
     target = tl.maximum(tl.load(targets + row), 0)
     chosen = tl.load(logits + row * stride + target).to(tl.float32)
     tl.store(out + row, tl.log(total) - (chosen - row_max))
@@ -72,6 +74,7 @@ def _cross_entropy_backward(
     row = _rows(count, ROWS)
     if SUMMED:
         row_max = tl.load(log_sums + row)
+        # exp(x - log-sum) is the probability already.
         total = tl.full((ROWS,), 1.0, tl.float32)
     else:
         row_max, total = _max_and_sum_exp(logits, row, width, stride, ROWS, BLOCK)
@@ -79,6 +82,7 @@ def _cross_entropy_backward(
     target = tl.load(columns + row)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
+        # Columns from `size` on are padding, of probability 0.
         x = tl.load(logits + row[:, None] * stride + column, column < size, float("-inf")).to(
             tl.float32
         )

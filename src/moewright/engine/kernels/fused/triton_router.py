@@ -52,6 +52,7 @@ def _keep_best_groups(
     group = expert // GROUP_SIZE
     group_slot = tl.arange(0, GROUP_SLOTS)
     none = tl.zeros_like(tl.max(ranked, 1))
+    # -inf everywhere, in the shape that is needed: no slot is below 0.
     group_scores = tl.where((group_slot < 0)[None, :], none[:, None], float("-inf"))
     for number in tl.static_range(GROUPS):
         members = tl.where((group == number)[None, :], ranked, float("-inf"))
@@ -61,6 +62,7 @@ def _keep_best_groups(
             total += tl.sum(tl.where(is_best, members, 0.0), 1)
             members = tl.where(is_best, float("-inf"), members)
         group_scores = tl.where((group_slot == number)[None, :], total[:, None], group_scores)
+    # As above: no expert is below 0.
     kept = tl.where((expert < 0)[None, :], ranked, float("-inf"))
     for _ in tl.static_range(TOP_GROUPS):
         best = tl.argmax(group_scores, 1)
@@ -85,6 +87,7 @@ def _route(
     address = token[:, None] * EXPERTS + expert[None, :]
     x = tl.load(logits + address, inside, 0.0)
     if SCORE == 0:
+        # What is no expert adds exp(-inf) = 0.
         x = tl.where((expert < EXPERTS)[None, :], x, float("-inf"))
         powers = tl.exp(x - tl.max(x, 1)[:, None])
         score = powers / tl.sum(powers, 1)[:, None]
@@ -161,6 +164,7 @@ def _route_backward(
         grad_logit = grad_score * score * (1.0 - score)
     else:
         x = tl.load(logits + address, inside, 0.0)
+        # softplus has the slope sigmoid(x), and its root 1 / (2 root) times that.
         grad_logit = grad_score / (1.0 + tl.exp(-x)) / (2.0 * tl.where(inside, score, 1.0))
     tl.store(grad_logits + address, grad_logit, inside)
 
@@ -208,12 +212,14 @@ class RouteTokens(ReleasingFunction):
                 **_blocks(num_experts, spec.top_k),
             )
         ctx.mark_non_differentiable(experts)
+        # No zeros for scores that no loss reads.
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         ctx.save_for_backward(
             scores,
             experts if forced_Tk is None else forced_Tk,
             *((weights, totals) if spec.renormalize else (None, None)),
+            # Softmax and sigmoid have slopes that their scores tell.
             logits if spec.score is ScoreFunction.SQRT_SOFTPLUS else None,
         )
         return experts if forced_Tk is None else forced_Tk, weights, scores

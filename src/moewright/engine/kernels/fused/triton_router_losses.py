@@ -116,6 +116,7 @@ class RouterLosses(ReleasingFunction):
         grid = program_grid(tokens, experts)
         has_z = bool(terms.coefficients[-1])
         has_balance = any(share is not None for share in terms.shares)
+        # Zeros, because a loss that is off writes none.
         parts = scores.new_zeros((*grid, _LOSSES))
         score_sums = scores.new_empty(tokens) if terms.is_normalized and has_balance else None
         log_sums = scores.new_empty(tokens) if has_z else None
@@ -138,6 +139,7 @@ class RouterLosses(ReleasingFunction):
         ctx.dtype = scores.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
+            # Without a norm the slope is of the shares alone.
             scores if score_sums is not None else None,
             *terms.shares,
             score_sums,
@@ -190,6 +192,7 @@ def router_losses(
 
 def _factors(terms: RouterLossTerms, tokens: int, experts: int) -> tuple[float, ...]:
     """Return what the sums over this rank's tokens are multiplied by."""
+    # Not 0, for a rank without tokens.
     batch = sequence = max(1, tokens) * terms.ranks
     if terms.mask is not None:
         batch, sequence = terms.total, terms.sequences

@@ -21,6 +21,7 @@ _LIMIT = tl.constexpr(SWIGLU_LIMIT)
 
 @triton.jit
 def _permute(x, tokens, out, count, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # In 64 bits: a row times the width may pass 2**31.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < width)[None, :]
@@ -120,6 +121,7 @@ def _swiglu_backward(
         grad_gate = wide * up * slope
         grad_up = wide * act
         if CLAMPED:
+            # By what lies beyond, so that a NaN stays one.
             grad_gate = tl.where(raw_gate > _LIMIT, 0.0, grad_gate)
             grad_up = tl.where(tl.abs(raw_up) > _LIMIT, 0.0, grad_up)
         tl.store(grad_x + address, grad_gate, inside)
@@ -254,6 +256,7 @@ def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
         # A program holds two numbers, two angles and their addresses for each element: registers
         # hold no more than half as many elements.
         rows //= 2
+        # Angles that all sequences share get the stride 0.
         cos, sin = (angles.contiguous().expand(len(x), tokens, half) for angles in (cos, sin))
         _rotate[(triton.cdiv(count, rows), triton.cdiv(half, block))](
             x,
