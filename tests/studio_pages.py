@@ -34,24 +34,12 @@ _OVERLAPS = """
       const rects = isFormula ? [parent.getBoundingClientRect()] : range.getClientRects();
       for (const box of rects) add(node.data.trim(), box, parent);
     }
-    for (const item of typeof mw === "undefined" ? [] : mw.charts) {
-      if (!item.chart || !item.box.isConnected || !item.box.checkVisibility()) continue;
-      const frame = item.box.getBoundingClientRect();
-      for (const drawn of item.chart.getZr().storage.getDisplayList(true)) {
-        if (drawn.type !== "tspan" || drawn.ignore || drawn.invisible) continue;
-        if (!drawn.style.text || drawn.style.opacity === 0) continue;
-        const box = drawn.getBoundingRect().clone();
-        if (drawn.transform) box.applyTransform(drawn.transform);
-        const text = `${drawn.style.text} in the chart ${item.label.slice(0, 40)}`;
-        if (drawn.style.text.includes("…")) faults.push(`is cut: ${text}`);
-        if (box.x < -1 || box.x + box.width > frame.width + 1) faults.push(`beyond: ${text}`);
-        // The chart takes a letter for as high as one of its fonts is wide, where it has that.
-        const size = 0.9 * Number(/([\\d.]+)px/.exec(drawn.style.font || "12px")[1]);
-        const middle = frame.top + box.y + box.height / 2;
-        add(text, {left: frame.left + box.x, right: frame.left + box.x + box.width,
-                   top: middle - size / 2, bottom: middle + size / 2,
-                   width: box.width, height: size}, drawn);
-      }
+    for (const text of document.querySelectorAll(".chart text")) {
+      if (!text.checkVisibility()) continue;
+      const box = text.getBoundingClientRect();
+      const frame = text.closest(".chart").getBoundingClientRect();
+      if (box.left < frame.left - 1 || box.right > frame.right + 1)
+        faults.push(`beyond: ${text.textContent} in ${text.closest(".chart").ariaLabel}`);
     }
     boxes.sort((a, b) => a.top - b.top);
     const deep = 1.5;  // points: what two lines of text may share, for letters do not fill a line
@@ -109,12 +97,6 @@ _FAULTS = (
 )
 
 
-# Charts that nobody has come near are not drawn yet.
-_DRAW_CHARTS = """async () => {
-  for (const item of typeof mw === "undefined" ? [] : [...mw.charts]) await item.show();
-}"""
-
-
 def find_faults(page):
     """List what is wrong with a page at three sizes, light and dark: its looks and axe's rules."""
     faults = []
@@ -131,7 +113,6 @@ def find_faults_of_size(page, width, height):
     page.set_viewport_size({"width": width, "height": height})
     controls = "controls => controls && (controls.open = innerWidth > 1020)"
     page.evaluate(f"({controls})(document.getElementById('controls'))")
-    page.evaluate(_DRAW_CHARTS)
     page.wait_for_timeout(150)
     faults = [(width, fault) for fault in page.evaluate(_FAULTS)]
     tall = page.evaluate("document.documentElement.scrollHeight")

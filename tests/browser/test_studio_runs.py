@@ -42,11 +42,8 @@ def test_the_page_follows_a_run_that_goes_on(studio, open_page, run):
     with (run / "steps.jsonl").open("a") as file:
         file.write(format_record(step_record(steps[-1].step + 1)))
     page.get_by_text("The run is going on").wait_for()
-    page.locator("#loss .chart").scroll_into_view_if_needed()  # a chart is drawn near the screen
-    count = (
-        "document.querySelector('#loss .chart canvas') && echarts.getInstanceByDom("
-        "document.querySelector('#loss .chart')).getOption().series[0].data.length"
-    )
+    curve = "document.querySelector('#loss svg.plot path[fill=none]').getAttribute('d')"
+    count = f"{curve}.split('L').length"
     page.wait_for_function(f"() => {count} === {len(steps) + 1}")
 
 

@@ -89,9 +89,9 @@ def build_palette() -> dict[str, dict[str, str]]:
     }
 
 
-_CHARTS = "echarts.min.js"  # which studio pages load where they have a chart
 _SCRIPTS = (
     "basics.js",
+    "charts.js",
     "document.js",
     "plan.js",
     "search.js",
@@ -159,7 +159,6 @@ def render_shell() -> Html:
         """{}<title>moewright studio</title>
 <link rel="icon" href="{}">
 <link rel="stylesheet" href="{}">
-<link rel="prefetch" id="charts" href="{}">
 <script type="application/json" id="palette">{}</script>
 {}</head>
 <body>
@@ -175,7 +174,7 @@ def render_shell() -> Html:
 </html>
 """,
         _HEAD,
-        *map(_address, ("mark.svg", "style.css", _CHARTS)),
+        *map(_address, ("mark.svg", "style.css")),
         Html.embed(build_palette()),
         scripts,
         _render_header(),
@@ -239,7 +238,7 @@ def _studio_scripts() -> list[str]:
 def render_page(records: tuple[Record, ...], title: str) -> Html:
     """Return one file with records, styles and scripts inside; its policy forbids any request."""
     data = [{"kind": type(record).__name__, **record.to_dict()} for record in records]
-    scripts = [_read_text(name) for name in (_CHARTS, *_SCRIPTS, "offline.js")]
+    scripts = [_read_text(name) for name in (*_SCRIPTS, "offline.js")]
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = (
         f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {hashes}"

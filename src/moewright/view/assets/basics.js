@@ -1,6 +1,6 @@
 "use strict";
-/* Elements, numbers and charts that every page of moewright shares. All text goes in as text. */
-const mw = {render: {}, charts: new Set(), palette: {}};
+/* Elements, numbers and tables that every page of moewright shares. All text goes in as text. */
+const mw = {render: {}, palette: {}};
 
 mw.el = (tag, attributes = {}, ...children) => {
   const node = document.createElement(tag);
@@ -131,49 +131,7 @@ mw.layoutCell = (text, words, pick) => mw.el("div", {class: "layout-cell", "data
   " ", mw.copyButton(text, "the layout's text"));
 
 mw.colour = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-mw.textStyle = () => ({color: mw.colour("ink"), fontFamily: getComputedStyle(document.body).fontFamily, fontSize: 12});
 
-/* The name above an axis begins where the axis stands, so that no edge cuts it. */
-mw.uncut = option => { for (const axis of [option.yAxis].flat()) if (axis && axis.name) axis.nameTextStyle = {...axis.nameTextStyle, align: "left"}; return option; };
-/* The library of charts is compiled where a chart comes near the screen, and behind the frame that has its words; or once a
-   key is pressed, which may print the page. Pages that stand alone have it inside. */
-mw.library = null;
-mw.loadCharts = () => mw.library ||= window.echarts ? Promise.resolve() : new Promise(done => {
-  document.head.append(mw.el("script", {src: document.getElementById("charts").href, onload: done}));
-}).then(() => mw.drawAll());
-addEventListener("keydown", () => { if (mw.charts.size) mw.loadCharts(); }, {once: true});
-mw.nearby = 200;  // points beyond the screen, within which a chart is drawn
-/* A chart that is drawn when it comes near the screen, and anew when the width of its box, whatever changes it, or the colours
-   of the system change. */
-mw.chart = (label, height, option, alternative) => {
-  const box = mw.el("div", {class: "chart", role: "img", "aria-label": label, style: `height:${height}px`});
-  const png = mw.pngButton(label, async () => (await item.show()).getDataURL({pixelRatio: 2, backgroundColor: mw.colour("card")}));
-  const holder = mw.el("div", {}, box, mw.el("div", {class: "row copies no-print"}, png), alternative || "");
-  const item = {box, chart: null, option, label, hidden: new Set(), width: 0, pick: null, isNear: false};
-  const nearing = new IntersectionObserver(entries => { if (entries.some(entry => entry.isIntersecting)) { item.isNear = true; item.draw(); } }, {rootMargin: `${mw.nearby}px`});
-  nearing.observe(box);
-  item.draw = () => {
-    if (!box.isConnected) { if (item.chart) item.chart.dispose(); item.chart = null; mw.charts.delete(item); return; }
-    if (!box.clientWidth) return;
-    mw.charts.add(item);
-    if (!window.echarts) { if (item.isNear) requestIdleCallback(mw.loadCharts, {timeout: 500}); return; }
-    const frame = item.isNear || box.getBoundingClientRect();
-    item.isNear = item.isNear || frame.top < innerHeight + mw.nearby && frame.bottom > -mw.nearby;
-    if (!item.isNear) return;
-    nearing.disconnect();
-    if (!item.chart) { item.chart = echarts.init(box, null, {renderer: "canvas"}); item.chart.on("click", event => item.pick && item.pick(event)); }
-    if (item.width !== box.clientWidth) item.chart.resize();
-    item.width = box.clientWidth;
-    item.chart.setOption({animation: false, textStyle: mw.textStyle(), ...mw.uncut(item.option(item.width, item.hidden))}, true);
-  };
-  item.show = async () => { await mw.loadCharts(); item.isNear = true; item.draw(); return item.chart; };
-  item.update = next => { item.option = next; item.draw(); };
-  new ResizeObserver(() => { if (box.clientWidth !== item.width || !box.isConnected) item.draw(); }).observe(box);
-  holder.item = item;
-  mw.charts.add(item);
-  return holder;
-};
-mw.drawAll = root => { for (const item of mw.charts) if (!root || root.contains(item.box)) item.draw(); };
 let resizing = 0, settledWidth = innerWidth;
 addEventListener("resize", () => { cancelAnimationFrame(resizing); resizing = requestAnimationFrame(() => { if (innerWidth !== settledWidth) mw.settle(document.getElementById("content")); }); });
 
@@ -206,9 +164,6 @@ mw.fold = (node, kind, text, place, name) => {
   place(button);
   return button;
 };
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => mw.charts.forEach(item => item.draw()));
-addEventListener("beforeprint", () => mw.charts.forEach(item => { item.isNear = true; item.draw(); }));
-
 /* A picture goes to the clipboard; where there is none, it is saved. `paint` gives its address, as PNG. */
 mw.pngButton = (label, paint) => {
   const button = mw.el("button", {type: "button", class: "small copy no-print", "aria-label": `copy as PNG: ${label}`, onclick: async () => {
@@ -232,8 +187,7 @@ mw.onCard = (width, height, source) => {
 };
 /* A drawing alone has no style sheet: what that gives each shape goes with it. */
 mw.drawnStyles = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-family", "font-size", "font-weight", "text-anchor", "dominant-baseline", "display", "visibility"];
-mw.paintDrawing = async drawing => {
-  if (drawing.tagName === "CANVAS") return mw.onCard(drawing.width, drawing.height, drawing);
+mw.standAlone = drawing => {
   const copy = drawing.cloneNode(true), box = drawing.getBoundingClientRect();
   const shapes = [copy, ...copy.querySelectorAll("*")];
   [drawing, ...drawing.querySelectorAll("*")].forEach((shape, place) => {
@@ -243,8 +197,12 @@ mw.paintDrawing = async drawing => {
   copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
   copy.setAttribute("width", box.width);
   copy.setAttribute("height", box.height);
-  const image = new Image();
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(copy))}`;
+  return new XMLSerializer().serializeToString(copy);
+};
+mw.paintDrawing = async drawing => {
+  if (drawing.tagName === "CANVAS") return mw.onCard(drawing.width, drawing.height, drawing);
+  const box = drawing.getBoundingClientRect(), image = new Image();
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(mw.standAlone(drawing))}`;
   await image.decode();
   return mw.onCard(2 * box.width, 2 * box.height, image);
 };
@@ -263,44 +221,6 @@ mw.addCopies = root => {
   }
 };
 
-mw.axis = extra => ({
-  axisLine: {lineStyle: {color: mw.colour("line")}}, axisTick: {show: false},
-  axisLabel: {color: mw.colour("quiet"), ...(extra && extra.axisLabel)},
-  splitLine: {lineStyle: {color: mw.colour("line"), opacity: .6}},
-  nameTextStyle: {color: mw.colour("quiet")}, ...Object.fromEntries(Object.entries(extra || {}).filter(([key]) => key !== "axisLabel")),
-});
-/* A legend over a chart, in as many rows as its names take, and where the name of an axis has room below them. */
-mw.chartLegend = (names, width) => {
-  const pen = mw.el("canvas").getContext("2d"), mark = 40, line = 24;
-  pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
-  let rows = 1, used = 0;
-  for (const name of names) {
-    const wide = pen.measureText(name).width + mark;
-    if (used && used + wide > width - 10) { rows += 1; used = 0; }
-    used += wide;
-  }
-  return {legend: {top: 0, itemGap: 10, textStyle: {color: mw.colour("ink")}, data: names}, below: 22 + line * rows};
-};
-mw.tooltip = (formatter, trigger = "axis") => ({
-  trigger, confine: true, backgroundColor: mw.colour("card"), borderColor: mw.colour("line"),
-  textStyle: {color: mw.colour("ink"), fontSize: 12}, axisPointer: {type: "shadow", shadowStyle: {opacity: .12}}, formatter,
-});
-mw.mark = colour => `<i style="display:inline-block;width:.7em;height:.7em;border-radius:2px;background:${colour}"></i> `;
-
-/* A legend of buttons: a click hides a part of a chart. */
-mw.legend = (holder, names, colours) => {
-  const buttons = names.map(name => {
-    const button = mw.el("button", {type: "button", "aria-pressed": "true"}, mw.el("i", {style: `background:${colours[name]}`}), mw.words(name));
-    button.addEventListener("click", () => {
-      const {hidden} = holder.item;
-      if (hidden.has(name)) hidden.delete(name); else hidden.add(name);
-      button.setAttribute("aria-pressed", String(!hidden.has(name)));
-      holder.item.draw();
-    });
-    return button;
-  });
-  return mw.el("div", {class: "legend no-print", role: "group", "aria-label": "shown parts"}, buttons);
-};
 mw.save = (name, content, type) => {
   const link = mw.el("a", {href: content instanceof Blob || type ? URL.createObjectURL(new Blob([content], {type})) : content, download: name});
   link.click();

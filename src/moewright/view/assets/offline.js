@@ -16,5 +16,4 @@ mw.glossary = "";
   for (const record of JSON.parse(document.getElementById("records").textContent)) mw.render[record.kind](record, root);
   root.append(glossary);
   mw.settle(root, document.title);
-  mw.drawAll(root);
 }

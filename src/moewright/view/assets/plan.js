@@ -61,38 +61,26 @@ mw.verdictPanel = (plan, act) => mw.el("section", {class: `panel verdict ${mw.qu
   mw.layoutFace(plan.job, "layout-text"),
   mw.figures(plan));
 
-mw.stackTotal = (stage, hidden) => stage.components.reduce((sum, part) => sum + (hidden.has(part.name) ? 0 : part.value), 0);
 
 mw.memoryChart = plan => {
   const gib = 2 ** 30, colours = mw.palette.memory;
   const names = Object.keys(colours).filter(name => plan.stages.some(stage => stage.components.some(part => part.name === name)));
-  const option = (width, hidden) => {
-    const top = Math.max(plan.capacity_bytes + plan.peak_sd_bytes, ...plan.stages.map(stage => stage.peak_bytes)) * 1.06 / gib;
-    const round = top > 20 ? 10 : top > 2 ? 1 : .1;
-    const series = names.filter(name => !hidden.has(name)).map(name => ({
-      name, type: "bar", stack: "memory", barMaxWidth: 72, barCategoryGap: plan.stages.length > 12 ? "18%" : "35%",
-      itemStyle: {color: colours[name]},
-      data: plan.stages.map(stage => (stage.components.find(part => part.name === name) || {value: 0}).value / gib),
-    }));
-    const capacity = plan.capacity_bytes / gib, spread = plan.peak_sd_bytes / gib;
-    series.push({
-      name: "capacity", type: "line", data: [], silent: true,
-      markLine: {symbol: "none", lineStyle: {color: mw.colour("bad"), width: 2, type: "solid"}, data: [{yAxis: capacity}],
-        label: {show: false}},
-      markArea: {itemStyle: {color: mw.colour("bad"), opacity: .16}, data: [[{yAxis: capacity - spread}, {yAxis: capacity + spread}]]},
-    });
-    return {
-      grid: {left: 8, right: 12, top: 26, bottom: 24, containLabel: true}, series,
-      xAxis: {type: "category", data: plan.stages.map(stage => String(stage.pp_rank)), name: "pipeline rank", nameLocation: "middle", nameGap: 24, ...mw.axis()},
-      yAxis: {type: "value", name: "GiB", max: Math.ceil(top / round) * round, ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}, axisPointer: {label: {show: false}}})},
-      tooltip: mw.tooltip(items => {
-        const stage = plan.stages[items[0].dataIndex];
-        const lines = stage.components.map(part => `${mw.mark(colours[part.name])}${mw.escape(mw.words(part.name))}: ${mw.bytes(part.value)}`).reverse();
-        return `<b>rank ${stage.pp_rank}: ${mw.bytes(stage.peak_bytes)}</b><br>${mw.escape(stage.holds)}<br>${lines.join("<br>")}`;
-      }),
-    };
-  };
-  const holder = mw.chart(`Memory of ${plan.stages.length} pipeline ranks by component; the fullest holds ${mw.bytes(plan.peak_bytes)} of ${mw.bytes(plan.capacity_bytes)}`, 330, option);
+  const peakOf = (stage, name) => (stage.components.find(part => part.name === name) || {value: 0}).value / gib;
+  const capacity = plan.capacity_bytes / gib, spread = plan.peak_sd_bytes / gib;
+  const top = Math.max(capacity + spread, ...plan.stages.map(stage => stage.peak_bytes / gib)) * 1.06;
+  const plot = (width, hidden) => ({
+    x: {names: plan.stages.map(stage => String(stage.pp_rank)), name: "pipeline rank"},
+    y: {from: 0, to: top, name: "GiB", show: mw.digits},
+    marks: [{kind: "band", from: capacity - spread, to: capacity + spread, colour: "var(--bad)"},
+      ...mw.stacked(names.filter(name => !hidden.has(name)).map(name => ({colour: colours[name], values: plan.stages.map(stage => peakOf(stage, name))}))),
+      {kind: "rule", y: capacity, colour: "var(--bad)", wide: 2}],
+    thick: 72,
+    tip: index => {
+      const stage = plan.stages[index];
+      return [mw.tipTitle(`rank ${stage.pp_rank}: ${mw.bytes(stage.peak_bytes)}`), mw.el("div", {}, stage.holds), ...stage.components.map(part => mw.tipLine(colours[part.name], `${mw.words(part.name)}: ${mw.bytes(part.value)}`)).reverse()];
+    },
+  });
+  const holder = mw.chart(`Memory of ${plan.stages.length} pipeline ranks by component; the fullest holds ${mw.bytes(plan.peak_bytes)} of ${mw.bytes(plan.capacity_bytes)}`, 330, plot);
   holder.append(mw.el("p", {class: "note"}, mw.el("i", {class: "swatch", style: "background:var(--bad);height:3px;vertical-align:middle"}), ` capacity ${mw.bytes(plan.capacity_bytes)}; a peak inside the band (± ${mw.bytes(plan.peak_sd_bytes)}) is uncertain`));
   holder.append(mw.legend(holder, names, colours));
   const table = mw.table([{t: "rank"}, {t: "holds"}, ...names.map(name => ({t: mw.words(name), n: true})), {t: "peak, bytes", n: true}],
@@ -101,23 +89,6 @@ mw.memoryChart = plan => {
       mw.el("span", {"data-stage": stage.pp_rank, "data-value": String(stage.peak_bytes)}, mw.count(stage.peak_bytes))]), "Bytes of every pipeline rank");
   holder.append(mw.el("details", {}, mw.el("summary", {class: "note"}, "Exact bytes"), table));
   return holder;
-};
-
-/* A waterfall of horizontal bars: each begins where the one above ends. */
-mw.waterfallOption = (steps, width, show) => {
-  const narrow = width < 460;
-  const total = Math.max(...steps.map(step => Math.max(step.from, step.to)));
-  return {
-    grid: {left: 4, right: narrow ? 96 : 110, top: 4, bottom: 22, containLabel: true},
-    yAxis: {type: "category", inverse: true, data: steps.map(step => step.label), ...mw.axis({axisLabel: {color: mw.colour("ink"), width: narrow ? 92 : 190, overflow: "truncate"}, splitLine: {show: false}})},
-    xAxis: {type: "value", min: 0, max: total * 1.0001, ...mw.axis({axisLabel: {formatter: show, hideOverlap: true}})},
-    tooltip: mw.tooltip(items => { const step = steps[items[0].dataIndex]; return `<b>${mw.escape(step.label)}</b><br>${mw.escape(step.tip || step.text)}`; }),
-    series: [
-      {type: "bar", stack: "w", silent: true, itemStyle: {color: "transparent"}, data: steps.map(step => Math.min(step.from, step.to)), barCategoryGap: "28%"},
-      {type: "bar", stack: "w", data: steps.map(step => ({value: Math.abs(step.to - step.from), itemStyle: {color: step.colour, opacity: step.opacity ?? 1}})),
-        label: {show: true, position: "right", color: mw.colour("ink"), fontSize: narrow ? 11 : 12, formatter: item => steps[item.dataIndex].text}},
-    ],
-  };
 };
 
 mw.stepSteps = plan => {
@@ -130,13 +101,13 @@ mw.stepSteps = plan => {
     at += part.seconds;
     return step;
   });
-  steps.push({label: "step", from: 0, to: plan.step_s, colour: mw.colour("quiet"), text: mw.seconds(plan.step_s)});
+  steps.push({label: "step", from: 0, to: plan.step_s, colour: "var(--quiet)", text: mw.seconds(plan.step_s)});
   return steps;
 };
 
 mw.stepChart = plan => {
   const rows = plan.parts.filter(part => part.seconds > 0).length + 1;
-  const holder = mw.chart(`Time of a step by part; ${mw.seconds(plan.step_s)} in all`, 40 + 25 * rows, width => mw.waterfallOption(mw.stepSteps(plan), width, mw.seconds));
+  const holder = mw.chart(`Time of a step by part; ${mw.seconds(plan.step_s)} in all`, 40 + 25 * rows, () => mw.waterfall(mw.stepSteps(plan), mw.seconds));
   const table = mw.table([{t: "part"}, {t: "exposed, s", n: true}, {t: "hidden, s", n: true}],
     plan.parts.map(part => [mw.words(part.part), mw.el("span", {"data-part": part.part, "data-value": String(part.seconds)}, String(part.seconds)), String(part.hidden_s)]), "Seconds of every part of the step");
   holder.append(mw.el("details", {}, mw.el("summary", {class: "note"}, "Exact seconds"), table));

@@ -8,15 +8,15 @@ mw.dropColour = drop => {
 mw.waterfallChart = waterfall => {
   const build = () => {
     let at = waterfall.ideal_s;
-    const steps = [{label: "ideal step", from: 0, to: at, colour: mw.colour("good"), text: mw.seconds(at), tip: waterfall.ideal_note}];
+    const steps = [{label: "ideal step", from: 0, to: at, colour: "var(--good)", text: mw.seconds(at), tip: waterfall.ideal_note}];
     for (const drop of waterfall.drops) {
       steps.push({label: drop.name, from: at, to: at + drop.seconds, colour: mw.dropColour(drop), opacity: drop.basis === "predicted" ? .65 : 1, text: `${mw.signed(drop.seconds, mw.seconds)} ${mw.percent(drop.seconds / waterfall.measured_s, 0)}`, tip: `${mw.signed(drop.seconds, mw.seconds)}, ${drop.basis}${drop.note ? `: ${drop.note}` : ""}`});
       at += drop.seconds;
     }
-    steps.push({label: "measured step", from: 0, to: waterfall.measured_s, colour: mw.colour("quiet"), text: mw.seconds(waterfall.measured_s)});
+    steps.push({label: "measured step", from: 0, to: waterfall.measured_s, colour: "var(--quiet)", text: mw.seconds(waterfall.measured_s)});
     return steps;
   };
-  return mw.chart(`From the ideal step of ${mw.seconds(waterfall.ideal_s)} to the measured ${mw.seconds(waterfall.measured_s)}`, 46 + 25 * (waterfall.drops.length + 2), width => mw.waterfallOption(build(), width, mw.seconds));
+  return mw.chart(`From the ideal step of ${mw.seconds(waterfall.ideal_s)} to the measured ${mw.seconds(waterfall.measured_s)}`, 46 + 25 * (waterfall.drops.length + 2), () => mw.waterfall(build(), mw.seconds));
 };
 
 mw.diagnosisPanels = view => {
@@ -44,22 +44,37 @@ mw.smooth = (points, span) => {
   return points.map(([x, y]) => { if (y === null || !Number.isFinite(y)) return [x, null]; mean = mean === null ? y : keep * mean + (1 - keep) * y; return [x, mean]; });
 };
 mw.curves = (label, curves, options) => {
-  const state = {span: 1};
   const named = Object.fromEntries(curves.map(curve => [curve.name, curve.colour]));
-  const option = (width, hidden) => ({
-    grid: {left: 8, right: 14, top: 30, bottom: 46, containLabel: true},
-    xAxis: {type: "value", min: "dataMin", max: "dataMax", name: "step", nameLocation: "middle", nameGap: 22, ...mw.axis()},
-    yAxis: {type: "value", scale: true, name: options.unit, ...mw.axis({axisLabel: {formatter: options.show}}), nameTextStyle: {align: "left", color: mw.colour("quiet")}},
-    dataZoom: [{type: "inside", zoomOnMouseWheel: "ctrl"}, {type: "slider", height: 16, bottom: 4, borderColor: mw.colour("line"), textStyle: {color: mw.colour("quiet")}}],
-    tooltip: {...mw.tooltip(items => items.filter(item => item.value[1] !== null).map(item => `${mw.mark(item.color)}${mw.escape(item.seriesName)}, step ${item.value[0]}: ${options.show(item.value[1])}`).join("<br>")), axisPointer: {type: "line"}},
-    series: curves.filter(curve => !hidden.has(curve.name)).map((curve, index) => ({
-      name: curve.name, type: "line", showSymbol: Boolean(curve.dots), symbolSize: 7, itemStyle: {color: curve.colour}, lineStyle: {color: curve.colour, width: curve.dots ? 2 : 1.4}, data: curve.dots ? curve.points : mw.smooth(curve.points, state.span),
-      markLine: index || !options.levels ? undefined : {symbol: "none", silent: true, data: options.levels.map(level => ({[level.x === undefined ? "yAxis" : "xAxis"]: level.x === undefined ? level.y : level.x, lineStyle: {color: mw.colour("quiet"), type: "dashed"}, label: {formatter: level.text, position: "insideEndTop", color: mw.colour("quiet")}}))},
-    })),
-  });
-  const holder = mw.chart(label, 300, option);
-  const smoothing = mw.el("input", {type: "range", min: "0", max: "6", value: "0", style: "width:110px", oninput: event => { state.span = 2 ** Number(event.target.value); holder.item.draw(); }});
-  holder.append(mw.el("div", {class: "row no-print"}, mw.legend(holder, curves.map(curve => curve.name), named), mw.el("label", {class: "row"}, "smoothing", smoothing)));
+  const {from: first, to: last} = mw.range(curves.flatMap(curve => curve.points.map(point => point[0])));
+  const state = {span: 1, from: first, to: last};
+  const plot = (width, hidden) => {
+    const marks = curves.filter(curve => !hidden.has(curve.name)).map(curve => ({kind: "curve", name: curve.name, colour: curve.colour, dots: curve.dots ? 3.5 : 0, wide: curve.dots ? 2 : 1.4, points: curve.dots ? curve.points : mw.smooth(curve.points, state.span)}));
+    const seen = marks.flatMap(mark => mark.points.filter(([step]) => step >= state.from && step <= state.to).map(point => point[1]));
+    const levels = (options.levels || []).map(level => ({kind: "rule", colour: "var(--quiet)", dash: true, ...level}));
+    return {isCut: true, x: {from: state.from, to: state.to, isExact: true, isWhole: true, name: "step", show: mw.count}, marks: [...marks, ...levels.filter(level => level.y === undefined ? level.x >= state.from && level.x <= state.to : true)],
+      y: mw.range([...seen, ...levels.map(level => level.y ?? null)], {name: options.unit, show: options.show}),
+      tip: readings => readings.map(({curve, point}) => mw.tipLine(curve.colour, `${curve.name}, step ${point[0]}: ${options.show(point[1])}`))};
+  };
+  const holder = mw.chart(label, 300, plot), {item} = holder;
+  const look = (from, to) => {
+    const span = Math.min(last - first, Math.max((last - first) / 1000, to - from));
+    state.from = Math.min(Math.max(first, from), last - span);
+    state.to = state.from + span;
+    ends[0].value = String(state.from);
+    ends[1].value = String(state.to);
+    item.draw();
+  };
+  const end = (name, value) => mw.el("input", {type: "range", min: String(first), max: String(last), step: "any", value: String(value), style: "width:90px", "aria-label": name, oninput: () => { const [from, to] = ends.map(input => Number(input.value)); look(Math.min(from, to), Math.max(from, to)); }});
+  const ends = [end("first step that is shown", first), end("last step that is shown", last)];
+  /* The wheel zooms about the pointer while Ctrl is held; without it the page scrolls. */
+  item.box.addEventListener("wheel", event => {
+    if (!event.ctrlKey || !item.drawn) return;
+    event.preventDefault();
+    const at = item.drawn.value(event.clientX - item.box.getBoundingClientRect().left), factor = event.deltaY > 0 ? 1.25 : .8;
+    look(at - (at - state.from) * factor, at + (state.to - at) * factor);
+  }, {passive: false});
+  const smoothing = mw.el("input", {type: "range", min: "0", max: "6", value: "0", style: "width:110px", oninput: event => { state.span = 2 ** Number(event.target.value); item.draw(); }});
+  holder.append(mw.el("div", {class: "row no-print"}, mw.legend(holder, curves.map(curve => curve.name), named), mw.el("label", {class: "row"}, "smoothing", smoothing), mw.el("span", {class: "row"}, mw.el("span", {class: "label"}, "steps"), ...ends)));
   return holder;
 };
 
@@ -85,14 +100,13 @@ mw.stepTimes = runs => {
 mw.pairChart = (label, values, colours, show, observed) => {
   const names = values.map(value => value.name);
   const rows = [["predicted", "predicted"], ...(values.some(value => value.observed) ? [[observed, "observed"]] : [])];
-  const option = (width, hidden) => ({
-    grid: {left: 8, right: 20, top: 8, bottom: 24, containLabel: true},
-    yAxis: {type: "category", inverse: true, data: rows.map(row => row[0]), ...mw.axis({axisLabel: {color: mw.colour("ink")}})},
-    xAxis: {type: "value", ...mw.axis({axisLabel: {formatter: show, hideOverlap: true}})},
-    tooltip: mw.tooltip(items => items.filter(item => item.value).map(item => `${mw.mark(item.color)}${mw.escape(mw.words(item.seriesName))}: ${show(item.value)}`).join("<br>")),
-    series: values.filter(value => !hidden.has(value.name)).map(value => ({name: value.name, type: "bar", stack: "all", barMaxWidth: 34, itemStyle: {color: colours[value.name]}, data: rows.map(row => value[row[1]])})),
-  });
-  const holder = mw.chart(label, 60 + 52 * rows.length, option);
+  const plot = (width, hidden) => {
+    const shown = values.filter(value => !hidden.has(value.name));
+    const marks = mw.stacked(shown.map(value => ({colour: colours[value.name], values: rows.map(row => value[row[1]] || 0)})));
+    return {marks, thick: 34, x: {...mw.range([0, ...marks.map(mark => mark.to)]), from: 0, show, isBytes: show === mw.bytes}, y: {names: rows.map(row => row[0])},
+      tip: index => [mw.tipTitle(rows[index][0]), ...shown.filter(value => value[rows[index][1]]).map(value => mw.tipLine(colours[value.name], `${mw.words(value.name)}: ${show(value[rows[index][1]])}`))]};
+  };
+  const holder = mw.chart(label, 60 + 52 * rows.length, plot);
   holder.append(mw.legend(holder, names, colours),
     mw.table([{t: ""}, {t: "predicted", n: true}, {t: observed, n: true}], values.map(value => [mw.words(value.name), value.predicted ? show(value.predicted) : "–", value.observed ? show(value.observed) : "–"]), label));
   return holder;

@@ -5,24 +5,19 @@ mw.searchState = {key: "step_s", down: false, verdict: "all", grade: "all"};
 
 mw.searchChart = (view, pick) => {
   const kinds = {plan: mw.palette.memory.communication, gamble: mw.palette.memory.activations, candidate: mw.palette.memory.fragmentation};
-  const option = width => {
-    const gib = 2 ** 30, names = [...Object.values(mw.kindWords), "Pareto front"], {legend, below} = mw.chartLegend(names, width);
-    const front = view.ranked.filter(item => item.is_on_front).sort((a, b) => a.step_s - b.step_s);
-    const series = Object.entries(kinds).map(([kind, colour]) => ({
-      name: mw.kindWords[kind], type: "scatter", symbolSize: kind === "candidate" ? 7 : 13, itemStyle: {color: colour, opacity: kind === "candidate" ? .6 : 1, borderColor: mw.colour("card"), borderWidth: 1},
-      data: view.ranked.filter(item => item.kind === kind).map(item => ({value: [item.step_s, item.peak_bytes / gib], item})),
-    }));
-    series.push({name: "Pareto front", type: "line", step: "end", symbol: "none", lineStyle: {color: mw.colour("accent"), width: 1.5, type: "dashed"}, data: front.map(item => [item.step_s, item.peak_bytes / gib]), silent: true,
-      markLine: {symbol: "none", silent: true, lineStyle: {color: mw.colour("bad"), width: 2, type: "solid"}, label: {show: false}, data: [{yAxis: view.capacity_bytes / gib}]}});
-    return {
-      grid: {left: 8, right: 16, top: below, bottom: 30, containLabel: true}, legend, series,
-      xAxis: {type: "value", scale: true, name: "step, s", nameLocation: "middle", nameGap: 26, ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
-      yAxis: {type: "value", scale: true, name: "peak, GiB", max: range => Math.ceil(Math.max(range.max, view.capacity_bytes / gib) * 1.03), ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
-      tooltip: mw.tooltip(item => item.data.item ? `<b>${mw.escape(item.data.item.layout)}</b><br>${mw.seconds(item.data.item.step_s)} a step, ${mw.bytes(item.data.item.peak_bytes)}, fits with a probability of ${mw.percent(item.data.item.fit_probability, 0)}` : "", "item"),
-    };
-  };
-  const holder = mw.chart(`${view.ranked.length} layouts by time of a step and peak memory`, 340, option);
-  if (pick) holder.item.pick = event => event.data.item && pick(event.data.item.layout);
+  const gib = 2 ** 30, held = view.ranked.map(item => item.peak_bytes / gib), capacity = view.capacity_bytes / gib;
+  const front = view.ranked.filter(item => item.is_on_front).sort((a, b) => a.step_s - b.step_s);
+  const plot = () => ({
+    legend: [...Object.entries(kinds).map(([kind, colour]) => ({text: mw.kindWords[kind], colour})), {text: "Pareto front", colour: "var(--accent)", isLine: true}],
+    x: mw.range(view.ranked.map(item => item.step_s), {name: "step, s", show: mw.digits}),
+    y: mw.range([...held, capacity * 1.03], {name: "peak, GiB", show: mw.digits}),
+    marks: [{kind: "rule", y: capacity, colour: "var(--bad)", wide: 2},
+      {kind: "curve", points: front.map(item => [item.step_s, item.peak_bytes / gib]), step: true, dash: true, colour: "var(--accent)", isSilent: true},
+      ...Object.entries(kinds).reverse().flatMap(([kind, colour]) => view.ranked.filter(item => item.kind === kind).map(item => ({kind: "dot", x: item.step_s, y: item.peak_bytes / gib, r: kind === "candidate" ? 3.5 : 6.5, colour, opacity: kind === "candidate" ? .6 : 1, item})))],
+    tip: item => [mw.tipTitle(item.layout), mw.el("div", {}, `${mw.seconds(item.step_s)} a step, ${mw.bytes(item.peak_bytes)}, fits with a probability of ${mw.percent(item.fit_probability, 0)}`)],
+  });
+  const holder = mw.chart(`${view.ranked.length} layouts by time of a step and peak memory`, 340, plot);
+  if (pick) holder.item.pick = item => pick(item.layout);
   return holder;
 };
 
@@ -87,12 +82,12 @@ mw.render.Misfit = (view, root, act, pick) => {
 /* ---- layouts side by side ---- */
 mw.changeSteps = (from, to, changes, colours, show, names) => {
   let at = from;
-  const steps = [{label: names[0], from: 0, to: from, colour: mw.colour("quiet"), text: show(from)}];
+  const steps = [{label: names[0], from: 0, to: from, colour: "var(--quiet)", text: show(from)}];
   for (const change of changes.filter(item => item.value)) {
     steps.push({label: mw.words(change.name), from: at, to: at + change.value, colour: colours[change.name], text: mw.signed(change.value, show)});
     at += change.value;
   }
-  steps.push({label: names[1], from: 0, to, colour: mw.colour("quiet"), text: show(to)});
+  steps.push({label: names[1], from: 0, to, colour: "var(--quiet)", text: show(to)});
   return steps;
 };
 
@@ -112,8 +107,8 @@ mw.render.ComparisonView = (view, root, act, pick) => {
       const held = () => mw.changeSteps(first.peak_bytes / gib, plan.peak_bytes / gib, plan.memory_changes.map(item => ({...item, value: item.value / gib})), mw.palette.memory, showGib, ["A", name]);
       const shown = plan.step_changes.filter(item => item.value).length + 2, shownHeld = plan.memory_changes.filter(item => item.value).length + 2;
       panel.append(mw.el("div", {class: "cards", style: "margin-top:.6rem"},
-        mw.el("div", {}, mw.el("h3", {}, "Time of a step"), mw.chart(`Change of the step from A to ${name}`, 40 + 25 * shown, width => mw.waterfallOption(steps(), width, mw.seconds))),
-        mw.el("div", {}, mw.el("h3", {}, "Memory of the fullest rank"), mw.chart(`Change of the peak from A to ${name}`, 40 + 25 * shownHeld, width => mw.waterfallOption(held(), width, showGib)))),
+        mw.el("div", {}, mw.el("h3", {}, "Time of a step"), mw.chart(`Change of the step from A to ${name}`, 40 + 25 * shown, () => mw.waterfall(steps(), mw.seconds))),
+        mw.el("div", {}, mw.el("h3", {}, "Memory of the fullest rank"), mw.chart(`Change of the peak from A to ${name}`, 40 + 25 * shownHeld, () => mw.waterfall(held(), showGib)))),
       mw.el("details", {}, mw.el("summary", {class: "note"}, "Exact changes"),
         mw.table([{t: "part"}, {t: "seconds", n: true}], plan.step_changes.map(item => [mw.words(item.name), mw.el("span", {"data-change": item.name, "data-plan": name, "data-value": String(item.value)}, String(item.value))]), "Changes of the step"),
         mw.table([{t: "component"}, {t: "bytes", n: true}], plan.memory_changes.map(item => [mw.words(item.name), mw.count(item.value)]), "Changes of the peak")));
@@ -130,39 +125,39 @@ mw.render.BudgetView = (view, root, act, pick) => {
     mw.el("p", {"data-fewest": String(view.fewest)}, fewest),
     mw.el("p", {class: "note"}, `${view.first_tokens < view.tokens_per_step ? `${mw.count(view.first_tokens)} tokens in the first step, growing to ` : ""}${mw.count(view.tokens_per_step)} tokens a step on every number of devices; days hold steps alone, without restarts and evaluations.${view.price ? ` Costs are assumed: ${view.price} an hour of a device is your price.` : ""}`)));
   if (!points.length) return;
-  const line = (name, days, style) => ({type: "line", name, itemStyle: {color: mw.palette.time.attention}, data: points.map(point => [point.devices, days(point)]), ...style});
-  const option = () => ({
-    grid: {left: 8, right: 52, top: 30, bottom: 30, containLabel: true},
-    xAxis: {type: "log", logBase: 2, min: "dataMin", max: "dataMax", name: "devices", nameLocation: "middle", nameGap: 26, ...mw.axis({axisLabel: {formatter: value => mw.count(Math.round(value))}})},
-    yAxis: {type: "log", logBase: 2, name: "days", ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
-    tooltip: mw.tooltip(items => { const point = points[items[0].dataIndex]; return `<b>${mw.count(point.devices)} devices</b><br>${mw.digits(point.days)} days (80 %: ${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])})<br>${mw.seconds(point.step_s)} a step`; }),
-    series: [
-      line("days", point => point.days, {symbolSize: 9, lineStyle: {color: mw.palette.time.attention}, label: {show: true, position: "top", align: "left", color: mw.colour("ink"), formatter: item => mw.digits(item.value[1])}}),
-      ...[0, 1].map(end => line("80 %", point => point.days_80[end], {symbol: "none", silent: true, lineStyle: {color: mw.palette.time.attention, width: 1, opacity: .55}})),
-      line("as many device-hours as the fewest", point => points[0].days * points[0].devices / point.devices, {symbol: "none", silent: true, lineStyle: {color: mw.colour("quiet"), width: 1, type: "dashed"}}),
-    ],
+  const curve = (days, style) => ({kind: "curve", colour: mw.palette.time.attention, points: points.map(point => [point.devices, days(point)]), ...style});
+  const marks = [
+    curve(point => points[0].days * points[0].devices / point.devices, {isSilent: true, wide: 1, dash: true, colour: "var(--quiet)"}),
+    ...[0, 1].map(end => curve(point => point.days_80[end], {isSilent: true, wide: 1, opacity: .55})),
+    curve(point => point.days, {wide: 2, dots: 4.5, text: mw.digits}),
+  ];
+  const plot = () => ({
+    right: 44, marks,
+    x: mw.range(points.map(point => point.devices), {log: 2, name: "devices", show: value => mw.count(value)}),
+    y: mw.range(marks.flatMap(mark => mark.points.map(point => point[1])), {log: 2, name: "days", show: mw.digits}),
+    tip: ([reading]) => {
+      const point = points.find(item => item.devices === reading.point[0]);
+      return [mw.tipTitle(`${mw.count(point.devices)} devices`), mw.el("div", {}, `${mw.digits(point.days)} days (80 %: ${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])})`), mw.el("div", {}, `${mw.seconds(point.step_s)} a step`)];
+    },
   });
-  root.append(mw.panel("Days by number of devices", mw.chart("Days of training by number of devices on logarithmic axes, with the interval of 80 %", 320, option), mw.el("p", {class: "note"}, "Both axes are logarithmic. Dashed: as many device-hours as on the fewest devices; thin: 80 %.")),
+  root.append(mw.panel("Days by number of devices", mw.chart("Days of training by number of devices on logarithmic axes, with the interval of 80 %", 320, plot), mw.el("p", {class: "note"}, "Both axes are logarithmic. Dashed: as many device-hours as on the fewest devices; thin: 80 %.")),
     mw.panel("Figures", mw.table([{t: "devices", n: true}, {t: "layout"}, {t: "step", n: true}, {t: "steps", n: true}, {t: "days", n: true}, {t: "80 %", n: true}, {t: "device-hours", n: true}, ...(view.first_tokens < view.tokens_per_step ? [{t: "days of the ramp", n: true}] : []), ...(view.price ? [{t: "cost (assumed)", n: true}] : [])],
       points.map(point => [mw.count(point.devices), mw.layoutCell(point.layout, point.words, pick && (() => pick(point.layout, point.devices))), mw.seconds(point.step_s), mw.count(point.steps), mw.digits(point.days), `${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])}`, mw.count(point.device_hours), ...(view.first_tokens < view.tokens_per_step ? [mw.digits(point.ramp_days)] : []), ...(view.price ? [mw.count(point.cost)] : [])]), "Budget by number of devices"),
       view.without_layout.length ? mw.el("p", {class: "note"}, `No layout fits surely enough: ${view.without_layout.join(", ")} devices.`) : ""));
 };
 /* ---- a design: losses of shapes by size ---- */
 mw.render.DesignView = (view, root) => {
-  const roles = [["chosen", "chosen shape", mw.palette.time.experts, 16], ["front", "no shape beats it", mw.palette.time.attention, 9], ["published", "published models, trained alike", mw.colour("quiet"), 9]];
-  const describe = point => `<b>${mw.escape(point.name)}</b><br>${mw.tokens(point.total)} parameters, ${mw.tokens(point.active)} active<br>${mw.tokens(point.tokens)} tokens in ${mw.digits(point.days)} days<br>loss ${point.loss.toFixed(3)} (${point.interval.map(end => end.toFixed(3)).join(" to ")})`;
-  const option = width => ({
-    grid: {left: 8, right: 24, top: mw.chartLegend(roles.map(role => role[1]), width).below, bottom: 30, containLabel: true},
-    legend: mw.chartLegend(roles.map(role => role[1]), width).legend,
-    xAxis: {type: "log", name: "parameters", nameLocation: "middle", nameGap: 26, ...mw.axis({axisLabel: {formatter: value => mw.tokens(value)}})},
-    yAxis: {type: "value", scale: true, name: "predicted loss, nats", ...mw.axis({axisLabel: {formatter: value => value.toFixed(2)}})},
-    tooltip: mw.tooltip(item => describe(item.data.point), "item"),
-    series: roles.map(([role, title, colour, size]) => ({type: "scatter", name: title, symbolSize: size, itemStyle: {color: colour},
-      data: view.points.filter(point => point.role === role).map(point => ({value: [point.total, point.loss], point}))})),
+  const roles = [["chosen", "chosen shape", mw.palette.time.experts, 16], ["front", "no shape beats it", mw.palette.time.attention, 9], ["published", "published models, trained alike", "var(--quiet)", 9]];
+  const plot = () => ({
+    legend: roles.map(([, text, colour]) => ({text, colour})),
+    x: mw.range(view.points.map(point => point.total), {log: 10, name: "parameters", show: mw.tokens}),
+    y: mw.range(view.points.map(point => point.loss), {name: "predicted loss, nats", show: value => value.toFixed(2)}),
+    marks: roles.toReversed().flatMap(([role, , colour, size]) => view.points.filter(point => point.role === role).map(point => ({kind: "dot", x: point.total, y: point.loss, r: size / 2, colour, item: point}))),
+    tip: point => [mw.tipTitle(point.name), ...[`${mw.tokens(point.total)} parameters, ${mw.tokens(point.active)} active`, `${mw.tokens(point.tokens)} tokens in ${mw.digits(point.days)} days`, `loss ${point.loss.toFixed(3)} (${point.interval.map(end => end.toFixed(3)).join(" to ")})`].map(line => mw.el("div", {}, line))],
   });
   const answer = mw.el("div");
   mw.render.Document(view.document, answer);
   const [heading, ...sections] = answer.childNodes;
-  root.append(heading, mw.panel("Loss by size", mw.chart("Predicted losses of shapes by their parameters, with published models trained alike", 320, option)), ...sections);
+  root.append(heading, mw.panel("Loss by size", mw.chart("Predicted losses of shapes by their parameters, with published models trained alike", 320, plot)), ...sections);
 };
 mw.tokens = value => { for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6]]) if (value >= scale) return `${mw.digits(value / scale)}${unit}`; return mw.count(value); };

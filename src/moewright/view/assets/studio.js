@@ -57,7 +57,6 @@ studio.fill = (...children) => {
   const content = studio.content(), title = document.querySelector("header.top nav a[aria-current]");
   content.replaceChildren(...children);
   mw.settle(content, title ? title.textContent : "studio");
-  mw.drawAll(content);
 };
 studio.paint = (record, ...before) => {
   const root = mw.el("div");

@@ -140,14 +140,11 @@ studio.pages.share = async () => {
 studio.picture = async (name, build, kind) => {
   const record = await studio.get("/api/plan", studio.job());
   if (record.kind !== "PlanView") { studio.paint(record); return; }
-  const {item} = mw[build](record);
-  await mw.loadCharts();
-  const box = mw.el("div", {style: "width:1000px;height:420px;position:absolute;left:-9999px"});
+  const {item} = mw[build](record), {drawing} = mw.drawPlot(item.plot(1000, item.hidden), 1000, 420);
+  const box = mw.el("div", {class: "chart", style: "width:1000px;height:420px;position:absolute;left:-9999px"}, drawing);
   document.body.append(box);
-  const chart = echarts.init(box, null, {renderer: kind === "svg" ? "svg" : "canvas", width: 1000, height: 420});
-  chart.setOption({animation: false, backgroundColor: mw.colour("card"), textStyle: mw.textStyle(), ...item.option(1000, item.hidden)});
-  if (kind === "svg") mw.save(`${name}.svg`, chart.renderToSVGString(), "image/svg+xml");
-  else mw.save(`${name}.png`, chart.getDataURL({pixelRatio: 2, backgroundColor: mw.colour("card")}));
-  chart.dispose();
+  drawing.prepend(mw.svg("rect", {width: 1000, height: 420, fill: "var(--card)"}));
+  if (kind === "svg") mw.save(`${name}.svg`, mw.standAlone(drawing), "image/svg+xml");
+  else mw.save(`${name}.png`, await mw.paintDrawing(drawing));
   box.remove();
 };

@@ -11,7 +11,7 @@ mw.render.TimetableView = (view, root) => {
   const tip = mw.el("div", {class: "tip", hidden: true});
   const left = 34, lane = Math.max(9, Math.min(26, Math.floor(430 / view.ranks))), top = 4;
   const height = top + lane * view.ranks + 22;
-  const memory = mw.chart("Memory of a rank over the step", 220, () => memoryOption());
+  const memory = mw.chart("Memory of a rank over the step", 220, () => memoryPlot());
   const scale = () => (canvas.clientWidth - left - 6) / (state.to - state.from);
   const first = (rank, time) => { // the first row of a rank that ends after a time
     let low = rank * view.rows, high = low + view.rows;
@@ -56,7 +56,7 @@ mw.render.TimetableView = (view, root) => {
       pen.fillText(mw.seconds(time), left + (time - state.from) * unit, height - 9);
     }
   };
-  const memoryOption = () => {
+  const memoryPlot = () => {
     const rank = state.rank, saved = view.saved_bytes[rank], gib = 2 ** 30, points = [];
     let held = 0, most = 0;
     const events = [];
@@ -72,12 +72,11 @@ mw.render.TimetableView = (view, root) => {
     const every = Math.max(1, Math.ceil(points.length / 1500));
     const data = [[0, base / gib], ...points.filter((_, index) => index % every === 0 || points.length < 3000).map(([time, value]) => [time, (base + value) / gib]), [view.end_s, base / gib]];
     return {
-      grid: {left: 8, right: 10, top: 26, bottom: 8, containLabel: true},
-      xAxis: {type: "value", min: state.from, max: state.to, ...mw.axis({axisLabel: {formatter: mw.seconds, hideOverlap: true}})},
-      yAxis: {type: "value", name: `GiB on rank ${rank}`, max: range => Math.ceil(Math.max(range.max, view.capacity_bytes / gib) * 1.05), ...mw.axis({axisLabel: {formatter: value => mw.digits(value), showMaxLabel: false}}), nameTextStyle: {align: "left", color: mw.colour("quiet")}},
-      tooltip: {...mw.tooltip(items => `${mw.seconds(items[0].value[0])}: ${mw.bytes(items[0].value[1] * gib)}`), axisPointer: {type: "line"}},
-      series: [{type: "line", step: "end", symbol: "none", sampling: "max", areaStyle: {color: mw.palette.memory.activations, opacity: .35}, lineStyle: {color: mw.palette.memory.activations, width: 1.2}, data,
-        markLine: {symbol: "none", silent: true, label: {show: false}, lineStyle: {color: mw.colour("bad"), type: "solid", width: 2}, data: [{yAxis: view.capacity_bytes / gib}]}}],
+      isCut: true,
+      x: {from: state.from, to: state.to, isExact: true, show: mw.seconds},
+      y: mw.range([0, ...data.map(point => point[1] * 1.05), view.capacity_bytes / gib * 1.05], {name: `GiB on rank ${rank}`, show: mw.digits}),
+      marks: [{kind: "curve", step: true, colour: mw.palette.memory.activations, wide: 1.2, fill: .35, points: data}, {kind: "rule", y: view.capacity_bytes / gib, colour: "var(--bad)", wide: 2}],
+      tip: ([reading]) => [`${mw.seconds(reading.point[0])}: ${mw.bytes(reading.point[1] * gib)}`],
     };
   };
   const splits = new Set();

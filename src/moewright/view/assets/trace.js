@@ -8,14 +8,13 @@ mw.tracePart = name => {
 };
 mw.rankBars = trace => {
   const names = trace.parts.map(part => part.part), colours = Object.fromEntries(names.map(name => [name, mw.tracePart(name)]));
-  const option = (width, hidden) => ({
-    grid: {left: 8, right: 20, top: 8, bottom: 24, containLabel: true},
-    yAxis: {type: "category", inverse: true, data: trace.ranks.map(rank => `rank ${rank}`), ...mw.axis({axisLabel: {color: mw.colour("ink")}})},
-    xAxis: {type: "value", ...mw.axis({axisLabel: {formatter: mw.seconds, hideOverlap: true}})},
-    tooltip: mw.tooltip(items => items.filter(item => item.value).map(item => `${mw.mark(item.color)}${mw.escape(item.seriesName)}: ${mw.seconds(item.value)}`).join("<br>")),
-    series: trace.parts.filter(part => !hidden.has(part.part)).map(part => ({name: part.part, type: "bar", stack: "all", barMaxWidth: 26, itemStyle: {color: colours[part.part]}, data: part.seconds})),
-  });
-  const holder = mw.chart("Seconds a step of every rank, by part", 44 + Math.min(24 * trace.ranks.length, 900) + (trace.ranks.length < 3 ? 24 : 0), option);
+  const plot = (width, hidden) => {
+    const shown = trace.parts.filter(part => !hidden.has(part.part));
+    const marks = mw.stacked(shown.map(part => ({colour: colours[part.part], values: part.seconds})));
+    return {marks, thick: 26, x: {...mw.range([0, ...marks.map(mark => mark.to)]), from: 0, show: mw.seconds}, y: {names: trace.ranks.map(rank => `rank ${rank}`)},
+      tip: index => [mw.tipTitle(`rank ${trace.ranks[index]}`), ...shown.filter(part => part.seconds[index]).map(part => mw.tipLine(colours[part.part], `${part.part}: ${mw.seconds(part.seconds[index])}`))]};
+  };
+  const holder = mw.chart("Seconds a step of every rank, by part", 44 + Math.min(24 * trace.ranks.length, 900) + (trace.ranks.length < 3 ? 24 : 0), plot);
   holder.append(mw.legend(holder, names, colours), mw.el("details", {}, mw.el("summary", {class: "note"}, "Exact seconds"),
     mw.table([{t: "part"}, ...trace.ranks.map(rank => ({t: `rank ${rank}`, n: true}))], trace.parts.map(part => [part.part, ...part.seconds.map(mw.seconds)]), "Seconds a step of every rank")));
   return holder;
