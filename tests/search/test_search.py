@@ -235,6 +235,7 @@ def test_a_layout_beside_another_is_judged_by_that_one_alone(model: ModelSpec) -
     """The first of two need not be the best: the other is then faster, with no word of doubt."""
     roomy = catalogue.hardware("64xH100")
     texts = ("tp8,ep8,mbs1", "tp1,ep8,pp4,mbs1", "ep8,mbs2,recompute=full", "tp2,ep16,mbs1")
+    texts += ("ep2,mbs2", "ep1,mbs1")  # neither of them fits
     plans = [build_plan(model, WORK, roomy, parse_layout(text, world_size=64)) for text in texts]
     for first, other in permutations(plans, 2):
         (*_, line) = explain.explain_beside(other, first, "A")
@@ -243,7 +244,11 @@ def test_a_layout_beside_another_is_judged_by_that_one_alone(model: ModelSpec) -
         assert ("slower than A" in line) == (own.step_s > reference.step_s)
         is_as_sure = own.fit_probability >= min(0.9, reference.fit_probability)
         is_doubted = own.step_s < reference.step_s and not is_as_sure
-        assert ("with a probability of" in line) == is_doubted
+        doubts = ("but fits with a probability of", "but does not fit")
+        assert any(doubt in line for doubt in doubts) == is_doubted
+        misfits = {Verdict.OOM: ", which does not fit", Verdict.UNCERTAIN: ", which may not fit"}
+        assert (", which " in line) == (reference.verdict is not Verdict.FITS)
+        assert misfits.get(reference.verdict, "") in line
     slow, fast = plans[:2]
     assert fast.estimate.step_s < slow.estimate.step_s
     assert " but " not in explain.explain_beside(fast, slow, "A")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from moewright.codec import format_layout, format_layout_changes, parse_layout
@@ -31,6 +32,7 @@ DEPARTURE = "Departs from the usual"  # what sentences on guidelines begin with
 SECOND = "The second takes"
 EXPECTED_ERROR = "Expected error"
 UNUSED = "One step further"  # what sentences on choices begin with that are not made
+_MISFITS = MappingProxyType({Verdict.UNCERTAIN: "may not fit", Verdict.OOM: "does not fit"})
 _PARTS_SHOWN = 3
 _MOST_STEPS = 8  # times a degree: no legal one is looked for beyond
 _WORTH_SAYING = 0.005  # of the step
@@ -279,6 +281,8 @@ def _explain_doubt(other: Estimate, best: Estimate, rule: RankingRule) -> str:
         longest, best_longest = format_seconds(longest_s), format_seconds(best_longest_s)
         return f" but less certain: {rule.risk:.0%} odds of over {longest} beside {best_longest}"
     wanted = min(rule.fit_probability, best.fit_probability)
+    if other.verdict is Verdict.OOM and best.verdict is not Verdict.OOM:
+        return " but does not fit"
     if other.fit_probability < wanted:
         return f" but fits with a probability of {other.fit_probability:.0%}"
     return ""
@@ -296,6 +300,7 @@ def _compare(other: Estimate, best: Estimate, rule: RankingRule, name: str = _LE
         if abs(seconds) > _WORTH_SAYING * best.step_s
     ]
     relation = f"{describe_relation(other.step_s / best.step_s)} than {name}"
+    relation += mention(", which {}", _MISFITS.get(best.verdict, ""))
     doubt = _explain_doubt(other, best, rule)
     named = mention(" ({})", ", ".join(parts))
     return f"{format_seconds(other.step_s)} a step, {relation}{doubt}{named}"
