@@ -115,6 +115,7 @@ def read_exchange(record: Record, columns: Columns, where: str) -> tuple[Exchang
     for read in _FORMS:
         exchange = read(record, where)
         if exchange is not None:
+            # TRL's unpaired preferences, in which a label tells good answers from bad ones.
             if record.get("label") is False and len(exchange.answers) < 2:
                 rule = "is an answer that nobody wants (label false), and would be learnt"
                 nearest = "pairs of chosen and rejected"
@@ -246,6 +247,7 @@ def _read_question(record: Record, where: str) -> Exchange | None:
         return None
     system = _read_system(record, where)
     reply = _read_reply(record, answer, where)
+    # TRL's prompts and completions.
     if (prompt, answer) == ("prompt", "completion") and not system:
         if reply[-1].get("content") is not None and not reply[-1]["content"].strip():
             raise BadInput(Reason(field=f"{where}: completion", rule="is empty"))
@@ -289,6 +291,7 @@ def _find_text(record: Record, names: Sequence[str]) -> str:
 
 def _join_context(record: Record, prompt: str) -> str:
     """Return a question with what it is about, if the record has that apart."""
+    # Beside an instruction `input` is what it is about; elsewhere it is the question.
     names = ("input", *_CONTEXTS) if prompt == "instruction" else _CONTEXTS
     texts = (record.get(name) for name in (prompt, *names))
     return "\n\n".join(text for text in texts if isinstance(text, str) and text.strip())

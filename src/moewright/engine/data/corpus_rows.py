@@ -111,6 +111,7 @@ class TextCorpus:
     def read(self, ids: Int64s, workload: Workload, vocab_size: int) -> SampleRows:
         seq_len = workload.seq_len
         tokens = read_samples(self.pair, ids, seq_len=seq_len, vocab_size=vocab_size)
+        # A copy, because the inputs are a view of the same tokens.
         targets = tokens[:, 1:].copy()
         lengths: list[tuple[int, ...]] = []
         if workload.data.documents is not DocumentMasking.JOINED:
@@ -234,6 +235,7 @@ class CorpusBlend:
             rows = self.corpora[part.corpus].read(part.ids, workload, vocab_size)
             inputs[part.rows] = rows.inputs
             targets[part.rows] = rows.targets
+            # Not strict: where documents do not bound attention, there are no lengths.
             for row, row_lengths in zip(part.rows.tolist(), rows.lengths, strict=False):
                 lengths[row] = row_lengths
                 is_bounded = True

@@ -170,6 +170,7 @@ def read_packed(
             # The last token of a document has no next one.
             targets[row, start : stop - 1] = np.where(is_learnt[1:], tokens[1:], -1)
             row_lengths.append(len(tokens))
+        # Padding is a segment of its own, so that no document attends to it.
         if stop < packs.seq_len:
             row_lengths.append(packs.seq_len - stop)
         lengths.append(tuple(row_lengths))

@@ -286,6 +286,7 @@ class ConsoleWriter:
         pass
 
     def _line(self, text: str) -> None:
+        # soft_wrap keeps rich from breaking the line.
         self._console.print(text, highlight=False, soft_wrap=True)
 
 

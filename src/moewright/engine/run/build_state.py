@@ -76,10 +76,12 @@ def init_distributed(context: RankContext) -> torch.device:
         attention = activate_attention(device)
         if context.local_rank == 0:
             _tell_machine(attention)
+        # Before the first communicator, which reads what is set here.
         _bind_adapters(context)
     else:
         device = torch.device("cpu")
         backend = "gloo"
+        # The ranks share the cores of the machine.
         torch.set_num_threads(1)
         keep_freed_memory()
     if context.world_size > 1:
@@ -229,6 +231,7 @@ def build_runtime(
             copies,
             saved_tensors,
         )
+        # A stand-in: every weight gets its own products (assign_scales).
         products = delayed_scaling.products_of("a weight without a name")
     elif recipe is not None:
         # So that each rank rounds by draws of its own.

@@ -92,6 +92,7 @@ class StateGuard:
         self._state.optimizer.finish_pending()
         self._step = step
         self._sums = self._sum_up()
+        # All ranks gather before any of them raises.
         culprits = find_odd_replicas(self._gather(self._sum_up_replicas()))
         if self._rank in culprits:
             raise CorruptionError(
@@ -117,6 +118,7 @@ class StateGuard:
             return
         if self._repeats:
             self._compare_passes(step, backward)
+        # A step that is not finite makes no update.
         if backward.is_finite and self._has_neighbour:
             scale = clipping_factor(self._state.runtime.workload, backward.grad_norm)
             self._update = NeighbourUpdate(self._state, lr=lr, scale=scale)
@@ -189,6 +191,7 @@ class StateGuard:
     ) -> None:
         third = self._repeat(step)
         # A fault that passes: the third time is on all ranks as the first or as the second.
+        # All ranks gather the same, so that all leave this together.
         is_transient = not all(
             any(self._gather(_find_difference(other, third))) for other in (first, second)
         )
@@ -223,6 +226,7 @@ class StateGuard:
         values = torch.stack([value.cpu() for value in sums.values()]).tolist()
         self._own_gradients = {}
         return {
+            # repr tells floats apart to the last bit, and takes every NaN for the same.
             "the loss": repr(backward.local_nll),
             **{name: str(value) for name, value in zip(sums, values, strict=True)},
         }

@@ -226,6 +226,7 @@ def restore(
         step = copies.recover(latest_step(checkpoints), comm, world)
         if step is not None:
             state.load(copies.load)
+            # A load fills the parts that this rank owns.
             state.optimizer.all_gather_params()
             return step
     try:
@@ -316,6 +317,7 @@ def _load_in_any_dtype(checkpoint: Path, shards: Sequence[LocalShard], comm: Coo
     ]
     load_checkpoint(checkpoint, shards=stored, comm=comm)
     for shard, loaded in zip(shards, stored, strict=True):
+        # `to` returns the tensor itself where the dtype is right already.
         if loaded.tensor is not shard.tensor:
             shard.tensor.copy_(loaded.tensor)
 

@@ -304,6 +304,7 @@ def _write_results(
         gradient = tensors[f"grad/{parameter.name}"]
         parts += to_hf_tensors(gradient, table[parameter.name])
     results |= {f"grad/{name}": part for name, part in join_hf_tensors(parts).items()}
+    # Under another name until it is whole.
     temporary = out / "tensors.safetensors.part"
     save_file(results, str(temporary))
     temporary.rename(out / "tensors.safetensors")

@@ -254,6 +254,7 @@ def run_megatron_export(
             # The plan names all tensors, so that there is none in the dictionary.
             save({}, storage_writer=storage, planner=planner, no_dist=True)
         torch.save(dict(plan.common), folder / "common.pt")
+        # Megatron-LM's CheckpointingConfig, by which a reader knows the format.
         facts = {
             "sharded_backend": "torch_dist",
             "sharded_backend_version": 1,
