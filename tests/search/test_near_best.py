@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,10 +16,12 @@ from moewright.codec import read_json, write_json
 from moewright.cost.evidence import count_proofs, layout_choices, read_measured_choices
 from moewright.diagnosis.published import Nearness, find_nearest_runs, find_published_run
 from moewright.rules.job import plan_job
+from moewright.search.candidates import Candidate, select_best
 from moewright.search.ranking import NearBest, ProvenChoices, bound_s
 from moewright.search.screening import Screener
 from moewright.search.search import find_best_plan
 from moewright.search.space import build_search_space, degree_groups
+from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan
 
 
@@ -117,7 +120,8 @@ def test_the_first_plan_is_the_simplest_of_those_that_tie(plans: Plans) -> None:
     first = plans.plans[0]
     space = build_search_space(first.model, first.workload, first.hardware, "")
     fastest = min(result.near_best, key=lambda candidate: candidate.bound_s)
-    assert NearBest(space, result.near_best).put_simplest_first()[0].layout == first.layout
+    near_best = NearBest(space, result.near_best)
+    assert near_best.put_simplest_first(result.near_best)[0].layout == first.layout
     assert bound_s(first.estimate, result.rule) < 1.05 * fastest.bound_s
 
 
@@ -130,3 +134,23 @@ def test_what_is_expected_of_the_first_plan_does_not_depend_on_how_many_are_show
     assert len({plan.layout for plan in plans}) == 1
     first = plans[0]
     assert find_best_plan(first.model, first.workload, first.hardware).layout == first.layout
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_few_candidates_leave_is_what_is_left_of_many(seed: int) -> None:
+    generator = random.Random(seed)
+    candidates = [
+        Candidate(
+            layout=Layout(world_size=64, tp=2 ** generator.randrange(7), zero=place % 4),
+            step_s=1.0,
+            bound_s=generator.random(),
+            uncovered_s=0.0,
+            peak_bytes=0.0,
+            sd_bytes=0.0,
+            is_safe=True,
+        )
+        for place in range(generator.randrange(1, 80))
+    ]
+    few = generator.randrange(1, 20)
+    many, _ = select_best(candidates, few + generator.randrange(20))
+    assert select_best(many, few) == select_best(candidates, few)

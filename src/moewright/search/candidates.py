@@ -17,6 +17,9 @@ from moewright.search.screening import BoundedGroup, GroupScores, Screener
 from moewright.search.space import PipelineShape, SearchSpace, degree_groups, no_objections
 from moewright.spec.layout import Layout, Overlap
 
+# The candidates among which the first plan is picked, and from which its optimism follows: the same
+# ones however many are shown.
+PICKED_FROM = 18
 _GAMBLES = 8  # kept of the layouts that may not fit
 
 Key = TypeVar("Key")
@@ -77,22 +80,32 @@ class CandidatePool:
     """The best candidates of a space so far, with counts and the best under other conditions.
 
     The pool keeps at least the `keep` best safe candidates, and the best candidate of each of the
-    `keep` best sets of degrees. `extra_bytes` are amounts of additional device memory, for each of
-    which the best candidates that would be safe are kept too.
+    `keep` best sets of degrees. Those of the `picked_from` best, by closed forms, are the ones of
+    which a plan is picked: the same ones however many more are kept. `extra_bytes` are amounts of
+    additional device memory, for each of which the best candidates that would be safe are kept too.
     """
 
     def __init__(
-        self, space: SearchSpace, screener: Screener, *, keep: int, extra_bytes: tuple[float, ...]
+        self,
+        space: SearchSpace,
+        screener: Screener,
+        *,
+        keep: int,
+        picked_from: int = PICKED_FROM,
+        extra_bytes: tuple[float, ...] = (),
     ) -> None:
         self._space = space
         self._screener = screener
         self._keep = keep
+        self._picked_from = min(picked_from, keep)
         self._limit = space.hardware.device.memory_bytes.value
         self._candidates: list[Candidate] = []
+        self._picked: list[Candidate] = []
         self._gambles: list[Candidate] = []
         self._extra_bytes = extra_bytes
         self._groups: list[BoundedGroup] = []
         self.below_s = np.inf  # a candidate with a higher bound cannot be among those kept
+        self.picked_below_s = np.inf  # likewise among those that a plan is picked from
         self.scored = 0  # legal layouts
         self.without_host_room = 0  # of these, those whose states host memory does not hold
         self.without_room = 0  # of those whose bytes were worked out, those that do not fit
@@ -122,7 +135,10 @@ class CandidatePool:
             self._screen_group(bounded_groups)
         self._note_unscored_least()
         self._trim()
-        self._candidates = [self._simulate(candidate) for candidate in self._candidates]
+        picked, self.picked_below_s = select_best(self._candidates, self._picked_from)
+        simulated = {id(candidate): self._simulate(candidate) for candidate in self._candidates}
+        self._picked = [simulated[id(candidate)] for candidate in picked]
+        self._candidates = list(simulated.values())
         self._gambles = [self._simulate(candidate) for candidate in self._gambles]
         self.with_more = self._simulate_all(self.with_more)
         self.fastest_with_more = self._simulate_all(self.fastest_with_more)
@@ -265,16 +281,14 @@ class CandidatePool:
 
         All are safe.
         """
-        seen: set[tuple[int, ...]] = set()
-        first: list[Candidate] = []
-        rest: list[Candidate] = []
-        for candidate in sorted(self._candidates, key=_bound_s):
-            if candidate.degrees in seen:
-                rest.append(candidate)
-            else:
-                first.append(candidate)
-            seen.add(candidate.degrees)
-        return [*first, *rest]
+        return _rank(self._candidates)
+
+    def picked_from(self) -> list[Candidate]:
+        """Return the candidates that a plan is picked from, as `ranked` does.
+
+        They do not depend on `keep`.
+        """
+        return _rank(self._picked)
 
     def gambles(self) -> list[Candidate]:
         """Return the best candidates that may not fit, best first.
@@ -334,16 +348,8 @@ class CandidatePool:
 
         Once there are `keep` sets of degrees, `below_s` becomes the bound of the last of them.
         """
-        kept: list[Candidate] = []
-        seen: set[tuple[int, ...]] = set()
-        for place, candidate in enumerate(sorted(self._candidates, key=_bound_s)):
-            is_new = candidate.degrees not in seen and len(seen) < self._keep
-            if is_new or place < self._keep:
-                kept.append(candidate)
-                seen.add(candidate.degrees)
-            if is_new and len(seen) == self._keep:
-                self.below_s = min(self.below_s, candidate.bound_s)
-        self._candidates = kept
+        self._candidates, last_s = select_best(self._candidates, self._keep)
+        self.below_s = min(self.below_s, last_s)
 
     def _simulate_all(self, table: dict[Key, Candidate]) -> dict[Key, Candidate]:
         return {key: self._simulate(candidate) for key, candidate in table.items()}
@@ -412,3 +418,33 @@ def model_parallel_sizes(cut: Layout, shapes: Iterable[PipelineShape]) -> Array:
 
 def _bound_s(candidate: Candidate) -> float:
     return candidate.bound_s
+
+
+def _rank(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the best of each set of degrees first, best first; then the others."""
+    seen: set[tuple[int, ...]] = set()
+    first: list[Candidate] = []
+    rest: list[Candidate] = []
+    for candidate in sorted(candidates, key=_bound_s):
+        (rest if candidate.degrees in seen else first).append(candidate)
+        seen.add(candidate.degrees)
+    return [*first, *rest]
+
+
+def select_best(candidates: Iterable[Candidate], count: int) -> tuple[list[Candidate], float]:
+    """Return the `count` best, with the best of each of the `count` best sets of degrees.
+
+    The second is the bound of the last of these sets; infinite where there are fewer. What is left
+    out of so many is left out of fewer too, so that one selection can be taken from another.
+    """
+    kept: list[Candidate] = []
+    seen: set[tuple[int, ...]] = set()
+    last_s = np.inf
+    for place, candidate in enumerate(sorted(candidates, key=_bound_s)):
+        is_new = candidate.degrees not in seen and len(seen) < count
+        if is_new or place < count:
+            kept.append(candidate)
+            seen.add(candidate.degrees)
+        if is_new and len(seen) == count:
+            last_s = candidate.bound_s
+    return kept, last_s

@@ -16,7 +16,7 @@ import numpy as np
 
 from moewright.cost.memory.parameter_tree import ParameterTree, RankSequences
 from moewright.cost.memory.peak import MomentCounts, count_moments, steady_micro_batches
-from moewright.cost.memory.snapshots import rank_table
+from moewright.cost.memory.snapshots import RankTable, rank_table
 from moewright.cost.stage_parts import Array, StageParts, count_parts, list_parts
 from moewright.rules.timetable import stages
 from moewright.search.space import (
@@ -93,16 +93,6 @@ def find_distinct_ranks(
 
 def _pad(values: tuple[int, ...], filler: int) -> tuple[int, ...]:
     return values + (filler,) * (_MAX_SETS - len(values))
-
-
-def fullest_moments(
-    ranks: DistinctRanks, parts: StageParts, layout: Layout, micro_batches: int
-) -> tuple[MomentCounts, ...]:
-    """Return, for each distinct rank, the moments of the timetable at which it can be fullest."""
-    return tuple(
-        _undominated(parts, count_moments(parts, chunks, rank_table(layout, micro_batches, rank)))
-        for chunks, rank in zip(ranks.chunks, ranks.first, strict=True)
-    )
 
 
 def _undominated(parts: StageParts, moments: MomentCounts) -> MomentCounts:
@@ -314,12 +304,15 @@ def batch_pipelines(
 class PipelineCache:
     """A cache of what ranks of pipelines hold, and of the batches of groups."""
 
-    def __init__(self, space: SearchSpace, tree: ParameterTree) -> None:
-        self._space, self._tree = space, tree
+    def __init__(self, space: SearchSpace) -> None:
+        self._space = space
+        self.tree = ParameterTree()
         self._parts = list_parts(space.model, space.base, space.workload.trainer)
         self._layouts: dict[tuple[PipelineShape, int, bool], Layout] = {}
         self._ranks: dict[PipelineShape, DistinctRanks] = {}
         self._moments: dict[tuple[PipelineShape, int, bool], Array] = {}
+        self._of_ranks: dict[tuple[object, ...], int] = {}
+        self._tables: dict[tuple[object, ...], RankTable] = {}
         self._places: dict[bytes, int] = {}
         self._distinct_moments: list[MomentCounts] = []
         self._batches: dict[tuple[PipelineShapes, int, int, bool], PipelineBatch] = {}
@@ -373,7 +366,7 @@ class PipelineCache:
         """Return the pipeline ranks that hold different layers."""
         if shape not in self._ranks:
             self._ranks[shape] = find_distinct_ranks(
-                self._space.model, self._parts, self._tree, layout
+                self._space.model, self._parts, self.tree, layout
             )
         return self._ranks[shape]
 
@@ -383,9 +376,27 @@ class PipelineCache:
         key = shape, steady, bool(layout.overlap)
         if key not in self._moments:
             ranks = self._distinct_ranks(shape, layout)
-            moments = fullest_moments(ranks, self._parts, layout, steady)
-            self._moments[key] = np.array([self._place(counts) for counts in moments])
+            self._moments[key] = np.array(
+                [
+                    self._fullest_of_rank(layout, steady, rank, chunks)
+                    for rank, chunks in zip(ranks.first, ranks.chunks, strict=True)
+                ]
+            )
         return self._moments[key]
+
+    def _fullest_of_rank(self, layout: Layout, micro_batches: int, rank: int, chunks: Array) -> int:
+        """Return the index in `_distinct_moments` of the moments at which a rank can be fullest.
+
+        Pipelines that differ in their splits have ranks in common, and all their timetables.
+        """
+        timetable = layout.pp, layout.vpp, bool(layout.overlap), micro_batches, rank
+        key = *timetable, chunks.tobytes()
+        if key not in self._of_ranks:
+            if timetable not in self._tables:
+                self._tables[timetable] = rank_table(layout, micro_batches, rank)
+            counts = count_moments(self._parts, chunks, self._tables[timetable])
+            self._of_ranks[key] = self._place(_undominated(self._parts, counts))
+        return self._of_ranks[key]
 
     def _place(self, counts: MomentCounts) -> int:
         arrays = counts.live, counts.fetched, counts.backward, counts.paired

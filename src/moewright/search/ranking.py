@@ -23,7 +23,7 @@ from moewright.cost.evidence import (
     step_bound,
 )
 from moewright.cost.stage_parts import Array
-from moewright.search.candidates import Candidate, CandidateWish
+from moewright.search.candidates import PICKED_FROM, Candidate, CandidateWish
 from moewright.search.screening import BoundedGroup, GroupScores, Screener, with_dp_overlap
 from moewright.search.space import PipelineShapes, SearchSpace, with_pipeline, without_policies
 from moewright.spec.layout import Layout
@@ -53,20 +53,14 @@ def to_ranked_layout(plan: Plan, rule: RankingRule) -> RankedLayout:
     )
 
 
-# The candidates among which the first plan is picked, and from which its optimism follows: the same
-# ones however many are shown.
-PICKED_FROM = 18
-
-
 class NearBest:
-    """The candidates of a space, the best first, with the choices of those that may be picked.
+    """The candidates that a plan may be picked from, the best first, with their choices.
 
     Where nobody published runs of a kind of device, as of CPUs, no choice lacks evidence.
     """
 
     def __init__(self, space: SearchSpace, candidates: Sequence[Candidate]) -> None:
         self._candidates = tuple(candidates[:PICKED_FROM])
-        self._rest = tuple(candidates[PICKED_FROM:])
         self._hardware = space.hardware
         of_job = tuple(job_choices(space.model, space.workload, space.hardware))
         self._alike = read_measured_choices().select_alike(of_job)
@@ -80,8 +74,11 @@ class NearBest:
             measured = read_measured_choices()
             self._unproven = [measured.support(names).formula for names in self._choices]
 
-    def put_simplest_first(self) -> tuple[Candidate, ...]:
-        """Return the candidates with the simplest of those that tie with the best in front."""
+    def put_simplest_first(self, ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """Return candidates with the simplest of those that tie with the best in front.
+
+        `ranked` are these and others, best first.
+        """
         if not self._candidates:
             return ()
         burdens = [
@@ -90,8 +87,7 @@ class NearBest:
         ]
         bounds_s = [candidate.bound_s for candidate in self._candidates]
         first = self._candidates[find_simplest(bounds_s, self._choices, burdens)]
-        others = (candidate for candidate in self._candidates if candidate is not first)
-        return first, *others, *self._rest
+        return first, *(candidate for candidate in ranked if candidate is not first)
 
     def optimism(self) -> float:
         """Return how far the step of the pick lies above its prediction, in logarithms."""

@@ -136,19 +136,29 @@ class _PricedGroup:
 class Screener:
     """A screener that scores the candidates of one space, group by group.
 
-    What does not depend on the candidate is worked out once.
+    What does not depend on the candidate is worked out once. `pipelines` are those of a space that
+    differs in the machine's speeds alone.
     """
 
-    def __init__(self, space: SearchSpace, rule: RankingRule = DEFAULT_RULE) -> None:
+    def __init__(
+        self,
+        space: SearchSpace,
+        rule: RankingRule = DEFAULT_RULE,
+        *,
+        pipelines: PipelineCache | None = None,
+    ) -> None:
         self._space = space
         self.rule = rule
+        self.pipelines = pipelines or PipelineCache(space)
         self._parts = list_parts(space.model, space.base, space.workload.trainer)
         self.activation_policies = activation_policies(space)
         self.state_policies = state_policies(space)
         policies = ActivationPolicies(members=self.activation_policies)
         self.times = ScreeningTimes(space, self._parts, policies)
         constants = self.times.rates.constants
-        self._memory = ScreeningMemory(space, self._parts, constants, policies, self.state_policies)
+        self._memory = ScreeningMemory(
+            space, self._parts, constants, policies, self.state_policies, self.pipelines.tree
+        )
         self._tails = ScreeningTails(self.times, self._memory, self.state_policies)
         self._risk = ScreeningRisk(
             space, constants, self.activation_policies, self.state_policies, self.rule.risk
@@ -166,12 +176,12 @@ class Screener:
             and "overlap" not in space.fixed
             and space.permits(overlap=(Overlap.GRAD, Overlap.PARAM))
         )
-        self._pipelines = PipelineCache(space, self._memory.tree)
         self._legal: dict[tuple[object, ...], tuple[Array, Array]] = {}
         self._legal_policies: dict[tuple[object, ...], Array] = {}
         self._timings: dict[tuple[PipelineShapes, int, int], tuple[TimingClass, ...]] = {}
         self._transfers: dict[tuple[int, int, int, int], float] = {}
         self._group_memory: tuple[DegreeGroup, ModelMemory] | None = None
+        self._stalls: dict[Layout, float] = {}
         self._too_large: dict[tuple[object, ...], list[_TooLarge]] = {}
 
     def bound(self, group: DegreeGroup) -> Iterator[BoundedGroup]:
@@ -215,7 +225,7 @@ class Screener:
         if bounded.floor_bound_s >= below_s or self.lacks_room(bounded, room_bytes):
             return None
         group, base = bounded.group, bounded.base
-        batch = self._pipelines.batch(group, is_paired=Overlap.EP in base.overlap)
+        batch = self.pipelines.batch(group, is_paired=Overlap.EP in base.overlap)
         least_s = self._least_s(bounded, batch)
         least_factors = np.minimum.reduce(
             [factors.least_by_pipeline() for factors in bounded.factors]
@@ -237,7 +247,8 @@ class Screener:
         if is_worth_pricing.any():
             is_worth_pricing &= is_fast[:, :, None]
             has_room = bounded.legal & (peak <= self.safe_bytes(sd))
-            is_worth_pricing &= ~self._is_needless(has_room, base, group.pipelines)
+            rows = np.flatnonzero(is_worth_pricing.any(axis=(1, 2)))
+            is_worth_pricing[rows] &= ~self._is_needless(has_room[rows], base, group, rows)
             priced = _PricedGroup(
                 base=base,
                 batch=batch,
@@ -266,7 +277,7 @@ class Screener:
     def fits(self, bounded: BoundedGroup) -> Array:
         """Return which candidates are safe, whatever time they take."""
         memory = self._model_memory(bounded.group)
-        batch = self._pipelines.batch(bounded.group, is_paired=Overlap.EP in bounded.base.overlap)
+        batch = self.pipelines.batch(bounded.group, is_paired=Overlap.EP in bounded.base.overlap)
         sym = self.times.symbols(bounded.base)
         peak, sd = self._memory.device_bytes(memory, sym, batch, bounded.is_searched)
         return bounded.legal & (peak <= self.safe_bytes(sd))
@@ -318,19 +329,22 @@ class Screener:
         variants = self._variants(base) if self._space.hardware.own_runs else [base]
         return [self._risk.factors(variant, pipelines) for variant in variants]
 
-    def _is_needless(self, has_room: Array, base: Layout, pipelines: PipelineShapes) -> Array:
+    def _is_needless(
+        self, has_room: Array, base: Layout, group: DegreeGroup, pipelines: Array
+    ) -> Array:
         """Return the mask of candidates that a lighter policy makes needless.
 
         That is where less recompute or offload of activations, or the first state policy instead of
-        this one, is safe (`has_room`), and its bound lies no further above its step.
+        this one, is safe (`has_room`), and its bound lies no further above its step. `pipelines`
+        are places among those of the group; the others have [pipelines, policies, states].
         """
         if not has_room.any():
             return np.zeros(has_room.shape, dtype=bool)
         needless = np.full(has_room.shape, True)
         for variant in self._variants(base):
-            factors = self._risk.factors(variant, pipelines)
+            factors = self._risk.factors(variant, group.pipelines)
             for place, row in enumerate(factors.of_class):
-                members = factors.class_of_pipeline == place
+                members = factors.class_of_pipeline[pipelines] == place
                 if members.any():
                     needless[members] &= self._is_beaten(has_room[members], row)
         return needless
@@ -362,6 +376,11 @@ class Screener:
         """
         if layout.schedule.splits_backward:
             return 0.0
+        if layout not in self._stalls:
+            self._stalls[layout] = self._simulate_stall_s(layout)
+        return self._stalls[layout]
+
+    def _simulate_stall_s(self, layout: Layout) -> float:
         pricer = self.times.pricer(layout, self.times.symbols(layout))
         model = self._space.model
         times = pricer.part_times(layout, self._parts)
@@ -417,14 +436,9 @@ class Screener:
         key = group.pipelines, cut.overlap, is_static, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal:
             shapes = group.pipelines.shapes
+            cuts = [copy_with(cut, zero=policy.zero) for policy in self.state_policies]
             is_legal = np.array(
-                [
-                    [
-                        self._policy_legality(copy_with(cut, zero=policy.zero), shape)
-                        for policy in self.state_policies
-                    ]
-                    for shape in shapes
-                ]
+                [[self._policy_legality(own, shape) for own in cuts] for shape in shapes]
             )
             is_searched = np.array(
                 [
@@ -617,9 +631,10 @@ def _sharding(base: Layout) -> tuple[object, ...]:
 
 def _pack_bits(mask: Array) -> Array:
     """Return the last axis of a mask as bits of 64-bit words, the last word filled up with 0."""
-    missing = -mask.shape[-1] % _WORD_BITS
-    padded = np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
-    return np.ascontiguousarray(np.packbits(padded, axis=-1)).view(np.uint64)
+    count = mask.shape[-1]
+    padded = np.zeros((*mask.shape[:-1], count + -count % _WORD_BITS), dtype=bool)
+    padded[..., :count] = mask
+    return np.packbits(padded, axis=-1).view(np.uint64)
 
 
 def _does_less(light: ActivationPolicy, heavy: ActivationPolicy) -> bool:

@@ -86,8 +86,9 @@ class ScreeningMemory:
         constants: Constants,
         policies: ActivationPolicies,
         states: Sequence[StatePolicy],
+        tree: ParameterTree,
     ) -> None:
-        self.tree = ParameterTree()
+        self.tree = tree
         self._space = space
         self._parts = parts
         self._constants = constants

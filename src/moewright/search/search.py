@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -24,6 +24,7 @@ from moewright.rules.limits.legality import (
     check_precision,
 )
 from moewright.search.candidates import (
+    PICKED_FROM,
     Candidate,
     CandidatePool,
     CandidateWish,
@@ -38,7 +39,8 @@ from moewright.search.heuristics import (
     find_departures,
     model_parallel_size,
 )
-from moewright.search.ranking import PICKED_FROM, NearBest, ProvenChoices, bound_s, is_safe
+from moewright.search.pipelines import PipelineCache
+from moewright.search.ranking import NearBest, ProvenChoices, bound_s, is_safe
 from moewright.search.screening import Screener
 from moewright.search.space import (
     Objections,
@@ -86,7 +88,8 @@ class SearchResult:
     bytes, where nothing is safe. `proven` is the best plan whose combination of choices
     somebody ran on the part, None where nobody ran any that is nearly as fast. `optimism` is how
     far the predicted step of the first plan is expected to lie below its own, in logarithms, for it
-    was picked from many (cost.selection); `proven_optimism` that of `proven`.
+    was picked from many (cost.selection); `proven_optimism` that of `proven`. `pipelines` are those
+    that were screened.
     """
 
     plans: tuple[Plan, ...]
@@ -102,6 +105,7 @@ class SearchResult:
     proven: Plan | None = None
     optimism: float = 0.0
     proven_optimism: float = 0.0
+    pipelines: PipelineCache = field(repr=False, compare=False)
 
 
 @lru_cache(maxsize=16)  # the pages and the tools of a session ask about the same job
@@ -134,16 +138,15 @@ def search(
     spaces = _list_spaces(space)
     if not _may_hold_states(spaces, rule):
         spaces = spaces[-1:]  # nothing in any is safe: the last one says what is nearest
-    keep = max(PICKED_FROM, top + _SPARE)
-    space, screener, pool = _screen(spaces, rule, keep=keep, extra_bytes=_EXTRA_BYTES)
+    space, screener, pool = _screen(spaces, rule, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
     rejected: Counter[str] = Counter(pool.refused)
     rejected[DOES_NOT_FIT] += pool.without_room
     rejected[NO_HOST_MEMORY] += pool.without_host_room
     plans: list[Plan] = []
     gambles: list[Plan] = []
     ranked = pool.ranked()
-    near_best = NearBest(space, ranked)
-    for candidate in near_best.put_simplest_first():
+    near_best = NearBest(space, pool.picked_from())
+    for candidate in near_best.put_simplest_first(ranked):
         if len(plans) == top:
             break
         plan = _build_legal_plan(space, candidate, rejected)
@@ -189,6 +192,7 @@ def search(
         proven=proven,
         optimism=near_best.optimism(),
         proven_optimism=near_best.optimism_of_proven(),
+        pipelines=screener.pipelines,
     )
 
 
@@ -218,7 +222,7 @@ def find_best_plan(
     if not _may_hold_states(spaces, rule):
         return None
     space, _, pool = _screen(spaces, rule, keep=PICKED_FROM, extra_bytes=())
-    candidates = NearBest(space, pool.ranked()).put_simplest_first()
+    candidates = NearBest(space, pool.picked_from()).put_simplest_first(pool.ranked())
     plans = (_build_legal_plan(space, candidate, Counter()) for candidate in candidates)
     return next((plan for plan in plans if plan and is_safe(plan.estimate, rule)), None)
 
@@ -274,13 +278,20 @@ def _fill_pool(
     space: SearchSpace, screener: Screener, *, keep: int, extra_bytes: tuple[float, ...]
 ) -> CandidatePool:
     """Screen a space, again with a larger pool while simulation lifts the best over its limit."""
+    picked_from = PICKED_FROM
     while True:
-        pool = CandidatePool(space, screener, keep=keep, extra_bytes=extra_bytes)
+        pool = CandidatePool(
+            space,
+            screener,
+            keep=max(picked_from, keep),
+            picked_from=picked_from,
+            extra_bytes=extra_bytes,
+        )
         pool.screen_all()
-        best_s = min((candidate.bound_s for candidate in pool.ranked()), default=0.0)
-        if best_s <= pool.below_s or keep > _MAX_KEPT:
+        best_s = min((candidate.bound_s for candidate in pool.picked_from()), default=0.0)
+        if best_s <= pool.picked_below_s or picked_from > _MAX_KEPT:
             return pool
-        keep *= 4
+        picked_from *= 4
 
 
 def _build_legal_plan(
@@ -299,11 +310,12 @@ def search_near(
 ) -> tuple[Candidate, ...]:
     """Return the safe layouts on other hardware, of the degrees of a search's best; best first.
 
-    `result` is the search on the hardware of its plans; its `near_best` names the degrees.
+    `result` is the search on the hardware of its plans, from which the other differs in its speeds
+    alone; its `near_best` names the degrees, and pipelines hold there what they hold here.
     """
     first = result.plans[0]
     space = build_search_space(first.model, first.workload, hardware, fixed, allowed=allowed)
-    screener = Screener(space, result.rule)
+    screener = Screener(space, result.rule, pipelines=result.pipelines)
     pool = CandidatePool(space, screener, keep=_SPARE, extra_bytes=())
     pool.screen_all({layer_degrees(candidate.layout) for candidate in result.near_best})
     return tuple(pool.ranked())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from moewright.codec import explicit_fields, parse_layout
@@ -185,21 +185,37 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
     it is legal in full is for rules.limits.legality to say.
     """
     world = space.hardware.count
+    # Pipelines that are alike in what decides whether a group may run on them are asked about once.
     shapes = tuple(_pipeline_shapes(space))
-    by_shapes: dict[tuple[PipelineShape, ...], PipelineShapes] = {}
+    alike: dict[tuple[int, int], list[int]] = {}
+    for place, shape in enumerate(shapes):
+        alike.setdefault((shape.pp, min(shape.vpp, 2)), []).append(place)
+    by_schedule = not space.fixed.isdisjoint(("schedule", "vpp_group"))
+    classes = [[place] for place in range(len(shapes))] if by_schedule else list(alike.values())
+    by_places: dict[tuple[int, ...], PipelineShapes] = {}
     batches = deciding_batches(space.workload)
     for cut in _degrees(space):
         dense, expert = cut.tp * cut.cp, cut.etp * cut.ep
-        fitting = [shape for shape in shapes if _fits(world, shape.pp, dense, expert)]
+        fitting = [
+            (shapes[places[0]], places)
+            for places in classes
+            if _fits(world, shapes[places[0]].pp, dense, expert)
+        ]
         for mbs in _axis(space, "mbs", FIELD_OF_KEY["mbs"].facts.tried):
             kept = tuple(
-                shape
-                for shape in fitting
-                if _has_timetable(space, shape, mbs * world // (dense * shape.pp), batches)
+                sorted(
+                    chain.from_iterable(
+                        places
+                        for shape, places in fitting
+                        if _has_timetable(space, shape, mbs * world // (dense * shape.pp), batches)
+                    )
+                )
             )
             if kept:
-                pipelines = by_shapes.setdefault(kept, PipelineShapes(shapes=kept))
-                yield DegreeGroup(layout=copy_with(cut, mbs=mbs), pipelines=pipelines)
+                if kept not in by_places:
+                    members = tuple(shapes[place] for place in kept)
+                    by_places[kept] = PipelineShapes(shapes=members)
+                yield DegreeGroup(layout=copy_with(cut, mbs=mbs), pipelines=by_places[kept])
 
 
 def _degrees(space: SearchSpace) -> Iterator[Layout]:
