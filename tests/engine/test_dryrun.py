@@ -40,6 +40,7 @@ from moewright.spec.workload import (
 )
 from saved_moments import watch_moments
 from selection import thorough
+from tensors_with_memory import tensors_with_memory
 
 
 def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> None:
@@ -98,13 +99,26 @@ def test_any_rank_of_any_world_is_as_predicted(
         assert_as_predicted(tiny_jobs.MODEL, work, layout, rank)
 
 
-@pytest.mark.parametrize("seed", list_seeds(quick=1, often=3))
-def test_a_rank_of_a_drawn_job_is_as_predicted(seed: str) -> None:
+def draw_rank(seed: str) -> tuple[Job, int]:
+    """Draw a job and one of its ranks."""
     draw = draw_job(f"{seed} dry", worlds=(4, 8, 16), is_counted_dry=True)
     print(draw)
-    job = draw.job
-    rank = random.Random(seed).randrange(job.layout.world_size)
-    assert_as_predicted(job.model, job.workload, job.layout, rank)
+    return draw.job, random.Random(seed).randrange(draw.job.layout.world_size)
+
+
+@pytest.mark.parametrize("seed", list_seeds(quick=40, often=40))
+def test_a_rank_of_a_drawn_job_is_as_predicted(seed: str) -> None:
+    job, rank = draw_rank(seed)
+    with tensors_with_memory():
+        assert_as_predicted(job.model, job.workload, job.layout, rank)
+
+
+@pytest.mark.parametrize("seed", list_seeds(quick=1, often=3))
+def test_a_rank_counts_the_same_with_memory_and_without(seed: str) -> None:
+    job, rank = draw_rank(seed)
+    without = dry_run(job, rank=rank)
+    with tensors_with_memory():
+        assert dry_run(job, rank=rank) == without
 
 
 @pytest.mark.parametrize(
