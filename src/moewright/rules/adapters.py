@@ -136,6 +136,7 @@ def adapter_shapes(
     """Return the shapes of an adapter's two matrices, and what shards which of their dims."""
     *lead, rows, columns = shape
     last = len(shape) - 1
+    # The first matrix has no output rows that an axis could cut, the second no input columns.
     first_dims = tuple((axis, dim) for axis, dim in sharded_dims if dim != last - 1)
     second_dims = tuple((axis, dim) for axis, dim in sharded_dims if dim != last)
     return ((*lead, rank, columns), first_dims), ((*lead, rows, rank), second_dims)
@@ -202,6 +203,7 @@ def _adapted_linear(param: Param) -> AdaptedLinear:
     return AdaptedLinear(
         name=name_in_layer(param.name),
         module=param.module,
+        # The first dim of an expert weight counts experts: those are not linears of one token.
         stack=prod(param.shape[1 if param.is_expert else 0 : -2]),
         inputs=param.shape[-1],
         outputs=param.shape[-2],

@@ -29,6 +29,7 @@ def step_samples(workload: Workload, step: int) -> SampleRange:
     first_sample = 0
     first_step = 0
     for size, end in _ramp_stages(workload.ramp, full_size):
+        # The last step of a size may consume all samples of the next size: then that has no step.
         steps = max(0, -(-(end - first_sample) // size))  # until `end` samples are consumed
         if step < first_step + steps:
             return SampleRange(first=first_sample + (step - first_step) * size, size=size)
@@ -84,6 +85,7 @@ def check_ramp(workload: Workload, layout: Layout) -> Iterator[Reason]:
     if not ramp.ramp_start:
         return
     step = layout.dp * layout.mbs
+    # The first broken rule alone: the test of the growth below divides by the increment.
     for field, value in (("ramp_start", ramp.ramp_start), ("ramp_increment", ramp.ramp_increment)):
         if not 0 < value <= full_size or value % step:
             rule = f"must be a multiple of mbs * dp = {step} up to global_batch={full_size}"
@@ -91,6 +93,7 @@ def check_ramp(workload: Workload, layout: Layout) -> Iterator[Reason]:
             yield Reason(field=f"workload.{field}", value=str(value), rule=rule, nearest=near)
             return
     growth = full_size - ramp.ramp_start
+    # Sizes are ramp_start + i * increment, and the last of them has to be the full batch.
     if growth % ramp.ramp_increment:
         legal = [n for n in range(step, full_size + 1, step) if growth % n == 0]
         near = str(min(legal, key=lambda n: abs(n - ramp.ramp_increment), default=""))
@@ -144,6 +147,7 @@ def _ramp_stages(ramp: BatchRampSpec, full_size: int) -> Iterator[tuple[int, int
     count = (full_size - ramp.ramp_start) // ramp.ramp_increment
     for stage in range(count):
         size = ramp.ramp_start + stage * ramp.ramp_increment
+        # Rounded up: floor(c n / S) of the module's formula rises at the first whole c beyond.
         yield size, -(-(stage + 1) * ramp.ramp_samples // count)
 
 

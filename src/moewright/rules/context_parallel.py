@@ -60,6 +60,7 @@ def twice_attended_pairs(
     """
     pairs = 0
     for start, stop in pairwise(accumulate(lengths, initial=0)):
+        # No document crosses the end of its sequence: its start there tells all its positions.
         first = start % seq_len
         for part in positions:
             low = max(part.start, first)
@@ -91,4 +92,5 @@ def _twice_first_pairs(queries: int, window: int) -> int:
     """Return twice the pairs of the first queries of a document."""
     if not window or queries <= window:
         return queries**2
+    # Twice `window` keys for each query behind the window, whose own key counts half.
     return window**2 + (queries - window) * (2 * window - 1)

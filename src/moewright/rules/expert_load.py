@@ -39,6 +39,7 @@ _STEP_SPREAD = 0.35
 _PEAK_SPREAD = 0.5
 # The 90th percentile, in deviations above the middle.
 TAIL_DEVIATIONS = NormalDist().inv_cdf(0.9)
+# The middles of 16 equally likely parts of a normal variable: means over them have no noise.
 _DRAWS = tuple(NormalDist().inv_cdf((draw + 0.5) / 16) for draw in range(16))
 
 
@@ -64,6 +65,7 @@ def step_rows(job: Job, load: float, within: float) -> int:
     """
     if not within or not job.layout.capacity:
         return job.routed_rows(load)
+    # Log-normal factors of mean 1: without a capacity the mean stays `load`.
     excesses = ((load - 1) * exp(within * draw - within**2 / 2) for draw in _DRAWS)
     return round(fmean(job.routed_rows(1 + excess) for excess in excesses))
 
@@ -116,17 +118,22 @@ def expected_repeats(job: Job) -> float:
     tokens = micro_batch_tokens(workload, layout)
     top_k = moe.router.top_k
     budget = rows_for_peer(tokens, top_k, layout)
+    # The experts of a token are distinct, so no source ever has more rows for a rank.
     if budget >= tokens * min(top_k, moe.experts // layout.ep):
         return 0.0
     loads = (expected_load(job).step,) * len(job.model.routed_layers)
     if workload.routing is Routing.MEASURED:
         loads = layer_load_factors(workload, layout)
     even = tokens * top_k / layout.ep
+    # Micro-batches of a step on all ranks with tokens of their own: N of docs/formulas.md 3.
     sources = workload.global_batch / layout.mbs * layout.cp * (layout.sp_degree)
     log_fits = 0.0
     for load in loads:
+        # A rank that gets everything (load = ep) has no spread, by which the next line divides.
         deviation = sqrt(max(load * even * (1 - load / layout.ep), 1e-9))
+        # Half a row more: rows are whole numbers, the normal distribution is not.
         fits = NormalDist().cdf((budget + 0.5 - load * even) / deviation)
+        # The probability is 0 in floating point some 38 deviations below the mean, where log fails.
         log_fits += sources * log(max(fits, 1e-300))
     return 1 - exp(log_fits)
 
@@ -229,7 +236,9 @@ def _truncated_moments(skew: float, most: float) -> tuple[float, float]:
     """
     cdf = NormalDist().cdf
     spread = sqrt(log(1 + skew**2))
+    # The partial moments of a log-normal below the cap, and the cap itself times the part above it.
     edge = log(most) / spread + spread / 2
     mean = cdf(edge - spread) + most * cdf(-edge)
     square = (1 + skew**2) * cdf(edge - 2 * spread) + most**2 * cdf(-edge)
+    # Rounding may leave the variance just below 0.
     return mean, sqrt(max(0.0, square - mean**2)) / mean

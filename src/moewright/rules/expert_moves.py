@@ -86,6 +86,7 @@ def swap_experts(
             for place in range(local)
             if (shift := counts[placed[hot][place]] - counts[placed[rank][place]]) > 0
         )
+        # Equal loads are ordered by rank and place: every rank of the group plans the same moves.
         load, rank, place = min(swaps, default=(loads[hot], hot, 0))
         if loads[hot] - load <= least:
             break
@@ -116,6 +117,7 @@ def plan_moves(
             for order in (placement[layer], slots)
         ]
         relief = (hottest[0] - hottest[1]) * ep / sum(tokens)
+        # experts_s is of one stage, which has len(counts) / stages of these layers.
         layer_gain_s = price.experts_s * price.stages / len(counts) * relief
         nbytes = _most_moved(placement[layer], slots, ep) * price.expert_bytes[layer]
         layer_move_s = nbytes * price.shares / price.bytes_per_s
@@ -152,6 +154,7 @@ def expert_nbytes(job: Job) -> Mapping[int, int]:
         element_nbytes = FP32_BYTES + stored_nbytes(optimizer)
         is_muon = optimizer.matrix_update is MatrixUpdate.MUON
         if is_muon and is_muon_matrix(param.name, len(param.shape), param.module):
+            # Muon has no second moment; its momentum is not narrowed.
             element_nbytes = 2 * FP32_BYTES  # with one momentum in fp32
         group = gradient_group(param.sharded_dims, layout)
         shards = 1
@@ -171,6 +174,7 @@ def price_moves(plan: Plan, job: Job) -> MovePrice:
     crosses = layout.ep * layout.etp > fabric.domain_size
     link = fabric.network_Bps if crosses else fabric.domain_Bps
     return MovePrice(
+        # The estimate's seconds are those of the hottest rank, moves are priced from an even load.
         experts_s=experts_s / estimate.imbalance.load,
         expert_bytes=expert_nbytes(job),
         shares=1 / (layout.etp * group_size(layout, "edp")),

@@ -76,6 +76,7 @@ def rows_for_slot(count: int, slots: int, source: int, slot: int) -> int:
     The source deals them in turn and starts at slot source % slots, so that the remainders of all
     sources do not go to the same slot.
     """
+    # The rows r of 0 .. count - 1 with (r + source) mod slots = slot (docs/formulas.md 3).
     return (count - (slot - source) % slots + slots - 1) // slots
 
 
@@ -121,6 +122,7 @@ def place_balanced(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
     room = len(counts) // ep
     placed: list[list[int]] = [[] for _ in range(ep)]
     loads = [0] * ep
+    # Ties go to the lower number here and below: every process has to find the same placement.
     for expert in sorted(range(len(counts)), key=lambda index: (-counts[index], index)):
         rank = min((r for r in range(ep) if len(placed[r]) < room), key=lambda r: (loads[r], r))
         placed[rank].append(expert)
@@ -193,6 +195,7 @@ class _ReplicaPacking:
         rank = min(others, key=lambda other: (self.loads[other], other))
         share = self.counts[expert] / (len(holders) + 1)
         relief = self.counts[expert] / len(holders) - share
+        # (l + d)^2 - l^2 = d (2 l + d), for the rank that is added and for the holders it relieves.
         change = share * (2 * self.loads[rank] + share)
         change += sum(relief * (relief - 2 * self.loads[holder]) for holder in holders)
         if change < 0 and self.loads[rank] + share <= self.loads[hot_rank]:
@@ -221,6 +224,7 @@ def place_with_replicas(counts: tuple[int, ...], ep: int, spare: int) -> Replica
     slots: list[int] = []
     for experts, replicas in zip(packing.own, packing.replicas, strict=True):
         slots += experts
+        # By owner: what a rank receives of one other rank fills its slots without a permutation.
         slots += sorted(replicas, key=lambda expert: (packing.owner[expert], expert))
     share = [counts[expert] / len(packing.holders[expert]) for expert in range(len(counts))]
     hottest = max(

@@ -49,10 +49,12 @@ def optimum_interval_s(mtbf_s: float, save_s: float) -> float:
     # With y = t/M, the zero of the derivative is -y - log(1 - y) = C/M, which rises from 0 at y = 0
     # to infinity at y = 1 and is convex: Newton's steps from above the root fall towards it.
     cost = save_s / mtbf_s
+    # expm1 and log1p: with saves of seconds and failures of days 1 - exp(-x) loses its digits.
     y = -expm1(-sqrt(2 * cost) - cost)
     for _ in range(_NEWTON_STEPS):
         step = (-y - log1p(-y) - cost) * (1 - y) / y if 0 < y < 1 else 0.0
         y -= step
+        # A step this small is the rounding of the terms above (2.2e-16 each).
         if abs(step) <= 1e-14 * y:
             break
     return mtbf_s * y
@@ -109,6 +111,7 @@ class Goodput:
 def choose_interval_s(interruptions: Interruptions) -> float:
     """Return the interval that loses the least, no shorter than a save takes to be durable."""
     best_s = optimum_interval_s(interruptions.mtbf_s, interruptions.save_s)
+    # L <= g of the module's text; and a save that costs nothing would be best every 0 seconds.
     return max(best_s, interruptions.latency_s - interruptions.save_s, 1.0)
 
 
@@ -135,6 +138,7 @@ def compute_goodput(interruptions: Interruptions, interval_s: float | None = Non
         training=running / ratio,
         saves=running * saves / ratio,
         recovery=running * recovery / ratio,
+        # What is left of the time, which rounding may leave just below 0.
         replay=running * max(0.0, ratio - 1 - saves - recovery) / ratio,
         planned=1 - running,
     )
@@ -164,12 +168,14 @@ def simulate_failures(
     open_traces = np.arange(traces)
     while len(open_traces):
         left_s = work_s - kept_s[open_traces]
+        # None at the end of the work, which 1e-9 keeps rounding from adding.
         saves = np.maximum(np.ceil(left_s / interval_s - 1e-9) - 1, 0)
         finish_s = left_s + saves * save_s
         life_s = draw_lives(len(open_traces))
         fails = life_s < finish_s
         total_s[open_traces] += np.minimum(life_s, finish_s)
         open_traces, life_s = open_traces[fails], life_s[fails]
+        # A save that was still being written when the job failed is lost with it.
         durable = np.floor((life_s - interruptions.latency_s) / segment_s)
         kept_s[open_traces] += interval_s * np.maximum(durable, 0)
         recovering = open_traces
@@ -188,6 +194,7 @@ def waiting_share(failing: float, spares: int) -> float:
     which holds for repairs of any distribution with that mean.
     """
     blocked = 1.0
+    # B(n) = a B(n - 1) / (n + a B(n - 1)): no power or factorial that could overflow.
     for units in range(1, spares + 2):
         blocked = failing * blocked / (units + failing * blocked)
     return blocked
@@ -201,8 +208,10 @@ def shrunk_throughput(failing: float, spares: int, replicas: int, units_a_replic
     """
     if failing == 0:
         return 1.0
+    # What a Poisson variable has beyond 12 deviations and 50 is less than rounding.
     most = ceil(failing + 12 * sqrt(failing)) + 50
     units = np.arange(most + 1)
+    # By logarithms: n! overflows from n = 171 on.
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(units[1:]))])
     probability = np.exp(units * log(failing) - failing - log_factorial)
     lost = np.ceil(np.maximum(0, units - spares) / units_a_replica)

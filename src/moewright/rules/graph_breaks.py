@@ -25,6 +25,7 @@ def count_graph_breaks(job: Job, pp_rank: int) -> int:
     passes = 0
     for chunk in job.rank_chunks(pp_rank):
         for place, layer in enumerate(chunk_layers(job.model, chunk)):
+            # Layers without experts read nothing: their sizes are those of the batch.
             if job.model.has_mlp(layer) and job.model.has_experts(layer):
                 passes += _count_breaking_passes(job, place)
     return job.micro_batches * passes

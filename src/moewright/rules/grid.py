@@ -87,6 +87,7 @@ def _hybrid_sizes(layout: Layout) -> tuple[int, int, int, int]:
     dense_ranks = layout.dp * layout.cp
     if not layout.shard:
         return dense_ranks, 1, layout.edp, 1
+    # Of the tp * shard ranks of a block, etp * ep hold all experts once: the rest are copies.
     expert_shard = max(1, layout.tp * layout.shard // (layout.etp * layout.ep))
     return layout.shard, dense_ranks // layout.shard, expert_shard, layout.edp // expert_shard
 
@@ -125,6 +126,7 @@ def stage_rank(layout: Layout, pp_rank: int) -> int:
 def stage_index(layout: Layout, rank: int) -> int:
     """Return the place of a rank among the ranks of its pipeline stage, in ascending order."""
     step = stride(layout, "pp")
+    # Under order=dp_last the ranks of a stage are blocks, between which lie those of other stages.
     return rank // (step * layout.pp) * step + rank % step
 
 
@@ -138,12 +140,14 @@ def coordinate(layout: Layout, rank: int, axis: str) -> int:
         nearest = str(min(max(rank, 0), layout.world_size - 1))
         rule = f"ranks are 0 to {layout.world_size - 1}"
         raise BadInput(Reason(field="rank", value=str(rank), rule=rule, nearest=nearest))
+    # Mixed radix: the digit of the rank at this axis.
     return rank // stride(layout, axis) % axis_size(layout, axis)
 
 
 def _offsets(layout: Layout, group: str) -> tuple[int, ...]:
     """Return the ranks of the group of rank 0, the first axis fastest."""
     offsets = [0]
+    # By stride, as order=dp_last changes which axis of a group is the fastest.
     for axis in sorted(GROUPS[group], key=lambda axis: stride(layout, axis)):
         step = stride(layout, axis)
         size = axis_size(layout, axis)

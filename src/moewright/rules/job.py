@@ -33,6 +33,7 @@ def capacity_rows(tokens: int, top_k: int, experts: int, factor: float) -> int:
     """
     if factor <= 0:
         return tokens
+    # Fractions: a float product may lie just above a whole number, and ceil would add a row.
     return min(tokens, ceil(Fraction(tokens * top_k, experts) * Fraction(str(factor))))
 
 
@@ -68,6 +69,7 @@ def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: floa
     most = rows_per_expert * (experts // layout.ep)
     if layout.capacity_fill is CapacityFill.PADDED:
         return most
+    # `load` is over what even loads keep under the capacity (skewed_load_factor).
     return min(round(load * min(even, most)), most)
 
 

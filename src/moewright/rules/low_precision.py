@@ -185,6 +185,7 @@ def find_narrow_form(workload: Workload, hardware: Hardware) -> Workload | None:
         return None
     if Dtype.MXFP8 in peaks and device.kind is DeviceKind.CUDA:
         return replace(workload, precision=Dtype.MXFP8)
+    # H100, H200, H20, H800 and GH200: the parts with kernels for FP8 by blocks.
     is_hopper = re.match(r"G?H\d", device.name) is not None
     scaling = TensorScaling.BLOCKWISE if is_hopper else TensorScaling.CURRENT
     return replace(workload, precision=Dtype.FP8, tensor_scaling=scaling)
@@ -209,6 +210,7 @@ def kept_bytes(operand: OperandFormat, rows: Any, width: int, groups: int) -> An
     nbytes = rows * (-(-width // 2) if is_packed else width)
     if operand.block:
         nbytes = nbytes + rows * operand.scale.nbytes * -(-width // operand.block)
+    # Scales of E4M3 end at 448: NVFP4 has one in fp32 for the tensor beside them.
     has_tensor_scale = not operand.block or operand.scale is ScaleFormat.E4M3
     return nbytes + 4 * groups * has_tensor_scale
 
@@ -235,6 +237,7 @@ def convert_kept(
         return tensor
     groups = 1
     if tensor.owner is Module.EXPERTS and job.model.moe is not None:
+        # A scale for each expert in the rank's slots, replicas included.
         groups = job.model.moe.experts // job.layout.ep + job.layout.spare
     rows = tensor.bytes // (wide_nbytes * width)
     is_mlp_input = (tensor.owner, tensor.name) == (Module.DENSE_MLP, "post_norm_out")

@@ -116,6 +116,7 @@ def list_matrices(
     name: str, shape: Sequence[int], local_shape: Sequence[int], cuts: ShardedDims
 ) -> list[Matrix]:
     """Return the matrices that a rank holds of a parameter: one, or one of each expert."""
+    # The first dim of an expert weight counts experts, each a matrix of its own.
     stacked = int(any(axis == "ep" for axis, _ in cuts))
     count = prod(local_shape[:stacked])
     numel = prod(local_shape[stacked:])
@@ -131,6 +132,7 @@ def deal_matrices(matrices: Sequence[Matrix], ranks: int) -> tuple[int, ...]:
     owners = [0] * len(matrices)
     busy = [(0, rank) for rank in range(ranks)]
     heapify(busy)
+    # sorted keeps equal ones in order and the heap breaks ties by rank: all ranks deal alike.
     for index in sorted(range(len(matrices)), key=lambda i: -matrices[i].step_flops):
         flops, rank = busy[0]
         owners[index] = rank

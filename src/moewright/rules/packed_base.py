@@ -37,6 +37,7 @@ def is_packed(
     """Return whether a weight of a module is held in fewer bits, by its global shape."""
     if fine_tuning.quantize_base is BaseQuantization.NONE or fine_tuning.task is not Task.LORA:
         return False
+    # An even number of codes: two of 4 bits share a byte.
     is_wide = len(shape) > 1 and min(shape[-2:]) >= _MIN_SIDE and not prod(shape[-2:]) % 2
     return module in _PACKED_MODULES and is_linear(name) and is_wide
 
@@ -55,6 +56,7 @@ def packed_nbytes(
         blocks = ceil(rows / FP8_BLOCK) * ceil(columns / FP8_BLOCK)
         return matrices * (rows * columns + _SCALE_BYTES * blocks)
     blocks = -(-rows * columns // NF4_BLOCK)
+    # Of the whole matrix, by its global shape: each rank keeps all scales of groups, however cut.
     groups = ceil(ceil(prod(shape[-2:]) / NF4_BLOCK) / NF4_GROUP)
     return matrices * (rows * columns // 2 + blocks + _SCALE_BYTES * (groups + 1))
 
@@ -100,6 +102,8 @@ def cuts_blocks(param: Param, layout: Layout, form: BaseQuantization) -> bool:
         return bool(columns % NF4_BLOCK)
     if last - 1 in cut:
         is_cut = bool(rows * columns % NF4_BLOCK)
+        # Blocks run over the flat matrix: if it is no whole number of them, a cut of its rows
+        # begins blocks elsewhere than the whole matrix does.
         return is_cut or bool(prod(param.shape[-2:]) % NF4_BLOCK)
     return False
 

@@ -42,12 +42,14 @@ def pack_lengths(lengths: Int64s, seq_len: int) -> PackedSequences:
 
     It is best-fit decreasing (Johnson 1973), as sample packing of trainers has it.
     """
+    # Stable: samples of one length keep their order, in whatever version of NumPy.
     order = np.argsort(-lengths, kind="stable")
     members: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # the sequences with so much room
     rooms: list[int] = []  # that some sequence has, rising
     for sample in order.tolist():
         length = int(lengths[sample])
+        # The smallest room that fits, by bisection: millions of samples rule a scan of all out.
         place = bisect_left(rooms, length)
         room = seq_len
         if place == len(rooms):
@@ -101,6 +103,7 @@ def packed_share(lengths: Int64s, documents: Int64s, packs: PackedSequences) -> 
 
     `lengths` are those of samples, which the `documents` of these lengths make up.
     """
+    # float64: sums of squared lengths over a large data set may pass the largest int64.
     filled = np.add.reduceat(lengths[packs.samples].astype(np.float64), packs.starts[:-1])
     pairs = np.square(documents.astype(np.float64)).sum()
     pairs += np.square(packs.seq_len - filled).sum()

@@ -58,8 +58,10 @@ def expected_places(router: RouterSpec, places: int) -> float:
     if chosen >= groups or places == 1:
         return expected_distinct(places, draws)
     if places >= groups:
+        # Only the places of the chosen groups take draws, each of them equally.
         parts = chosen * places / groups
         return expected_distinct(parts, draws)
+    # Hypergeometric: j of the place's groups are among the chosen ones.
     place_groups = round(groups / places)
     missed = sum(
         comb(place_groups, j)
@@ -84,12 +86,14 @@ def message_tokens(ranks: int) -> float:
 def largest_of(draws: int) -> float:
     """Return the expected largest of some normal draws, in units of their deviation (Blom)."""
     if draws > 1:
+        # Blom (1958): the i-th of n order statistics is near the quantile (i - 3/8) / (n + 1/4).
         return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
     return 0.0
 
 
 def largest_of_centred(draws: int) -> float:
     """Return the expected largest of at least 2 normal draws whose sum is 0, in their deviation."""
+    # Less their mean, draws have a variance of (n - 1) / n.
     return largest_of(draws) * sqrt(draws / (draws - 1))
 
 
@@ -222,6 +226,7 @@ def round_robin_counts(
     """
     slots_Tk = np.array(positions)[:, None] * top_k + np.arange(top_k)
     experts_Tk = slots_Tk % experts
+    # Ranks within an expert by a stable sort: as many rows as tokens, no loop over experts.
     flat = experts_Tk.ravel()
     order = flat.argsort(kind="stable")
     counts = np.bincount(flat, minlength=experts)
@@ -323,6 +328,7 @@ def etp_gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
     is_fixed = layout.has_fixed_rows
     if layout.etp == 1 or is_even(workload) or is_fixed or not rows:
         return rows
+    # Binomial: each row is on this ETP rank with probability 1 / etp.
     mean = rows / layout.etp
     deviation = sqrt(mean * (1 - 1 / layout.etp))
     return round(layout.etp * (mean + largest_of_centred(layout.etp) * deviation))
@@ -377,6 +383,7 @@ def measure_load_balance(counts: Sequence[int]) -> LoadBalance:
         entropy = nats / log(len(counts))
     return LoadBalance(
         max_over_mean=max(counts) * len(counts) / total,
+        # The nearest-rank percentile: a load that an expert has, not one between two.
         p95_over_mean=sorted(counts)[ceil(0.95 * len(counts)) - 1] * len(counts) / total,
         dead_experts=dead,
         entropy=entropy,

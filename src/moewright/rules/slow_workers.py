@@ -34,6 +34,7 @@ def delayed_interval(log_deviation: float, mean_delay: float, share: float) -> t
         factor = exp(_STANDARD.inv_cdf((1 + share) / 2) * log_deviation)
         return 1 / factor, factor
     middles = (np.arange(_SHARES) + 0.5) / _SHARES
+    # Inverse of the exponential distribution at the middles of equally likely parts.
     delays = [log1p(-mean_delay * log(1 - middle)) for middle in middles]
     tails = ((1 - share) / 2, (1 + share) / 2)
     low, high = (_find_quantile(delays, log_deviation, tail) for tail in tails)
@@ -42,6 +43,7 @@ def delayed_interval(log_deviation: float, mean_delay: float, share: float) -> t
 
 def _find_quantile(delays: list[float], log_deviation: float, probability: float) -> float:
     """Return the factor that the product of both stays below with a probability."""
+    # Bisection: a mixture of normal distributions has no closed quantile, and it rises everywhere.
     low, high = -12 * log_deviation, delays[-1] + 12 * log_deviation
     while high - low > _PRECISION:
         middle = (low + high) / 2
@@ -84,12 +86,15 @@ def find_slowest(levels: Sequence[Siblings]) -> Slowest:
     if deviation == 0:
         return Slowest(mean=0.0, median=0.0, p90=0.0)
     x = np.linspace(-_REACH, _REACH, _POINTS) * deviation
+    # A variable without spread: a step at 0, which is one of the points and counts half there.
     below = (1 + np.sign(x)) / 2
     for siblings in levels:
         if siblings.deviation > 0:
             below = _add_variable(x, below, siblings.deviation)
+        # All of `count` independent children are below x.
         below **= siblings.count
     median, p90 = (float(np.interp(share, below, x)) for share in (0.5, 0.9))
+    # The mean of a variable that ends at x[-1] is x[-1] less the integral of its distribution.
     return Slowest(mean=float(x[-1] - np.trapezoid(below, x)), median=median, p90=p90)
 
 
@@ -99,6 +104,7 @@ def _add_variable(x: Array, below: Array, deviation: float) -> Array:
     reach = min(len(x) // 2, ceil(_REACH * deviation / width))
     edges = (np.arange(-reach, reach + 2) - 0.5) * width
     weights = np.diff([erfc(-edge / (sqrt(2) * deviation)) / 2 for edge in edges])
+    # Beyond the points the distribution is 0 and 1: without these ends it would bend at the edges.
     further = np.concatenate([np.zeros(reach), below, np.ones(reach)])
     added: Array = np.convolve(further, weights, mode="valid")
     return added

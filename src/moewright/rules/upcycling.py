@@ -55,6 +55,7 @@ def _moe_layers(dense: ModelSpec, spec: UpcyclingSpec) -> tuple[bool, ...]:
 def _check_upcycling(dense: ModelSpec, spec: UpcyclingSpec) -> Iterator[Reason]:
     if dense.moe is not None:
         rule = f"has {dense.moe.experts} experts already; a dense one is needed"
+        # The rules below are of the dense MLP, which a model with experts need not have.
         yield Reason(field="model", value=dense.name, rule=rule)
         return
     if find_family(dense.family).upcycled is None:

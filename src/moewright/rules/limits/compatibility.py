@@ -68,6 +68,7 @@ def _without(
 
 def _check_recompute(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     chosen = layout.recompute
+    # The loss is the head's, outside of the layers that full recompute repeats.
     modules = [item for item in chosen if item not in (Recompute.FULL, Recompute.LOSS)]
     if Recompute.FULL in chosen and modules:
         rule = "full recomputes every module and cannot be combined with others"
@@ -291,6 +292,7 @@ def _broken_cp_rule(model: ModelSpec, layout: Layout) -> str:
     if layout.cp_comm is CpComm.A2A_P2P and a2a_ranks == 1:
         return f"cp={layout.cp} has no divisor from 2 to 8 that is not above its square root"
     heads = model.attention.heads // layout.tp
+    # More TP ranks than key heads hold one head each.
     kv_heads = max(1, model.attention.kv_heads // layout.tp)
     if heads % a2a_ranks or (kv_heads % a2a_ranks and a2a_ranks % kv_heads):
         return (
@@ -340,6 +342,7 @@ def _check_rank_capacity(job: Job) -> Iterator[Reason]:
             load = max(1.0, expected_load(job).step)
         if layout.rank_capacity >= load:
             return
+        # Rounded up: a shorter number below the load would be refused again.
         nearest = f"{ceil(100 * load) / 100:g}"
         rule = (
             f"holds fewer rows than the job expects at its hottest rank ({load:.2f} of the mean): "

@@ -158,6 +158,7 @@ def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:
     kind = layout.dispatcher
     if not kind.facts.is_library:
         return
+    # find_spec looks a package up without running it: these load CUDA libraries.
     missing = next((name for name in kind.facts.packages if find_spec(name) is None), "")
     if missing:
         rule = f"needs the package {missing} ({kind.facts.home}), which is not installed"
@@ -310,6 +311,7 @@ def _check_indexer(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
             "the engine's sparse attention needs whole sequences, with some heads on each CP rank"
         )
         yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.A2A)
+    # The first alone: one change of the pipeline mends all of them.
     for layer, source in islice(parted_choices(model, layout), 1):
         rule = f"would part layer {layer} from layer {source}, whose choice of keys it takes"
         yield Reason(field="layout.pp", value=str(layout.pp), rule=rule, nearest="1")

@@ -51,6 +51,7 @@ def check_legality(job: Job) -> tuple[Reason, ...]:
     if reasons:
         return tuple(reasons)
     reasons += _check_grids(job.model, job.layout)
+    # dp and micro-batches follow from the grids: these rules divide by them.
     grid_fits = not reasons
     reasons += _check_experts(job.model, job.layout)
     reasons += _check_nodes(job.layout)
@@ -169,6 +170,7 @@ def _check_timetable(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
     """
     sizes: tuple[int, ...] = deciding_batches(workload)
     if workload.batch_samples:
+        # No timetable asks for more than 2 pp micro-batches (DualPipeV).
         sizes = tuple(count * layout.dp * layout.mbs for count in range(1, 2 * layout.pp + 2))
     for size in sizes:
         if reasons := check_schedule(layout, size // (layout.dp * layout.mbs)):
@@ -204,6 +206,7 @@ def _check_range(field: str, value: int, low: int, high: int, *, step: int = 1) 
     Legal values are multiples of `step`, apart from a lowest value of 0.
     """
     least = -(-low // step) * step
+    # By type: True is an instance of int.
     if type(value) is not int:
         rule = "must be a whole number"
         yield Reason(field=field, value=_show(value), rule=rule, nearest=str(least))
@@ -245,10 +248,12 @@ def _check_field(layout: Layout, field: LayoutField) -> Iterator[Reason]:
 
 def _is_factor(value: object) -> bool:
     """Whether a value is a finite number from 0."""
+    # The comparison is false for nan too.
     return isinstance(value, int | float) and type(value) is not bool and 0 <= value < inf
 
 
 def _show(value: object) -> str:
+    # Python 3.11 refuses to write an int of more than 4,300 digits.
     if type(value) is int and abs(value) >= 10**18:
         return "more than 18 digits"
     text = repr(value)

@@ -99,6 +99,7 @@ def torchtitan_refusals(job: Job, hardware: Hardware) -> Iterator[Reason]:
     heads = model.attention.kv_heads
     if model.attention.kind is not AttentionKind.MLA and heads % layout.tp:
         rule = f"cuts {heads} key-value heads over no {layout.tp} ranks"
+        # The largest degree below that cuts both.
         yield _refusal("layout.tp", layout.tp, rule, gcd(heads, layout.tp))
     if model.mtp_layers and (family != _MTP_FAMILY or layout.pp > 1):
         rule = "has MTP only in deepseek_v3, and without a pipeline"
@@ -252,6 +253,7 @@ def _check_workload(workload: Workload) -> Iterator[Reason]:
         yield _refusal(
             "workload.weights", workload.weights, "starts from checkpoints of its own", "none"
         )
+    # Its own rule: the newest may still be being written while older ones are removed.
     if workload.checkpoint.every_steps and workload.checkpoint.keep < 2:
         yield _refusal(
             "checkpoint.keep", workload.checkpoint.keep, "keeps at least the last two", 2

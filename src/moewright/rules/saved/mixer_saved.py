@@ -51,9 +51,11 @@ def recurrent_saved(
         yield _row("mixer_in", 2 * c * T * value // tp)
         yield _row("conv_out", c * T * value // tp)
         yield _row("steps_keys", 2 * c * T * small)
+        # The norms of steps, keys and queries (rules.shapes.mixers).
         yield _row("mixer_norm_rstd", 3 * FP32_BYTES * T, KeptFormat.FP32)
         yield _row("steps", c * T * value // tp)
         chunks = -(-T // spec.chunk_size)
+        # Two numbers an element: mamba_ssm keeps the running product of decays beside the state.
         state_bytes = 2 * FP32_BYTES * chunks * value * spec.key_dim // tp
         yield _row("states", state_bytes, KeptFormat.FP32)
         yield _row("scan_out", c * T * value // tp)
@@ -94,6 +96,7 @@ def compressed_saved(
     yield _row("latent_rstd", 2 * FP32_BYTES * t, KeptFormat.FP32)
     yield _row("kv_down", c * t * spec.head_dim)
     yield _row("qk_norm_rstd", FP32_BYTES * T * spec.heads // tp, KeptFormat.FP32)
+    # One head of keys, which are its values too, of the tokens of all CP ranks.
     yield _row("qkv", c * T * (2 * spec.q_width // tp + symbols.cp * spec.head_dim))
     out_bytes = c * T * spec.out_width // tp
     yield _row("attention_out", out_bytes)
@@ -110,6 +113,7 @@ def compressed_saved(
 def _compressor_saved(
     prefix: str, symbols: MixerSymbols, width: int, rate: int, *, overlap: int
 ) -> Iterator[SavedTensor]:
+    # By sequence, as a tail shorter than a block makes no key.
     blocks = symbols.T * symbols.cp // symbols.seq_len * (symbols.seq_len // rate)
     yield _row(f"{prefix}compressor", 2 * overlap * symbols.c * symbols.t * width)
     yield _row(f"{prefix}blocks", blocks * 2 * symbols.c * width)

@@ -122,6 +122,7 @@ def saved_tensors(
         trains_indexer=trains_indexer(job.workload),
     )
     is_mtp = layer > job.model.layers
+    # An MTP depth is a layer like the last one.
     has_experts = job.model.moe_layers[-1 if is_mtp else layer]
     rows = [*_mixer(job.model, symbols, layer, is_fused_stack=stack.is_fused)]
     has_mlp = job.model.has_mlp(layer)
@@ -139,6 +140,7 @@ def saved_tensors(
         rows += _dense(job.model, symbols)
     if is_mtp:
         rows = [*_mtp_inputs(job.model, symbols), *rows]
+    # Before depths are booked to MTP, so that what their adapters keep is booked with them.
     if not trains_all(job.workload.fine_tuning):
         rows = _change_for_adapters(job, rows, layer, symbols, load)
     if is_mtp:
@@ -175,6 +177,7 @@ def _book_to_mtp(row: SavedTensor) -> SavedTensor:
     """Book a tensor of a depth's layer, whose input is inside of the depth's checkpoint."""
     if row.name in _LAYER_INPUTS:
         row = copy_with(row, freed_by=(Recompute.FULL, *row.freed_by))
+    # Ledgers book the router of a depth to the router (rules.shapes.flops).
     if row.module is Module.ROUTER:
         return row
     return copy_with(row, module=Module.MTP)
@@ -520,6 +523,7 @@ def _index_counts(
     if layout.etp > 1:
         received = R
     elif layout.ep > 1 and moe.experts > layout.ep:
+        # With one expert a rank, rows arrive sorted.
         received = 2 * R
     return _IndexCounts(sent, received, dispatch.rows_sent)
 
@@ -542,6 +546,7 @@ def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[SavedTensor]:
 
     yield save_numbers("scores", t * moe.experts)
     chosen_bytes = INT64_BYTES * chosen
+    # No policy frees it: rounding in a replayed router must not choose other experts.
     yield saved_tensor(Module.ROUTER, "chosen", chosen_bytes, full=False, kept_as=KeptFormat.INT64)
     if moe.router.renormalize:
         yield save_numbers("chosen_scores", chosen + t)
@@ -550,8 +555,10 @@ def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[SavedTensor]:
         shares += t
     share_bytes = FP32_BYTES * shares * moe.experts
     yield saved_tensor(Module.ROUTER, "load_share", share_bytes, full=False, kept_as=_FP32)
+    # Independent scores enter the balance loss over their sum (docs/formulas.md 4).
     if shares and not score.is_distribution:
         yield save_numbers("score_sums", t)
+    # The derivatives of softmax and sigmoid follow from the scores; these need the logits.
     if loss.z_coeff or score in (ScoreFunction.SQRT_SOFTPLUS, ScoreFunction.SPARSE_MIXER):
         yield save_numbers("logits", t * moe.experts)
     if loss.z_coeff:
@@ -565,6 +572,7 @@ def _shared_experts(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedT
     ffn = model.moe.shared_ffn_size
     fc1_width = _fc1_width(model, ffn)
     freed_by = (Recompute.SHARED_EXPERTS, Recompute.MOE)
+    # Its input is the router's, which is kept once.
     yield saved_tensor(Module.SHARED_EXPERTS, "fc1", c * T * fc1_width // tp, *freed_by)
     yield saved_tensor(Module.SHARED_EXPERTS, "activation", c * T * ffn // tp, *freed_by)
     if model.moe.shared_gate:

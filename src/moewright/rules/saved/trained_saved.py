@@ -119,6 +119,7 @@ def _moe_inputs(
     if "moe.router" in readers:
         yield row
         return
+    # A frozen router reads it in forward alone: only a replay of the block starts from it.
     yield replace(row, kept_by=(Recompute.MOE,))
     is_shared = any(name.startswith("moe.shared.") for name in readers)
     row = replace(row, freed_by=(*row.freed_by, Recompute.MOE))

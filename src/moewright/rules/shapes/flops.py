@@ -215,6 +215,7 @@ def _adapter_flops(model: ModelSpec, layout: Layout, share: RankShare) -> Iterat
     for layer in share.layers:
         linears = adapted_linears(model, share.fine_tuning, layer)
         routed = [linear for linear in linears if linear.is_expert]
+        # Layers with experts are alike, and routed_rows is their sum: the first stands for all.
         row_macs = row_macs or sum(_expert_row_macs(linear, share) for linear in routed)
         for linear in linears:
             if not linear.is_expert:
@@ -250,6 +251,7 @@ def head_flops(model: ModelSpec, layout: Layout, share: RankShare) -> ForwardFlo
     logits = logit_flops(model, layout, share)
     if model.residual_streams == 1:
         return logits
+    # Each MTP depth runs its own pass through the shared head.
     passes = share.mtp + share.head
     local_tokens = share.tokens // layout.sp_degree
     streams_flops = passes * 2 * local_tokens * model.residual_streams**2 * model.hidden_size
@@ -281,6 +283,7 @@ def _layer_flops(
     # Work that TP does not shard runs on the rank's part of the sequence.
     local_tokens = tokens // layout.sp_degree
     sharded, replicated = mixer_macs(model, layer)
+    # _indexer_flops yields them, as they train or not apart from the rest.
     replicated -= indexer_macs(model, layer)
     projections = 2 * tokens * sharded // tp + 2 * local_tokens * replicated
     yield FlopOp.GEMM, Module.ATTENTION, projections
@@ -335,8 +338,10 @@ def _attention_core_flops(
     """Return the FLOPs of scores and values of a TP group, where documents may bound attention."""
     spec = model.attention
     core = attention_flops(model, layer, share.tokens, seq_len)
+    # The indexer's scores are a part of their own (_indexer_flops).
     core -= scoring_flops(model, layer, share.tokens, seq_len)
     is_sparse = spec.indexer is not None or spec.kind is AttentionKind.COMPRESSED
+    # What they count stays that of whole sequences, whatever documents bound (docs/formulas.md 13).
     if is_sparse or model.mixer(layer) is MixerKind.NONE:
         return core
     pair_flops = spec.heads * (spec.head_dim + spec.v_head_dim)
@@ -346,8 +351,10 @@ def _attention_core_flops(
         return share.attended_windowed * pair_flops // a2a_ranks
     if not share.attended:
         return core
+    # `attended` is of all tokens of the ranks that exchange heads, this rank has its part of heads.
     in_documents = share.attended * pair_flops // a2a_ranks
     if has_window:
+        # Both bound the pairs; how many both leave is not counted, so the smaller stands for it.
         return min(core, in_documents)
     return in_documents
 

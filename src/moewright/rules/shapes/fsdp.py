@@ -235,6 +235,7 @@ def count_gathers(layout: Layout, unit: FsdpUnit, table: Sequence[TimetableRow])
     is_gathered = False
     for row in table:
         gathers += not is_gathered
+        # fully_shard leaves its root gathered behind a forward, for the backward that follows.
         is_gathered = row.kind is RowKind.F
     return gathers
 
@@ -244,6 +245,7 @@ def count_elements(param: Param, layout: Layout, *, ranks: int, place: int) -> S
     rows, *rest = shards.local_shape(param, layout)
     columns = prod(rest)
     part = shards.shard_size(rows, ranks)
+    # fully_shard cuts as torch.chunk does: the last parts may be short or empty.
     own = max(0, min(part, rows - place * part))
     return ShardElements(
         ranks=ranks, own=own * columns, padded=part * columns, whole=rows * columns

@@ -206,6 +206,7 @@ def indexer_macs(model: ModelSpec, layer: int) -> int:
         return 0
     heads, width = spec.indexer.heads, spec.indexer.head_dim
     if mixer is MixerKind.COMPRESSED_SPARSE:
+        # Four widths: keys and gates of the two blocks that its compressor overlaps.
         return spec.q_lora_rank * heads * width + h * (4 * width + heads)
     return (spec.q_lora_rank or h) * heads * width + h * (width + heads)
 
@@ -230,6 +231,7 @@ def compressed_macs(spec: AttentionSpec, h: int, mixer: MixerKind) -> tuple[int,
     sharded += spec.output_groups * spec.output_lora_rank * h
     replicated = h * (spec.q_lora_rank + spec.head_dim)
     if mixer is MixerKind.HEAVILY_COMPRESSED:
+        # Keys and their gates: of one block here, of two overlapping ones below.
         replicated += 2 * h * spec.head_dim
     elif mixer is MixerKind.COMPRESSED_SPARSE:
         replicated += 4 * h * spec.head_dim
@@ -241,6 +243,7 @@ def recurrent_macs(spec: RecurrentSpec, h: int) -> tuple[int, int]:
     wide = 2 * spec.key_width + 2 * spec.value_width
     out = spec.value_width * h
     if spec.kind is RecurrentKind.MAMBA:
+        # Into the low rank of steps beside keys and queries, and out of it again.
         steps_keys = spec.step_rank + 2 * spec.key_width + spec.step_rank
         return 2 * spec.value_width * h + spec.value_width * steps_keys + out, 0
     if spec.kind is RecurrentKind.MAMBA2:
@@ -287,6 +290,7 @@ def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> 
     pairs = _twice_pairs(seq_len, spec.indexer.top_k)
     pair_width = spec.head_dim + spec.v_head_dim
     if spec.kv_lora_rank:
+        # The published kernels score and sum latents, which all heads share, unexpanded.
         pair_width = 2 * spec.kv_lora_rank + spec.qk_rope_head_dim
     flops = tokens * spec.heads * pair_width * pairs // seq_len
     return flops + scoring_flops(model, layer, tokens, seq_len)
@@ -322,6 +326,7 @@ def _compressed_pair_flops(spec: AttentionSpec, mixer: MixerKind, seq_len: int) 
     """
     pairs = _twice_pairs(seq_len, spec.sliding_window)
     if mixer is MixerKind.HEAVILY_COMPRESSED:
+        # rate b^2 halves of a pair for b blocks (docs/formulas.md 13); a tail makes no key.
         pairs += spec.heavy_rate * (seq_len // spec.heavy_rate) ** 2
     elif mixer is MixerKind.COMPRESSED_SPARSE:
         assert spec.indexer is not None  # what chooses the blocks of such a layer

@@ -82,6 +82,7 @@ def count_parameters(model: ModelSpec) -> ParamCount:
             continue
         total += numel
         if param.is_expert and model.moe:
+            # The product first: numel is a multiple of the experts, so that nothing is cut off.
             active += layers * (param.numel * model.moe.router.top_k // model.moe.experts)
         else:
             active += numel
@@ -238,6 +239,7 @@ def _gqa(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
             yield tensor(f"{prefix}{part}.bias", (width,), module, layer, TP_ROWS)
     if spec.qk_norm in (QkNorm.PER_HEAD, QkNorm.PER_HEAD_ROTATED):
         for part in ("q", "k"):
+            # One weight for all heads is whole on every TP rank; one over all is cut with them.
             yield tensor(f"{prefix}{part}_norm.weight", (spec.head_dim,), module, layer)
     elif spec.qk_norm is QkNorm.FULL:
         for part, width in (("q", spec.q_width), ("k", spec.kv_width)):
@@ -291,6 +293,7 @@ def _mlp(
     h = model.hidden_size
     name = model.fc1_name
     stacked = model.fc1_stack
+    # Gate and up are a dim of their own, so that a cut takes the same rows of both.
     ffn_sharded = (("tp", len(stacked)),)
     yield tensor(f"{prefix}{name}.weight", (*stacked, ffn, h), module, layer, ffn_sharded)
     if has_bias:
@@ -311,6 +314,7 @@ def _moe(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
     if spec.router.logit_bias:
         yield tensor(f"{prefix}router.bias", (spec.experts,), Module.ROUTER, layer)
     if spec.latent_size:
+        # Whole on every rank: each takes its own tokens into the latent space, before the dispatch.
         width = model.expert_width
         yield tensor(f"{prefix}latent.down.weight", (width, h), Module.EXPERTS, layer)
         yield tensor(f"{prefix}latent.up.weight", (h, width), Module.EXPERTS, layer)

@@ -28,6 +28,7 @@ def gradient_group(cuts: Sequence[tuple[str, int]], layout: Layout) -> str:
     axes = {axis for axis, _ in cuts}
     if not axes.isdisjoint(("ep", "etp")):
         return "edp"
+    # With tp=1 both groups have the same ranks: one name for them makes one set of buckets.
     if layout.tp == 1 or "tp" in axes:
         return "dp_cp"
     return "tp_cp_dp"

@@ -143,6 +143,7 @@ def _receives_to_post(
         for index, row_source in enumerate(sources):
             if row_source == source and positions[index] >= posted:
                 upto = positions[index] + 1
+                # A row early, if there is one; messages of different senders need no common order.
                 to_post[max(0, index - is_early)] += order[posted:upto]
                 posted = upto
     return to_post

@@ -266,6 +266,7 @@ def timetable(layout: Layout, micro_batches: int) -> Table:
     ranks = []
     for pp_rank in range(layout.pp):
         ahead = warmup_forwards(layout, micro_batches, pp_rank)
+        # There are more backwards than forwards left: the cool-down takes the rest.
         pairs = [row for pair in zip(forwards[ahead:], backwards, strict=False) for row in pair]
         ranks.append((*forwards[:ahead], *pairs, *backwards[len(forwards) - ahead :]))
     return tuple(ranks)
@@ -291,6 +292,7 @@ def max_in_flight(layout: Layout, micro_batches: int, pp_rank: int) -> int:
     gradients are split off, a chunk lives until its W row.
     """
     if layout.schedule.splits_backward:
+        # 4 pp micro-batches fill every pipeline here; the rows behind repeat and hold no more.
         return peak_live_chunks(timetable(layout, min(micro_batches, 4 * layout.pp))[pp_rank])
     return min(warmup_forwards(layout, micro_batches, pp_rank) + 1, micro_batches * layout.vpp)
 

@@ -58,11 +58,13 @@ def row_end_times(
             clocks[rank] = start_s + _row_seconds(row, stages[stage], split[rank])
             end_times[row.kind, row.micro_batch, stage] = clocks[rank]
             next_rows[rank] += 1
+            # What ended may be what a neighbour's next row waits for; all others stay asleep.
             awake_ranks += [
                 stage_position(layout, neighbour)[0]
                 for neighbour in (stage - 1, stage + 1)
                 if 0 <= neighbour <= last_stage
             ]
+    # No rank is awake: the rows that are left wait for each other.
     stuck = [rank for rank in range(len(table)) if next_rows[rank] < len(table[rank])]
     if stuck:
         raise RuntimeError(f"the timetable deadlocks on pipeline ranks {stuck}")

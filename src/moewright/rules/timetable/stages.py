@@ -168,6 +168,7 @@ def _string_reason(rule: str, model: ModelSpec, layout: Layout) -> Reason:
 def _stage_count_reason(stages: int, model: ModelSpec, layout: Layout) -> Reason:
     rule = f"spells {stages} stages; pp * vpp = {layout.pp * layout.vpp} are needed"
     vpp, remainder = divmod(stages, layout.pp)
+    # A string of whole multiples of pp may be meant for another vpp; any other is itself wrong.
     if remainder or layout.pp == 1:
         return _string_reason(rule, model, layout)
     return Reason(
@@ -242,6 +243,7 @@ def _join_choices(values: list[int], example: str) -> str:
 
 
 def _find_even_split(layers: int, stages: int) -> EvenSplit | None:
+    # In the order of EvenSplit: layers alone first, as Megatron-LM splits by default.
     return next((split for split in EvenSplit if (layers + split.value) % stages == 0), None)
 
 

@@ -182,6 +182,7 @@ def v_half(pp: int, micro_batches: int) -> Table:
 
     With F = B = W it idles about half as long as 1F1B.
     """
+    # In an even pipeline two rows of a rank would else start in one second of the period.
     gap_s = 3 if pp % 2 == 0 else 0
     starts_s = tuple(
         (2 * rank, 3 * pp - rank - 2, 3 * pp + gap_s + 2 * rank - 1, 6 * pp + gap_s - rank - 2)
@@ -195,6 +196,7 @@ def v_min(pp: int, micro_batches: int) -> Table:
 
     With F = B = W it idles about two thirds as long as 1F1B.
     """
+    # Where 3 divides pp, two rows of a rank would else start in one second of the period.
     gap_s = 2 if pp % 3 == 0 else 0
     starts_s = tuple(
         (rank, 2 * pp - rank - 1, 2 * pp + gap_s + rank, 4 * pp + gap_s - rank - 1)
@@ -223,6 +225,7 @@ def _lay_out(
             if row is not None:
                 state.run(row)
                 ended.append((row.kind, row.micro_batch, row.chunk, rank))
+        # After all ranks: a result reaches its neighbour in the next second, whoever ran first.
         done.update(ended)
         rows_left -= len(ended)
     return tuple(tuple(state.rows) for state in ranks)
@@ -291,6 +294,7 @@ def _has_input(
     neighbour = rank - 1 if goes_down else rank + 1
     if 0 <= neighbour < pp:
         return (row.kind, row.micro_batch, row.chunk, neighbour) in done
+    # The ends of the pipeline, and the turn of the V, where a rank takes its own result.
     if row.kind is RowKind.F:
         return row.chunk == 0 or (RowKind.F, row.micro_batch, 0, rank) in done
     taken = (RowKind.F, 1) if row.chunk else (RowKind.B, 1)
