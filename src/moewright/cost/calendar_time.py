@@ -253,11 +253,13 @@ def estimate_calendar(
     evaluation_s = _evaluation_s(plan.workload, steps, step_s)
     goodput = shares.training * running
     total_s = (work_s + evaluation_s) / goodput
+    # Most failures first: they leave the least goodput.
     low, high = (_goodput_at(stopped, operations, bound, devices, running) for bound in (1, 0))
     spread = _log_deviation(total_s, stopped, interval_s, (low, high), step_log_deviation)
     shortest, longest = delayed_interval(spread, mean_delay, _INTERVAL)
     days = total_s / DAY_S
     device_hours = (devices + spares * unit) * total_s / HOUR_S
+    # Steps that are done again draw the power of steps.
     computing = (shares.training + shares.replay) * running * _computing_share(plan)
     idle_watts = operations.board_watts * facts.idle_power_share.value
     busy_watts = operations.board_watts * facts.node_power_share.value
@@ -337,7 +339,9 @@ def _list_interruptions(plan: Plan, operations: Operations, facts: Reliability) 
         mtbf_s=divide(1, operations.rate_per_device_s * devices, otherwise=inf),
         recovery_s=recovery_s,
         save_s=save_s,
+        # The write of an asynchronous save runs beside training, which its copy alone stops.
         durable_s=max(save_s, SAVE_OVERHEAD_S + write_s),
+        # A rate of 0 asks for a calendar without any interruption, planned ones too.
         planned_mtbf_s=1 / planned_rate if is_interrupted else inf,
         planned_stop_s=save_s + recovery_s,
     )
@@ -366,6 +370,7 @@ def _choose_spares(
     if operations.spares >= 0:
         counts = range(operations.spares, operations.spares + 1)
     else:
+        # Units in repair are Poisson: spares beyond six deviations are never used, and cost.
         counts = range(min(_MOST_SPARES, ceil(failing + 6 * sqrt(failing))) + 2)
     best = (inf, 0, 0.0, WhenShort.WAIT)
     for spares in counts:
@@ -374,6 +379,7 @@ def _choose_spares(
         running = max(waiting, shrunk)
         when_short = WhenShort.SHRINK if shrunk > waiting else WhenShort.WAIT
         hours = (devices + spares * unit) / max(running, 1e-9)
+        # Tuples: of equal hours the fewest spares.
         best = min(best, (hours, spares, running, when_short))
     return best[1:]
 
@@ -403,6 +409,7 @@ def _log_deviation(
     low, high = goodput_range
     rates = log(high / low) / 4 if low > 0 else 0.0
     failures = 0.0 if stopped.mtbf_s == inf else total_s / stopped.mtbf_s
+    # The root of E[X^2] of a failure's cost, uniform over an interval: a Poisson sum varies by it.
     cost_s = hypot(stopped.recovery_s + interval_s / 2, interval_s / sqrt(12))
     luck = 0.0 if failures == 0 else sqrt(failures) * cost_s / total_s
     return hypot(step_log_deviation, hypot(rates, luck))

@@ -129,10 +129,12 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
         *_own_run_assumptions(hardware, factor),
     )
     joined = _join(hardware, rates, sym, ledgers, peaks, step, assumptions)
+    # After the join: the spread is worked out from the shares of the step.
     joined = replace(joined, spread=estimate_spread(hardware.fabric, collectives, layout, joined))
     bytes_per_load = peak_growth(rates.constants, sym, parts, sets, rank_counts, peaks)
     joined = replace(joined, load_limit=_load_limit(sym, joined.margin_bytes, bytes_per_load))
     load = expected_load(job, scale=rates.constants[LOAD_SCALE])
+    # Under even routing there is no second price to compare with.
     if load == RankLoad():
         return joined
     even = replace(sym, R=job.routed_rows())
@@ -161,12 +163,14 @@ def _add_imbalance(
     even_rows = sym.job.routed_rows()
     step_s = joined.step_s
     step_p90_s = step_s
+    # A capacity may leave both loads with the same rows: then no line runs through two points.
     if even_rows != sym.R:
         tail_rows = step_rows(sym.job, load.step_p90, load.within)
         further = (tail_rows - sym.R) / (sym.R - even_rows)
         step_p90_s += further * (step_s - even_step_s)
     growth_bytes = bytes_per_load * (load.peak_p90 - load.peak)
     routing_sd = log(max(step_p90_s / step_s, 1.0)) / TAIL_DEVIATIONS
+    # Errors of the model and of the routing are independent.
     step_sd = hypot(joined.step_sd, routing_sd)
     peak_sd = hypot(joined.peak_sd_bytes, growth_bytes / TAIL_DEVIATIONS)
     peak_bytes = joined.peak_bytes
@@ -220,6 +224,7 @@ def _load_limit(sym: Symbols, margin_bytes: int, bytes_per_load: float) -> float
         return 0.0
     load = expected_load(sym.job).peak
     limit = load + margin_bytes / bytes_per_load
+    # No rank gets more than all rows, ep times the mean: a larger limit is none.
     if limit < sym.layout.ep:
         return max(0.0, limit)
     return 0.0
@@ -238,6 +243,7 @@ def count_rank_parameters(sets: Sequence[BucketSet]) -> RankParameters:
     return RankParameters(
         dense=sum(bucket_set.numel for bucket_set in dense),
         expert=sum(bucket_set.numel for bucket_set in expert),
+        # At least one: the bytes of all calls are divided by them.
         dense_calls=max(1, sum(len(bucket_set.buckets) for bucket_set in dense)),
         expert_calls=max(1, sum(len(bucket_set.buckets) for bucket_set in expert)),
     )
@@ -251,6 +257,7 @@ def _ledger(
     phases: tuple[TimeRow, ...],
 ) -> Ledger:
     """Return the ledger of the first rank of a pipeline stage, under the expected expert load."""
+    # Ranks of a stage differ in what routers decide, which is not known: the first stands for all.
     rank = grid.stage_rank(sym.layout, pp_rank)
     even_rows = sym.job.routed_rows()
     rows = count_expert_rows(
@@ -289,6 +296,7 @@ def _phases(
             **tail.by_phase(),
         }
         seconds = {phase: factor * phase_s for phase, phase_s in unscaled.items()}
+        # Phases of a rank sum to the step, as those of a measured one do.
         seconds[StepPhase.OTHER] = step.step_s - sum(seconds.values())
         yield tuple(
             TimeRow(phase=phase, seconds=phase_s)
@@ -356,6 +364,7 @@ def _join(
         step_interval_95=step_interval(step.step_s, step_sd, 0.95),
         peak_interval_80=peak_interval(peak.peak_bytes, peak.sd_bytes, 0.8),
         peak_interval_95=peak_interval(peak.peak_bytes, peak.sd_bytes, 0.95),
+        # Both memories have to hold their part.
         fit_probability=host.fit_probability * fit_probability(margin_bytes, peak.sd_bytes),
         evidence=evidence,
         untimed=describe_untimed(workload, hardware),
@@ -381,6 +390,7 @@ def _recomputed_flops(sym: Symbols) -> int:
             workload.seq_len, sym.attended_share, workload.global_batch
         ),
     )
+    # On one rank: sharding divides these FLOPs and adds none.
     one_rank = Layout(world_size=1, recompute=sym.layout.recompute)
     logits = recomputed_logit_rows(model, one_rank, share)
     if sym.layout.recompute_block:
@@ -512,6 +522,7 @@ def _facts(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[tup
     yield "network_Bps", fabric.network_Bps
     yield "domain_latency_s", fabric.domain_latency_s
     yield "network_latency_s", fabric.network_latency_s
+    # An estimate lists what it rests on: a constant that its job cannot touch is left out.
     unused: frozenset[str] = frozenset()
     if not sym.layout.offload:
         unused |= frozenset(OFFLOAD_CONSTANTS)

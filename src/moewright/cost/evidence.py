@@ -145,6 +145,7 @@ def tail_width(share: float) -> float:
     """
     probability = (1 + share) / 2
     alpha = 4 * probability * (1 - probability)
+    # Shaw (2006): the quantile of t with 4 degrees of freedom, the root of a cubic equation.
     ratio = cos(acos(sqrt(alpha)) / 3) / sqrt(alpha)
     return 2 * sqrt(ratio - 1)
 
@@ -189,6 +190,7 @@ class MeasuredChoices:
 
     def support(self, choices: Iterable[str]) -> Evidence:
         """Return what these runs say of a job with such choices."""
+        # Each once, in order: a choice that a job yields twice is one piece of evidence.
         names = tuple(dict.fromkeys(choices))
         measured = self.companions
         missing = [name for name in names if name not in measured]
@@ -235,6 +237,7 @@ class MeasuredChoices:
         """Return 1 where no run made two choices together, else 0, in the order of list_names."""
         names = self.list_names()
         made = np.array([[name in choices for name in names] for choices, _ in self.runs])
+        # As floats: NumPy has no fast product of integers or booleans.
         counts = made.T.astype(float) @ made
         missing = (counts == 0).astype(float)
         return np.asarray(missing)
@@ -388,6 +391,7 @@ def expected_optimism(step_s: Sequence[float], covariance: Array) -> float:
     """
     logs = np.log(np.asarray(step_s, dtype=float))
     values, vectors = np.linalg.eigh(covariance)
+    # Not Cholesky: layouts of equal choices make the matrix singular, and rounding negative.
     root = vectors * np.sqrt(np.maximum(values, 0.0))
     half = np.random.default_rng(_SEED).standard_normal((_DRAWS // 2, len(logs))) @ root.T
     errors = np.concatenate((half, -half))
@@ -407,6 +411,7 @@ def find_simplest(
     first = int(np.argmin(bounds_s))
     behind = np.log(np.asarray(bounds_s) / min(bounds_s))
     distances = run_distances([choices[first]], choices)[0]
+    # Var(a - b) = 2 s^2 (1 - r) of two errors of one deviation s and correlation r.
     difference_sd = LEFT_OPEN_SD * np.sqrt(2 * (1 - likeness(distances)))
     tied = np.flatnonzero(behind <= TIE * difference_sd)
     return min(tied.tolist(), key=lambda place: (burdens[place], bounds_s[place]))

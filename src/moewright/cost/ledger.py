@@ -174,6 +174,7 @@ def _rank_share(
         routed_rows=rows.count_rows(layers),
         head=has_loss,
         mtp=len(mtp_layers),
+        # Counted by the run where documents bound attention, else expected.
         attended=rows.attended_pairs or expected_attended,
         attended_windowed=rows.windowed_pairs,
         mtp_rows=rows.count_rows(mtp_layers),
@@ -192,6 +193,7 @@ def recomputed_flop_rows(job: Job, share: flops.RankShare) -> tuple[FlopRow, ...
         if _is_repeated(work, choices)
     ]
     if Recompute.MLA_UP_PROJ in choices and spec.kind is AttentionKind.MLA:
+        # A part of the attention's projections, which forward_flops does not list by itself.
         up_numel = (spec.q_lora_rank or job.model.hidden_size) * spec.q_width
         up_numel += spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         layer_flops = 2 * share.tokens * up_numel // job.layout.tp
@@ -226,6 +228,7 @@ def recomputed_logit_rows(
 
 
 def _is_repeated(work: flops.ForwardFlops, choices: tuple[Recompute, ...]) -> bool:
+    # Full recompute repeats layers; the logits are repeated under recompute=loss alone.
     if work.module is Module.HEAD:
         return False
     return (

@@ -83,6 +83,7 @@ class LossLaw:
         return [
             name
             for name, (low, high) in self.range.items()
+            # A quantity at the edge of a range is inside, whatever its rounding.
             if not low <= getattr(shape, name) * (1 + 1e-9) <= high * (1 + 2e-9)
         ]
 
@@ -121,6 +122,7 @@ def describe_shape(model: ModelSpec, tokens: float) -> Shape:
         active=counts.active,
         tokens=tokens,
         expansion=(moe.experts * moe.ffn_size + moe.shared_ffn_size) / active,
+        # Two matrices of h x 4 h over the `matrices` of h x ffn that an expert has.
         granularity=8 * model.hidden_size / (matrices * moe.ffn_size),
         leverage_granularity=2 * model.hidden_size / moe.ffn_size,
         active_experts=active / moe.ffn_size,
@@ -131,6 +133,7 @@ def describe_shape(model: ModelSpec, tokens: float) -> Shape:
 def joint_coefficients(law: LossLaw, experts: float) -> tuple[float, float, float, float]:
     """Return m, mu, n, nu of the joint law for a number of experts, as its table 4 prints them."""
     values = law.coefficients
+    # Experts saturate: between e_start for one expert and e_max for many (Clark et al. 2022).
     start = 1 / (1 / values["e_start"] - 1 / values["e_max"])
     effective = 1 / (1 / (experts - 1 + start) + 1 / values["e_max"])
     return (
@@ -265,6 +268,7 @@ def find_tokens(shape: Shape, reference: Shape) -> Shape | None:
 
 def _find_tokens(shape: Shape, excess: Callable[[Shape], float]) -> Shape | None:
     """Return the shape with the tokens at which a loss, which falls with them, has no excess."""
+    # Bisection in the logarithm: the range spans nine decades.
     low, high = map(log, TOKENS_RANGE)
     if excess(replace(shape, tokens=exp(high))) > 0:
         return None

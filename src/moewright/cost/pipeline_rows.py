@@ -66,6 +66,7 @@ def simulate_plan(plan: Plan) -> PipelineRows:
     else:
         columns = _simulate_whole(plan.layout, micro_batches, prices)
     kind, micro_batch, chunk, start_s, length_s = columns
+    # Stable: of rows without length that start at once, the earlier of the timetable stays first.
     order = np.argsort(start_s, axis=1, kind="stable")
     ends = start_s + length_s
     busy_s = length_s.sum(axis=1)

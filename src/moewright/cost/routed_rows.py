@@ -80,6 +80,7 @@ class ExpertRows:
 
     def load_factor(self, micro_batch: int, layer: int) -> float:
         """Return the rows of a layer over the balanced count; 1 for a layer without experts."""
+        # The even share of a tiny job may round to no row, of which no load is a factor.
         if layer not in self.layers or not self.balanced:
             return 1.0
         return self.rows[micro_batch][self.layers.index(layer)] / self.balanced
@@ -247,6 +248,7 @@ def _selected_dispatch(
     ep_rank = grid.coordinate(layout, rank, "ep")
     node_ranks = grid.axis_size(layout, "ep_near")
     node, local_rank = divmod(ep_rank, node_ranks)
+    # The ep axis runs through a node before the next (grid: ep_near is the faster part).
     same_local_rank = sources[local_rank::node_ranks]  # one on every node
     counts = routing.DispatchCounts(
         rows_sent=sum(selection.counts[micro_batch][layer][sources[ep_rank]]),
@@ -294,6 +296,7 @@ def _source_indices(layout: Layout, rank: int, selection: Selection) -> tuple[in
     stage_ranks = layout.world_size // layout.pp
     repeats = stage_ranks // len(selection.counts[0][0])
     ep_group = grid.group_ranks(layout, "ep", rank)
+    # Members that fall on one entry have the same tokens: each entry once, in the group's order.
     return tuple(dict.fromkeys(grid.stage_index(layout, member) // repeats for member in ep_group))
 
 

@@ -67,6 +67,7 @@ def estimate_serving(model: ModelSpec, hardware: Hardware, *, batch: int, contex
     if model.moe is not None:
         needed = unique_experts(model.moe.experts, model.moe.router.top_k, batch)
         share = needed / model.moe.experts
+    # A lookup reads a row of the table; tied, the head reads all of it.
     embedding = counts.embedding if not model.tie_embeddings else 0
     read = counts.total - expert_numel * (1 - share) - embedding
     read_bytes = read * BF16_BYTES + cache_bytes

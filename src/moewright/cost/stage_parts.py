@@ -135,6 +135,7 @@ def list_parts(model: ModelSpec, layout: Layout, trainer: TrainerSpec) -> StageP
                     layer=layer,
                     position=position,
                     is_mtp=is_mtp,
+                    # Variant 0 is the layers that offload, where some stay (see _variant).
                     offloads=not has_staying_layers(layout) or not variant,
                 )
                 parts.setdefault(key, part)

@@ -61,6 +61,7 @@ def estimate_spread(
     fitted = Siblings(count=FITTED_DEVICES, deviation=hypot(own, link_deviation * moving))
     further = own * (largest_of(layout.world_size) - largest_of(FITTED_DEVICES))
     slowest = find_slowest(siblings)
+    # What the predicted step has waited for already, so that it is not counted twice.
     predicted = min(slowest.mean, find_slowest([fitted]).mean + max(0.0, further))
     step_s = estimate.step_s / (1 + predicted)
     return StepSpread(

@@ -198,10 +198,12 @@ def layer_activations(
     by_module[np.arange(len(tensors)), [_COLUMN[tensor.module] for tensor in tensors]] = 1
     saved = (masks.on_device * kept) @ by_module
     in_attention = whole * [tensor.owner is Module.ATTENTION for tensor in tensors]
+    # Set, not added: no tensor of a layer belongs to OTHER.
     saved[:, _COLUMN[Module.OTHER]] = _graph_bytes(context, policies)
     return LayerActivations(
         saved=saved,
         offloaded=(masks.sent * kept) @ by_module,
+        # Recomputation makes tensors as forward does: wide, whatever format is kept.
         recomputed=whole.sum() - masks.recomputed_kept @ whole,
         recomputed_attention=in_attention.sum() - masks.recomputed_kept @ in_attention,
     )
@@ -214,6 +216,7 @@ def _tensor_masks(
     part: LayerPart,
 ) -> TensorMasks:
     names = tuple((tensor.module, tensor.name) for tensor in tensors)
+    # What keep_tensors reads of a layout beside the policy.
     key = names, part.position, part.offloads, layout.recompute_block, layout.recompute_span
     if key not in policies.masks:
         left, on_device, sent, wide = np.zeros((4, len(policies.members), len(tensors)), dtype=bool)
@@ -376,6 +379,7 @@ def ledger_saved_rows(
     item = columns.micro_batch * len(chunks) + columns.chunk
     moments = take_snapshots(columns, kept_bytes, item, owed_bytes, sent_bytes)
     layers = np.array([max(1, len(chunk_layers(context.job.model, chunk))) for chunk in chunks])
+    # -1, no pair, reads some layer here; the next line drops it.
     a_layer = kept_bytes.sum(axis=1)[moments.paired] // layers[moments.paired % len(chunks)]
     transient = np.where(moments.paired < 0, 0.0, a_layer)
     live = moments.live + moments.owed

@@ -66,6 +66,7 @@ def dispatcher_bytes(sym: Symbols) -> int:
     inside = min(layout.ep, _DEEPEP_PEERS) * _DEEPEP_TOKENS_INSIDE
     between = 0
     if nodes > 1:
+        # Rings for sending and for receiving.
         between = 2 * nodes * _DEEPEP_TOKENS_BETWEEN
     return _DEEPEP_CHANNELS * (inside + between) * (token + _DEEPEP_BESIDE_BYTES)
 
@@ -91,6 +92,7 @@ def gathered_bytes(workload: Workload, layer_numel: Array, *, zero: int) -> Arra
 
     `layer_numel` [ranks, layers] are the elements of every layer of a rank before ZeRO shards them.
     """
+    # The two largest stand for any two neighbours.
     largest = np.sort(layer_numel, axis=1)[:, -_GATHERED_LAYERS:].sum(axis=1)
     if zero < 2:
         return np.zeros_like(largest)

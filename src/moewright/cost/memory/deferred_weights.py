@@ -51,6 +51,8 @@ def layer_owed_bytes(
     those of rules.saved.recompute; layers above `model.layers` are MTP depths.
     """
     tensors = recompute.saved_tensors(job, layer, load=load, dispatch=dispatch)
+    # Reversed, so that of attention_out, which stands twice where ranks exchange heads, the first
+    # stays: that is what the projection takes.
     inputs = {(tensor.owner, tensor.name): tensor.wide_bytes for tensor in reversed(tensors)}
     is_mtp = layer > job.model.layers
     if is_frozen(job.workload):
@@ -96,6 +98,7 @@ def _mixer(job: Job, layer: int, inputs: dict[tuple[Module, str], int]) -> Itera
     if recurrent is not None and job.model.mixer(layer) is MixerKind.RECURRENT:
         names = ["input_norm_out", "mixer_out"]
         sharded, _ = recurrent_macs(recurrent, job.model.hidden_size)
+        # Multiply-adds over h are columns; less those of the output projection, the last product.
         width = sharded // job.model.hidden_size - recurrent.value_width
     elif spec.kind is AttentionKind.MLA:
         # The projections to the latents are replicated, and their gradients are not deferred.
@@ -132,6 +135,7 @@ def _experts(
     if trains_module(fine_tuning, Module.EXPERTS):
         yield Module.EXPERTS, kept + recompute.activation_nbytes(job.workload) * rows * row_width
     if job.model.moe.shared_ffn_size and trains_module(fine_tuning, Module.SHARED_EXPERTS):
+        # Shared experts take the router's input, which is saved once, under the router.
         kept = inputs[Module.ROUTER, "post_norm_out"] + inputs[Module.SHARED_EXPERTS, "activation"]
         width = wide * job.model.moe.shared_ffn_size
         yield Module.SHARED_EXPERTS, kept + _output_gradients(job, width)

@@ -44,6 +44,7 @@ def estimate_fullest_rank(job: Job, hardware: Hardware) -> peak.RankMemory:
 
 def refuse_illegal_job(job: Job, hardware: Hardware) -> None:
     """Raise BadInput when the layout cannot be estimated."""
+    # What the device cannot do at all comes before what a layout of it cannot.
     reasons = [*check_precision(job.workload, hardware)]
     if job.layout.world_size != hardware.count:
         reasons.append(
@@ -120,6 +121,7 @@ def peak_growth(
     if model.moe is None or layout.ep == 1:
         return 0.0
     fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
+    # Bytes are linear in the load: one unit more of it gives the slope.
     load = expected_load(sym.job).peak + 1
     hotter = replace(sym, R_peak=routed_rows(model, sym.workload, layout, load))
     (grown,) = rank_peaks([fullest], constants, hotter, parts, sets, rank_counts)

@@ -62,6 +62,7 @@ class HostMemory:
 
     def join(self, of_device: Verdict) -> Verdict:
         """Return the worse of this verdict and that on the device's memory."""
+        # The mapping lists verdicts from best to worst.
         order = list(_FIT_PROBABILITIES)
         return max(self.verdict, of_device, key=order.index)
 
@@ -114,6 +115,7 @@ def hosted_rows(
                 changes[index + 1] = 0
     live = np.cumsum(changes)
     if can_pair(context.job.layout, context.job.micro_batches):
+        # A paired forward ends with the backward behind it: between the two there is no moment.
         live = np.delete(live, sorted(paired_rows(table)))
     most = int(live.max(initial=0))
     return (MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=most),)

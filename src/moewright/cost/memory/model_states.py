@@ -145,6 +145,7 @@ def _sets(
     sets = []
     for group in groups:
         by_holders: dict[tuple[int, ...], list[Param]] = {}
+        # About the order in which backward finishes them (docs/formulas.md 2).
         for param in reversed(params):
             if shards.gradient_group(param.sharded_dims, job.layout) == group:
                 holders = shards.holding_pp_ranks(param.name, job.model, job.layout)
@@ -235,6 +236,7 @@ def least_state_bytes(model: ModelSpec, workload: Workload) -> int:
         )
     )
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
+        # A lower bound: as if Muon updated every parameter.
         least -= max(0, moment_nbytes(workload.optimizer) - MOMENTUM_BYTES)
     return least * sum(param.numel for param in parameters(model))
 
@@ -444,6 +446,7 @@ def count_state_elements(sets: Sequence[BucketSet], layout: Layout) -> StateElem
         slices = _own_slices(bucket_set)
         hosted_slices = []
         for start, stop in slices:
+            # The host has the first of all owned elements, in the order of the rank's buckets.
             count = min(hosted, stop - start)
             hosted_slices.append((start, start + count))
             hosted -= count
@@ -494,6 +497,7 @@ def count_copied(layout: Layout, sets: Sequence[BucketSet]) -> int:
 
 def copied_elements(layout: Layout, group: str, numel: Any, holders: Any) -> Any:
     """Return a rank's part of the elements that `group` reduces on `holders` pipeline ranks."""
+    # Ranks that hold the same elements write a part each.
     return numel // (grid.group_size(layout, group) * np.maximum(1, holders))
 
 

@@ -229,6 +229,7 @@ def walk_pairs(
         nonlocal live, lasting_bytes
         key = row.micro_batch, row.chunk
         for step in segment.steps:
+            # What a replay makes is short-lived: it counts as no saved activation.
             if step.is_replay:
                 continue
             if segment.kind is RowKind.F:
@@ -237,6 +238,7 @@ def walk_pairs(
                 live = live - prices.price_freed(key, step)
                 lasting_bytes = lasting_bytes + prices.price_lasting(step)
         is_last = segment is passes[segment.kind, row.chunk][-1]
+        # Autograd lets go of the micro-batch's tokens when the whole backward has ended.
         if is_last and segment.kind is RowKind.B:
             lasting_bytes = 0.0
         moments.append(np.array(live + lasting_bytes))

@@ -100,6 +100,7 @@ class ParameterTree:
 
     def _number(self, params: tuple[Param, ...]) -> int:
         """Return the number of the block with such parameters, a new one where there is none."""
+        # Without names and numbers, so that equal layers share a block.
         key = tuple((param.shape, param.sharded_dims, param.module) for param in params)
         if key not in self._numbers:
             self._numbers[key] = len(self.blocks)
@@ -181,6 +182,7 @@ class BucketFill:
         """Return the buckets of every node, each cut into `shard_count` shards."""
         if len(self._ends) < len(self._tree.parents):
             self._extend()
+            # Totals are arrays over all nodes: new nodes make them too short.
             self._totals.clear()
         if shard_count not in self._totals:
             self._totals[shard_count] = self._sum(shard_count)
@@ -242,6 +244,7 @@ class BucketFill:
     def _along_paths(self, node_values: Array) -> Array:
         """Return, for every node, the sum of the values on the path from the root to it."""
         sums = node_values.tolist()
+        # A parent is added before its children, so that its sum is complete here.
         for node, parent in enumerate(self._tree.parents):
             if node:
                 sums[node] += sums[parent]

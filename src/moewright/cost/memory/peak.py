@@ -74,6 +74,7 @@ def steady_micro_batches(layout: Layout, micro_batches: int) -> int:
     if layout.vpp == 1:
         return min(micro_batches, 2 * layout.pp)
     group = schedule.interleaved_group_size(layout)
+    # Whole groups and the rest of the last: a timetable with another remainder has other rows.
     return min(micro_batches, 3 * group + micro_batches % group)
 
 
@@ -171,6 +172,7 @@ class ModelMemory:
         whichever are more, and one more layer of a forward that runs beside the backward.
         """
         head_passes = backward[:, self.parts.head_columns].sum(axis=1)
+        # The passes of MTP depths and of the head hold the gradients of their logits at once.
         short = np.multiply.outer(self.head.backward * head_passes, np.ones(self.saved.shape[1]))
         for column, layer in enumerate(self.layers):
             of_layer = layer.transient + beside_layer
@@ -264,6 +266,7 @@ def split_counts(live: Array, fetched: Array) -> AliveCounts:
 def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentCounts:
     """Count the parts alive at the moments of a rank that holds `counts` [chunks, parts]."""
     moments = take_snapshots(table, counts, table.chunk)
+    # Index -1 of a moment, nothing, is the last row: an empty chunk.
     chunks = np.concatenate([counts, np.zeros((1, parts.count))])  # the last stands for none
     # The head's pass follows those of MTP depths, whose logits are kept by then.
     head_passes = [
@@ -348,6 +351,7 @@ def rank_memory(memory: ModelMemory, rank: StageRank, *, table: RankTable) -> Ra
     at_step = memory_rows(book_terms(rank, OPTIMIZER_TERMS))
     away = hosted_activation_bytes(memory, counts, table)
     hosted = MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=away)
+    # The optimizer's step and the passes never hold memory at one moment: the fuller one counts.
     rows = [*resident, *max(activations, at_step, key=device_total), hosted]
     device = runtime_overhead(
         memory.constants,

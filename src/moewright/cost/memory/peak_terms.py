@@ -127,6 +127,7 @@ def weight_copies(ranks: RankBatch, booked: Booked) -> Booked:
         return {}
     share = ranks.constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
     return {
+        # Whole bytes first, as the rows of an estimate have them: a search has to get the same sum.
         Component.WEIGHTS: np.rint(share * np.floor(booked[Component.WEIGHTS]) * ranks.is_linear)
     }
 
@@ -252,8 +253,10 @@ def runtime_overhead(
 
     Both may be arrays of one shape. `buffers` are the bytes that a dispatcher registers.
     """
+    # Errors of what is allocated and of what the allocator reserves beside it are independent.
     shares_sd = hypot(constants["reserved_share_sd"], constants["allocated_share_sd"])
     allocated_variance = (shares_sd * allocated) ** 2
+    # Not independent: all groups of a run are off by the same bytes, so their deviations add.
     communicator_variance = (groups * constants["communicator_bytes_sd"]) ** 2
     return RuntimeOverhead(
         bytes={

@@ -74,6 +74,7 @@ def save_copy_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
 
 def _list_states(job: Job, rank: int) -> Iterator[HeldState]:
     """Yield all that a checkpoint holds of a rank, without padding."""
+    # The number of updates is the same on every rank.
     yield HeldState(holders=tuple(range(job.layout.world_size)), width=_UPDATES_BYTES, numel=1)
     if job.workload.precision is Dtype.FP16:
         yield HeldState(
@@ -128,6 +129,7 @@ def _on_stages(
     if not pp_ranks:
         return tuple(sorted(replicas))
     step = grid.stride(job.layout, "pp")
+    # Ranks of a group differ in other coordinates: a shift along pp finds them on another stage.
     first = grid.coordinate(job.layout, rank, "pp")
     return tuple(
         sorted(replica + (pp_rank - first) * step for pp_rank in pp_ranks for replica in replicas)

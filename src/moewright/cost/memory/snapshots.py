@@ -57,6 +57,7 @@ def rank_table(layout: Layout, micro_batches: int, pp_rank: int) -> RankTable:
     count = len(order)
     is_forward = np.zeros(2 * count, dtype=bool)
     is_forward[:ahead] = True
+    # Warm-up forwards, then pairs, then a cool-down of as many backwards as there were in warm-up.
     is_forward[ahead : 2 * count - ahead : 2] = True
     micro_batch, chunk = np.empty((2, 2 * count), dtype=int)
     for direction, chunks in (
@@ -174,6 +175,7 @@ def take_snapshots(
             [kept[first] - row_contents[first], kept[first + 1], kept[first + 1]], axis=1
         )
         is_head = np.tile([False, False, True], len(first))
+        # Stable: the three moments of a pair keep their order at the index of its forward.
         order = np.argsort(np.concatenate([np.flatnonzero(is_alone), pairs]), kind="stable")
         live = np.concatenate([live, ends.reshape(-1, contents.shape[1])])[order]
         owed_ends = np.stack([owed[first], owed[first + 1], owed[first + 1]], axis=1)

@@ -52,8 +52,10 @@ def group_span(layout: Layout, group: str, domain_size: int) -> GroupSpan:
     size = prod(grid.axis_size(layout, axis) for axis in axes)
     ranks_per_domain = 1
     for stride, ranks in _runs(layout, axes):
+        # A stride beyond the domain leaves one rank of the group in it.
         inside = max(1, min(ranks, domain_size // stride))
         ranks_per_domain *= inside
+        # The run leaves the domain, so the slower ones behind it have one place there.
         if inside < ranks:
             break
     return GroupSpan(
@@ -141,6 +143,7 @@ class CollectiveModel:
             return moving_s + span.crossing.latency_s + latency_s
         buffer_bytes = payload_bytes
         if op is Collective.ALL_GATHER:
+            # An all-gather hands in one part; the others hand in the full buffer.
             buffer_bytes = payload_bytes * span.size
         inside_s = 0.0
         if span.ranks_per_domain > 1:
@@ -151,6 +154,7 @@ class CollectiveModel:
         hops = span.domains - 1
         if op is Collective.ALL_REDUCE:
             rounds = 2.0
+            # NCCL takes a tree where a ring would be longer.
             hops = min(hops, ceil(log2(span.domains)))
         latency_s += hops * self.constants["network_hop_s"] + span.crossing.ring_latency_s
         return rounds * (max(inside_s, between_s) / efficiency + latency_s)
@@ -262,6 +266,7 @@ class CollectiveModel:
         library that posts each token by itself (UCCL) does not wait and uses every rail.
         """
         c = self.constants
+        # A constant, as the hardware says which library its hosts have.
         if c["proxy_posts_tokens"]:
             return _ProxyCost(
                 token_s=c["proxy_token_s"], wait_s=c["proxy_token_wait_s"], rail_share=1.0

@@ -148,6 +148,8 @@ def kernel_rows(
     ):
         moved_bytes = (constant + factor * sym.c) * elements
         row = elementwise_row(name, sym, moved_bytes, *choices, part=part, calls=calls * blocks)
+        # Exponentials take time and move nothing: x, the size of a pass that decides its rate,
+        # stays.
         rows.append(replace(row, amount=row.amount + exp_bytes * exps * elements))
     return rows[0], rows[1]
 
@@ -281,6 +283,7 @@ def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
         inputs = firsts * h + width
         outputs = firsts * width + h
         yield _adapter_rows("experts.adapters", sym, sym.R, inputs, outputs, Recompute.MOE)
+    # Layers with experts are alike: the first stands for all.
     layer = sym.model.moe_layers.index(True)
     yield from _unpack_rows("experts.unpack_weights", sym, layer, of_experts=True)
     # A plain all-to-all hands over rows ordered by source: on arrival they are sorted by expert,

@@ -75,6 +75,7 @@ def head_ops(sym: Symbols) -> LayerOps:
             replace(
                 logits,
                 name=f"head.logits.{NEVER_DELAYED}",
+                # The logits again, their input's gradient, and the weight's where it trains.
                 amount=(2 + is_trained) * logits.amount,
                 recomputed_by=(),
             ),

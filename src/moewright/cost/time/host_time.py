@@ -95,6 +95,7 @@ def _launched_share(
         return (1 - graphed) * (1.0 if kind.is_moe else dense)
     launches = dense / 2
     if kind.is_moe:
+        # Experts without a mixer: a layer with both, less the mixer's half of a dense layer.
         launches = 1 - dense / 2
     return max(0.0, launches - graphed)
 

@@ -30,6 +30,7 @@ def tp_exchange_s(collectives: CollectiveModel, layout: Layout, tensor_bytes: fl
         return 0.0
     c = collectives.constants
     seconds = collectives.seconds(
+        # A gather of the same tensor passes the same bytes over every link: one price for both.
         Collective.REDUCE_SCATTER,
         collectives.span(layout, "tp"),
         tensor_bytes,
@@ -89,11 +90,13 @@ def ep_exchange_s(collectives: CollectiveModel, sym: Symbols) -> tuple[float, fl
         counts_s = collectives.seconds(Collective.ALL_TO_ALL, span, counts_bytes)
         probs_s = collectives.seconds(Collective.ALL_TO_ALL, span, FP32_BYTES * balanced_rows)
         forward_s += counts_s + probs_s
+        # The backward knows the counts of its forward.
         backward_s += probs_s
     if layout.etp > 1:
         gathered_rows = routing.etp_gathered_rows(sym.workload, layout, sym.R)
         gathered_bytes = gathered_rows * sym.c * model.expert_width
         etp_span = collectives.span(layout, "etp")
+        # Gathered before the experts and scattered behind them, in backward the other way round.
         etp_s = collectives.seconds(Collective.REDUCE_SCATTER, etp_span, gathered_bytes)
         forward_s += 2 * etp_s
         backward_s += 2 * etp_s
@@ -139,6 +142,7 @@ def cp_exchange(collectives: CollectiveModel, sym: Symbols, mixer: MixerKind) ->
         ring_s = (layout.cp - 1) * collectives.seconds(Collective.P2P, span, kv_bytes)
         return ContextExchange(forward_s=ring_s, backward_s=2 * ring_s, is_ring=True)
     head_bytes = kv_bytes + sym.c * sym.T * (spec.q_width + spec.out_width) / layout.tp
+    # Inside one domain a2a+p2p has no ring over domains to price.
     if layout.cp_comm is not CpComm.A2A_P2P or span.is_inside_domain:
         heads_s = collectives.seconds(Collective.ALL_TO_ALL, span, head_bytes)
         return ContextExchange(forward_s=heads_s, backward_s=heads_s)

@@ -236,6 +236,8 @@ def device_time(
         hidden_share = collectives.constants["ep_overlap_hidden"]
         rows_s = sum(seconds for _, seconds in (*priced.forward, *priced.backward))
         cp_s = moved.cp.forward_s + moved.cp.backward_s
+        # A block makes two TP collectives in forward and three in backward; either exchange has
+        # half of the layer beside it.
         beside_s = (rows_s + 5 * tp_s + 2 * moved.heads_s + cp_s + host_s) / 2
         forward_hidden_s = min(moved.ep_forward_s, hidden_share * covered.forward_s, beside_s)
         backward_hidden_s = min(moved.ep_backward_s, hidden_share * covered.backward_s, beside_s)
@@ -382,6 +384,7 @@ def _recomputed_share(layout: Layout, model: ModelSpec) -> float:
     """
     if not layout.recompute_block:
         return 1.0
+    # Chunks may have fewer layers than the block.
     return min(1.0, layout.recompute_block * layout.pp * layout.vpp / model.layers)
 
 
@@ -447,7 +450,9 @@ def pass_times(
     backward_s = join_times(p, backward_device_s, backward_host_s + copies_host_s)
     backward_s = backward_s + backward_sync_s
     block_s = join_times(p, replay.block_s, replay.block_host_share * forward_host_s)
+    # A replayed dispatch waits for split sizes again.
     block_s = block_s + forward_sync_s
+    # Without a block its share of the host time, a constant, would still be there.
     has_block = replay.block_s > 0
     forward_window_s, backward_window_s = forward_s, backward_s
     if fetches_chunks(layout):
@@ -501,6 +506,7 @@ def layer_time(
     sums.expose(TimePart.HOST, float(host_s))
     sums.expose(TimePart.RECOMPUTE, float(passes.block_s + replay.kernel_s))
     sums.expose(TimePart.OFFLOAD, wait_s)
+    # Copied out and back, less what either pass waits for.
     sums.hide(TimePart.OFFLOAD, 2 * float(passes.copy_s) - wait_s)
     weight_grad_s = 0.0
     if device.backward_s:
@@ -536,6 +542,7 @@ def outside_layers_time(
         gathers_s = gathers * tp_exchange_s(collectives, sym.layout, hidden_bytes)
         sums_s = sums * tp_all_reduce_s(collectives, sym)
         parts.expose(TimePart.TP_COMM, gathers_s + sums_s)
+        # One of an embedding's two is forward, and about as many of a head's three.
         forward_s += gathers_s / 2 + sums_s
     return MicroBatchTime(
         exposed=parts.exposed,

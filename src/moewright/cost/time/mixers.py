@@ -58,6 +58,7 @@ def _recurrent_products(sym: Symbols, spec: RecurrentSpec) -> Iterator[OpRow]:
     h, tp, T = sym.model.hidden_size, sym.layout.tp, sym.T
     out = spec.value_width / tp
     sharded, replicated = mixers.recurrent_macs(spec, h)
+    # Multiply-adds over h are columns: those of the first product, less those of the last.
     wide = sharded / h / tp - out
     yield gemm_row("mixer.in", sym, T, wide, h, TimePart.DENSE)
     if replicated:

@@ -74,6 +74,7 @@ def muon_calls(
         }
         for axis in sorted(set(axis_of.values())):
             numel = sum(matrix.numel for matrix in dealt if axis_of.get(matrix.name) == axis)
+            # All matrices of an axis go in one call.
             yield Collective.ALL_GATHER, axis, MOMENTUM_BYTES * numel, int(numel > 0)
 
 

@@ -102,6 +102,7 @@ class DeviceRates:
         """Return the factor on the time of an operation; a step has a few of all there are."""
         scale = self._scales.get((op, dtype))
         if scale is None:
+            # Fitted factors below 1 must not make products faster than any run was seen to be.
             scale = max(self._slowest * self._time_scale(op, dtype), self._least_scale(op, dtype))
             self._scales[op, dtype] = scale
         return scale
@@ -185,6 +186,7 @@ class DeviceRates:
         if op is Op.GEMM:
             return self.peak_flops(dtype) * c["gemm_efficiency"]
         if op is Op.GROUPED_GEMM:
+            # A group reaches the rate of a large GEMM when its experts have many rows each.
             best = self.rate(Op.GEMM, dtype, _LARGE_GEMM_FLOPS)
             return best / (1 + c["grouped_rolloff_rows"] / max(x, 1.0))
         if op is Op.ATTENTION_BACKWARD:
@@ -231,6 +233,7 @@ def _uncovered_rate(rates: DeviceRates, row: OpRow) -> Assumption | None:
         )
     first = curve.points[0][0]
     last = curve.points[-1][0]
+    # A fitted curve has points beyond what was measured.
     low, high = curve.measured or (first, last)
     if len(curve.points) == 1 or low <= row.x <= high:
         return None

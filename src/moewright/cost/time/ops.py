@@ -145,6 +145,7 @@ def _moe_gemms(sym: Symbols) -> Iterator[OpRow]:
         op=Op.GEMM,
         amount=router_flops,
         x=router_flops,
+        # The engine's router computes in fp32, whatever the precision.
         dtype=sym.wide_dtype if sym.is_fused else Dtype.FP32,
         recomputed_by=(Recompute.FULL, Recompute.MOE),
         efficiency=sym.router_efficiency,

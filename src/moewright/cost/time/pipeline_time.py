@@ -230,6 +230,7 @@ class PipelineTimetable:
 
 def build_pipeline(layout: Layout, micro_batches: int) -> PipelineTimetable:
     """Return the timetable of a layout that is 1F1B or interleaved."""
+    # Only what a timetable depends on: layouts that differ in all else share the cached rows.
     bare = Layout(
         world_size=layout.pp,
         pp=layout.pp,
@@ -244,6 +245,7 @@ def build_pipeline(layout: Layout, micro_batches: int) -> PipelineTimetable:
 def _pipeline(layout: Layout, micro_batches: int) -> PipelineTimetable:
     group = interleaved_group_size(layout)
     most = max(_MOST_FORWARDS // layout.vpp, _FEWEST_GROUPS * group)
+    # Rounded up: whole groups alone can be left out.
     left_out = max(0, -((most - micro_batches) // group))
     whole = TimetableRows(layout, micro_batches - left_out * group)
     shorter = whole

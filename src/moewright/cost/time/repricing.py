@@ -110,6 +110,7 @@ def _vary_times(forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, 
     They are the seconds themselves, every choice of some parts longer than the others, and all
     backwards shorter, then longer.
     """
+    # The last choice lengthens all parts alike, under which the same paths are the longest.
     part_scales = 1 + (_LONGER - 1) * np.array(list(product((0, 1), repeat=len(forward))))[:-1]
     unchanged = np.ones((2, len(forward)))
     backward_scales = unchanged * np.array([[1 / _LONGER], [_LONGER]])

@@ -234,8 +234,10 @@ def copy_flat_weights(tail: TailContext) -> TailSeconds:
             for group, count in (("dp_cp", tail.parameters.dense), ("edp", tail.parameters.expert))
             if grid.group_size(layout, fsdp.state_group(layout, group)) > 1
         )
+        # Read from the buffer of the gather and written to the weights.
         weight_bytes = 2 * _gathered_weight_bytes(rates.constants, sym) * numel
         grad_bytes = (sym.c + sym.workload.grad_dtype.nbytes) * sym.trained_share * numel
+        # Weights are gathered for the forward and for the backward of a micro-batch.
         row = elementwise_row("flat_copies", sym, 2 * weight_bytes + grad_bytes)
         copies_s = rates.constants["zero3_copies"] * sym.m * rates.seconds(row)
     return TailSeconds(phase=StepPhase.PARAM_GATHER, part=TimePart.DP_COMM, exposed_s=copies_s)

@@ -157,6 +157,8 @@ def price_model_ops(
     rates: DeviceRates, collectives: CollectiveModel, sym: Symbols, ops: ModelOps
 ) -> PricedModelOps:
     """Price the rows; an MTP depth is priced with its embedding and its pass through the head."""
+    # An embedding scatters its output and gathers that output's gradient; a head gathers its input,
+    # again for the weight's gradient, and scatters the input's.
     embedding = outside_layers_time(collectives, sym, price_ops(rates, ops.embedding), gathers=2)
     head_priced = price_ops(rates, add_eager_loss(rates.constants, sym, ops.head))
     head = outside_layers_time(collectives, sym, head_priced, gathers=3, sums=_LOSS_SUMS)
@@ -307,6 +309,7 @@ class Pricer:
         [policies] what it sends to the host. With `synced` the host waits for every transfer
         between stages.
         """
+        # Thousands of policies choose among a few replays: each replay is priced once.
         is_used = np.zeros(len(replays), dtype=bool)
         is_used[chosen] = True
         used = np.flatnonzero(is_used)
@@ -411,6 +414,7 @@ class Pricer:
             layout.cp_comm,
             policy.recompute,
             policy.graphs,
+            # The share of layers that a block takes depends on the chunks there are.
             layout.pp * layout.vpp if layout.recompute_block else 0,
         )
         if key not in self._replays:
@@ -485,6 +489,7 @@ def step_time(
     if sym.layout.pp > 1:
         waiting_s = still_s - sym.m * totals[slowest]
     last = max(tails, key=lambda tail: tail.step_s(still_s + sending_s))
+    # Collectives that take longer than the micro-batches show beside them.
     uncovered_s = max(0.0, last.hidden_s - still_s - sending_s)
     parts = dict(own.exposed)
     for part, seconds in (

@@ -271,6 +271,7 @@ def _count_pairs(units: Array) -> Array:
     classes, alike = np.unique(np.sort(units, axis=1), axis=0, return_counts=True)
     width = int(units.max()) + 1
     flows = np.zeros((width, width))
+    # A matrix of all groups by all units would not fit in memory for tens of thousands of ranks.
     chunk = max(1, _MOST_CELLS // width)
     for first in range(0, len(classes), chunk):
         part = classes[first : first + chunk]

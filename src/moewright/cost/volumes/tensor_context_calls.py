@@ -316,6 +316,7 @@ def context_parallel_calls(
     passes = micro_batches * sum(mixer not in others for mixer in mixers)
     head_ranks, ring_ranks = cp_factors(layout)
     all_key_heads = spec.heads if is_mla else spec.kv_heads
+    # Each rank that exchanges heads gets at least one of the keys, which several then share.
     key_heads = max(1, all_key_heads // tp, head_ranks)
     block = T * key_heads * (spec.head_dim + spec.v_head_dim)
     input_bytes = c * (T * spec.q_width // tp + block)
