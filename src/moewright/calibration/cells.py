@@ -169,6 +169,7 @@ def parse_precision(text: str) -> Dtype:
         raise cell_error("precision", text, "is not stated")
     if folded == Dtype.NVFP4:
         return Dtype.NVFP4
+    # Before FP8: a cell that names both is of layers of several precisions.
     if "fp4" in folded:
         raise cell_error(
             "precision", text, "of 4-bit compute, all layers in nvfp4 have measured rates here"
@@ -364,6 +365,7 @@ def parse_stage_text(text: str, model: ModelSpec, pp: int) -> str:
         raise cell_error("pp_layout", text, rule)
     first = ends.get("first", layers_per_stage)
     last = ends.get("last", layers_per_stage)
+    # An end that the text does not name is one of the equal stages.
     counts = [first, *[layers_per_stage] * (pp - 2), last]
     body = "|".join(f"t*{count}" for count in counts)
     return f"E{body}{'m' * model.mtp_layers}L"
@@ -393,6 +395,7 @@ def parse_peak(cells: Mapping[str, str]) -> MeasuredPeak | None:
     if unit not in _UNITS:
         raise cell_error("peak_memory_unit", unit, f"must be one of {', '.join(_UNITS)}")
     if unit == "MiB":
+        # _UNITS has GiB for it.
         value /= _MIB_PER_GIB
     return MeasuredPeak(value=value, unit_bytes=_UNITS[unit], kind=_parse_peak_kind(cells, words))
 
@@ -403,5 +406,6 @@ def _parse_peak_kind(cells: Mapping[str, str], words: Sequence[str]) -> PeakKind
         raise cell_error("peak_memory_scope", scope, f"must be one of {', '.join(PeakKind)}")
     if scope:
         return PeakKind(scope)
+    # The narrower word first: what is allocated on the last rank is printed with both words.
     by_precedence = (PeakKind.LAST_RANK, PeakKind.DEVICE, PeakKind.ALLOCATED, PeakKind.RESERVED)
     return next((kind for kind in by_precedence if kind in words), PeakKind.ALLOCATED)

@@ -156,6 +156,7 @@ def canonical_cell(column: str, text: str) -> str:
 def _canonical_number(column: str, text: str) -> str:
     """Drop separators of thousands and a zero after the point; leave any other text as it is."""
     plain = text
+    # Whole groups of three alone: "4,5" may be a decimal number.
     if re.fullmatch(r"\d{1,3}([,_]\d{3})+(\.\d+)?", text):
         plain = text.replace(",", "").replace("_", "")
     in_k = re.fullmatch(r"(\d+) ?[kK]", plain)
@@ -176,6 +177,7 @@ def fill_from_layout(cells: Mapping[str, str]) -> dict[str, str]:
     devices = cells.get("num_gpus", "")
     layout = parse_layout(text, world_size=whole_number(devices, otherwise=1))
     stated = _cells_of_layout(layout, explicit_fields(text))
+    # A column of its own wins over the text of the layout.
     empty = {column: value for column, value in stated.items() if not cells.get(column)}
     return {**cells, **empty}
 

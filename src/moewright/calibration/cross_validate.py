@@ -68,6 +68,7 @@ def calibrate_as_shipped(row: MeasuredRow) -> Calibration:
     if not is_mixed:
         return Calibration(log_sd=hypot(step_sd, of_stack))
     run = run_from_row(row)
+    # Beyond the noise of a row that is described in full, which step_sd has in it.
     extra = sqrt(max(0.0, run.noise**2 - RUN_NOISE**2))
     return Calibration(step_s=run.prepared.step_s(()), log_sd=hypot(step_sd, extra, of_stack))
 
@@ -155,6 +156,7 @@ def calibrate_leaving_out(
     runs = _weigh_runs(timed)
     own_runs = _weigh_runs(timed, {row.id for row in timed}) if own_rows else runs
     run_of_row = {run.id: run for run in runs}
+    # Once: every fold starts from it, with its derivatives.
     fit_of_all = fit_constants(runs)
     peaks = _unexplained_peaks(rows)
     own_key = tuple(dict.fromkeys((*columns, *own_columns)))
@@ -247,6 +249,7 @@ def _unexplained_peaks(rows: Sequence[MeasuredRow]) -> list[_UnexplainedPeak]:
             continue
         prediction = estimate(row.model, row.workload, row.hardware, row.layout)
         missing = (row.peak.value - predict_peak(row, prediction)) * row.peak.unit_bytes
+        # The prediction has the hardware's own value in it, whose place the fitted one takes.
         unexplained_bytes = missing + Constants(row.hardware)[_STACK_BYTES]
         peaks.append(_UnexplainedPeak(row=row, unexplained_bytes=unexplained_bytes))
     return peaks

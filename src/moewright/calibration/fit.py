@@ -329,6 +329,7 @@ class Fit:
         """Return the constants with the uncertainty that they would have after measuring `run`."""
         gradient = self.log_time_gradient(run)
         seen = self._covariance @ gradient
+        # Sherman-Morrison: the covariance with one more row, without a fit.
         information = run.noise**2 + float(gradient @ seen)
         covariance = self._covariance - np.outer(seen, seen) / information
         return self._fitted_constants(site, covariance)
@@ -345,6 +346,7 @@ class Fit:
             is_constant = np.array([part == index for part, _ in self.parts.parts])
             is_part = np.where(members & is_constant, 1.0, 0.0)
             prior_sd = sqrt(float((is_part * self._spreads**2).sum()))
+            # The logarithm of a value is the sum of its shared and own parts, which are correlated.
             sd = sqrt(float(is_part @ covariance @ is_part))
             constants.append(
                 FittedConstant(name=free.name, prior=prior, value=value, prior_sd=prior_sd, sd=sd)
@@ -399,6 +401,7 @@ def fit_constants(
         ]
     )
     log_shifts = start.log_shifts.copy() if start else np.zeros(len(unknowns.parts))
+    # Residuals in deviations of their own noise.
     weights = np.array([run.weight / run.noise for run in runs])
     jacobian = None
     errors = np.zeros(0)
@@ -413,6 +416,7 @@ def fit_constants(
             jacobian = _jacobian(runs, unknowns, log_shifts, errors)
         move, hessian = _solve(jacobian, errors, weights, log_shifts, spreads)
         largest = float(np.abs(move).max())
+        # Derivatives hold nearby alone: a longer move is cut short.
         log_shifts = log_shifts + move * min(1.0, _LARGEST_MOVE / max(largest, 1e-12))
         if largest < _CONVERGED:
             break
@@ -438,9 +442,11 @@ def _solve(
     hessian: Vector = np.diag(1 / spreads**2)
     for _ in range(_REWEIGHTINGS):
         left = np.abs((errors + jacobian @ move) * weights)
+        # Huber's loss as a weighted square: c / |r| beyond c, whose root scales a row.
         robust = weights * np.sqrt(np.minimum(1.0, _HUBER / np.maximum(1e-9, left)))
         scaled = jacobian * robust[:, None]
         hessian = scaled.T @ scaled + np.diag(1 / spreads**2)
+        # The second term pulls every shift towards its prior.
         gradient = scaled.T @ (errors * robust) + log_shifts / spreads**2
         previous = move
         move = np.asarray(-np.linalg.solve(hessian, gradient), dtype=np.float64)

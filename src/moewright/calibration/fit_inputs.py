@@ -291,6 +291,7 @@ def _neighbouring_layouts(layout: Layout) -> Iterator[Layout]:
         searched = [kind for kind in DispatcherKind if kind.facts.is_searched]
         for dispatcher in (DEFAULT_LAYOUT.dispatcher, *searched):
             yield replace(layout, dispatcher=dispatcher)
+        # Switched: on where it is off.
         yield replace(layout, overlap=tuple(sorted({*layout.overlap} ^ {Overlap.EP})))
     for recompute in ((), (Recompute.FULL,), (Recompute.LAYERNORM, Recompute.MOE_ACT)):
         yield replace(layout, recompute=recompute)

@@ -40,6 +40,7 @@ def weigh_own_runs(
         [log(run.measured_s / step_s) for run, step_s in zip(runs, predicted, strict=True)]
     )
     covariance = LEFT_OPEN_SD**2 * likeness(run_distances(choices, choices))
+    # What a run has alone, and carries over to none.
     covariance += RUN_NOISE**2 * np.eye(len(runs))
     solved = np.linalg.solve(covariance, np.clip(left_open, -_LARGEST, _LARGEST))
     return tuple(
@@ -65,11 +66,14 @@ def choose_telling_runs(choices: Sequence[Collection[str]], count: int) -> tuple
     chosen: list[int] = []
     for _ in range(min(count, len(choices))):
         variances = np.diag(covariance)
+        # What a measured run takes off the variance of every other: cov^2 / (var + noise).
         told = (covariance**2).sum(axis=0) / (variances + RUN_NOISE**2)
+        # A second measurement of a chosen run would still tell a little.
         told[chosen] = -1.0
         best = int(np.argmax(told))
         chosen.append(best)
         seen = covariance[:, best] / (variances[best] + RUN_NOISE**2)
+        # The covariance of all, given the run that was chosen.
         covariance = covariance - np.outer(seen, covariance[best])
     return tuple(sorted(chosen))
 

@@ -25,6 +25,7 @@ from moewright.spec.workload import Workload
 # Readings are kept, the likeliest first, until they make up this share, and at most so many.
 _KEPT_SHARE = 0.9
 _MOST_READINGS = 6
+# Shares that add up to one half may fall short of it by rounding.
 _HALF = 0.5 - 1e-9
 _PEAK_ERROR = 0.06  # of a predicted peak, where what is kept is not stated in full
 _SURE = 0.9  # probability of fitting above which readings with more recompute are not estimated
@@ -53,6 +54,7 @@ def likely_readings(
         share = reading.share + (earlier.share if earlier else 0.0)
         merged[job] = replace(reading, share=share)
     ordered = sorted(merged.values(), key=lambda reading: -reading.share)
+    # Nothing else that is left open changes memory by much: one policy for all needs no estimate.
     if len({reading.layout.recompute for reading in ordered}) > 1:
         ordered = _weigh_by_memory(model, hardware, ordered)
     kept: list[Reading] = []
@@ -82,6 +84,7 @@ def _weigh_by_memory(
             if probability[recompute] > _SURE:
                 break
     weighed = [
+        # Those behind the first that surely fits were not estimated: they count as fitting.
         replace(reading, share=reading.share * probability.get(reading.layout.recompute, 1.0))
         for reading in readings
     ]
@@ -142,4 +145,5 @@ class NaturalStep:
         by_name = {constant.name: constant.value.value for constant in constants}
         scale = by_name.get(LOAD_SCALE, self._default)
         logs = [log(step.step_s(constants)) for step in self._steps]
+        # Beyond the prepared multiples np.interp holds the last value.
         return exp(float(np.interp(log(scale), np.log(self._scales), logs)))

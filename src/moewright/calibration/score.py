@@ -225,6 +225,7 @@ def _predict(row: MeasuredRow, calibration: Calibration) -> _PredictedRow:
     prediction = estimate(row.model, row.workload, hardware, row.layout)
     tokens_per_s = prediction.tokens_per_s_per_device
     if calibration.step_s is not None:
+        # The speed of the estimate, at the step over all readings.
         tokens_per_s *= prediction.step_s / calibration.step_s
     return _PredictedRow(
         scored=_score_row(row, calibration, prediction, tokens_per_s),

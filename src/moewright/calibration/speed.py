@@ -117,6 +117,7 @@ def _flops_per_token(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -
     causal_half = sum(
         mixers.attention_flops(model, layer, seq_len, seq_len) for layer in range(model.layers)
     )
+    # The half that a causal mask hides, as much again as was counted.
     return counted + flops.TRAIN_TO_FORWARD_RATIO * causal_half // seq_len
 
 
@@ -132,7 +133,9 @@ def megatron_flops_per_token(model: ModelSpec, seq_len: int) -> int:
     if spec is None or spec.kind is not RecurrentKind.MAMBA2:
         return counted
     layers = model.mixers.count(MixerKind.RECURRENT)
+    # FLOPs of a channel of values: three columns of projections, and 7 an element of the state.
     wider = layers * (6 * h + 7 * spec.key_dim) * (2 * h - spec.value_width)
+    # A projection [h, 2 h] of a token.
     projections = model.mtp_layers * 4 * h * h
     return counted + flops.TRAIN_TO_FORWARD_RATIO * (wider - projections)
 

@@ -258,6 +258,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float6
     array = np.array(values)
     _, index, counts = np.unique(array, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
+    # The mean of the places that equal values take.
     ranks: np.ndarray[tuple[int], np.dtype[np.float64]] = (last - (counts - 1) / 2)[index]
     return ranks
 
@@ -434,6 +435,7 @@ def _expect_optimism(options: Sequence[_Option]) -> float:
         [option.unproven for option in options],
         Constants(options[0].row.hardware),
     )
+    # Seconds a token: optimism is that of a step.
     return expected_optimism([1 / option.predicted for option in options], covariance)
 
 

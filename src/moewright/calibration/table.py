@@ -185,6 +185,7 @@ def _read_lines(path: Path) -> list[dict[str, str]]:
         raise _table_error(path, "is not a regular file")
     try:
         with (
+            # Spreadsheets begin a file with a byte-order mark; csv reads line ends itself.
             path.open(encoding="utf-8-sig", newline="") as file,
             budget(str(path), file_bytes=path.stat().st_size),
         ):

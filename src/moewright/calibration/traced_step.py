@@ -67,6 +67,7 @@ def calibrate_on_trace(
     What they leave open of the step is carried over to runs that make the same choices, as those of
     a fit are.
     """
+    # Own runs move a whole step: beside them constants would not add up to it.
     priced = replace(hardware, count=row.layout.world_size, own_runs=())
     scaled = _ScaledSeconds(priced, row)
     factors = list(_compare_kinds(scaled, traced))
@@ -102,6 +103,7 @@ class _ScaledSeconds:
     def of_constants(self, names: Sequence[str]) -> float:
         values = Constants(self._hardware)
         larger = self._estimate({name: values[name] * (1 + _STEP) for name in names})
+        # d step / d log c: the seconds that are proportional to the constants.
         return max(0.0, (sum(larger.values()) - self.step_s) / _STEP)
 
     def _estimate(self, values: Mapping[str, float]) -> dict[TimePart, float]:
@@ -113,6 +115,7 @@ class _ScaledSeconds:
         hardware = replace(self._hardware, constants=(*kept, *changed))
         told = estimate(self._row.model, self._row.workload, hardware, self._row.layout)
         return {
+            # A trace has kernels whether they show in the step or not.
             share.part: share.seconds + share.hidden_s
             for share in told.shares
             if share.part not in _OUTSIDE
@@ -134,6 +137,7 @@ def _compare_kinds(
     if product_factor:
         answer.append(("products", _PRODUCTS, product_factor))
     if has_groups and (factor := _find_factor(traced.grouped, grouped_s, scaled.step_s)):
+        # The scale of grouped products multiplies that of all products (cost.time.op_time).
         answer.append(("products of experts", _GROUPED, factor / (product_factor or 1.0)))
     for kind, names, seconds in (
         ("attention", _ATTENTION, traced.attention),

@@ -131,8 +131,10 @@ class CandidatePool:
         for group in degree_groups(self._space):
             if degrees is None or layer_degrees(group.layout) in degrees:
                 self._groups += self._screener.bound(group)
+        # The overlaps of a group in a row: the screener keeps the memory of the last group alone.
         for _, bounded_groups in groupby(self._order_groups(), key=lambda item: id(item.group)):
             self._screen_group(bounded_groups)
+        # Before the last trim lowers `below_s`, by which groups that were scored are told apart.
         self._note_unscored_least()
         self._trim()
         picked, self.picked_below_s = select_best(self._candidates, self._picked_from)
@@ -166,8 +168,10 @@ class CandidatePool:
 
     def add_scores(self, scores: GroupScores) -> None:
         """Count the candidates of a group, and keep its best ones."""
+        # Within one deviation the verdict of an estimate is uncertain (cost.memory.peak).
         may_fit = scores.legal & (scores.peak_bytes <= self._limit + scores.sd_bytes)
         is_safe = scores.legal & (scores.peak_bytes <= self._screener.safe_bytes(scores.sd_bytes))
+        # Infinite bytes stand for states that host memory does not hold (screening_memory).
         overflows = scores.legal & np.isinf(scores.peak_bytes)
         self.without_host_room += int(np.count_nonzero(overflows))
         self.without_room += int(np.count_nonzero(scores.legal & ~may_fit & ~overflows))
@@ -303,6 +307,7 @@ class CandidatePool:
         """Add the best way to run each pipeline."""
         for place in self._list_best(scores, mask, below_s=self.below_s):
             self._candidates.append(self._candidate(scores, place))
+        # Now and then: to sort after every group would cost more than the candidates it drops.
         if len(self._candidates) > 4 * self._keep:
             self._trim()
 
@@ -323,6 +328,7 @@ class CandidatePool:
         gambles = sorted((*self._gambles, *added), key=_bound_s)
         kept: dict[tuple[int, ...], Candidate] = {}
         for candidate in gambles:
+            # Sorted before: the first of each set of degrees is its best.
             kept.setdefault(candidate.degrees, candidate)
         likeliest_gamble = max(
             gambles, key=lambda candidate: candidate.fit_probability(self._limit)
@@ -357,8 +363,10 @@ class CandidatePool:
     def _simulate(self, candidate: Candidate) -> Candidate:
         stall_s = self._screener.stall_s(candidate.layout)
         if candidate.uncovered_s:
+            # While collectives outlast the micro-batches, stalls of the pipeline cost no more.
             stall_s = max(0.0, stall_s - candidate.uncovered_s)
         step_s = candidate.step_s + stall_s
+        # It depends on choices alone, which simulation does not change.
         factor = candidate.bound_s / candidate.step_s
         return replace(candidate, step_s=step_s, bound_s=step_s * factor)
 
@@ -392,6 +400,7 @@ class CandidatePool:
         place = tuple(map(int, np.unravel_index(int(masked.argmin()), masked.shape)))
         known_s = np.inf
         if key in table:
+            # By identity: bounds and steps may be equal arrays.
             known_s = table[key].bound_s if seconds is scores.bound_s else table[key].step_s
         if masked[place] < known_s:
             table[key] = self._candidate(scores, place)

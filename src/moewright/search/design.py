@@ -280,6 +280,7 @@ def rank_by_flops(
     """
     speeds = [flops_per_s / model_flops_per_token(shape, workload.seq_len) for shape in shapes]
     counts = [
+        # Of one token: the goal says how many there are to be.
         goal.count_tokens(describe_like(shape, base, 1.0), speed)
         for shape, speed in zip(shapes, speeds, strict=True)
     ]
@@ -294,6 +295,7 @@ def rank_by_flops(
         keys = [seconds for _, _, seconds in able]
     else:
         described = [describe_like(shape, base, tokens) for shape, tokens, _ in able]
+        # Any reference orders them alike: it moves all predictions by the same amount.
         middle = described[len(described) // 2]
         keys = [prediction.loss for prediction in predict_losses(described, middle)]
     return [able[place][0] for place in sorted(range(len(able)), key=keys.__getitem__)]

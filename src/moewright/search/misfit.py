@@ -181,6 +181,8 @@ def _find_enough(hardware: Hardware, find: Callable[[Hardware], Plan | None]) ->
             return None
         plan = find(replace(hardware, count=more))
     node = hardware.fabric.devices_per_node
+    # Bisection takes for granted that more nodes hold what fewer do; counts with other divisors
+    # may fit better or worse, so that `enough` is the fewest of those tried.
     while more - fewer > node:
         count = (fewer + more) // 2 // node * node
         if count <= fewer:

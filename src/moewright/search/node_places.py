@@ -92,6 +92,7 @@ class _Pricer:
             self.seen[key] = estimate(
                 self.plan.model, self.plan.workload, replace(hardware, fabric=fabric), layout
             ).step_s
+        # The second number decides between equal steps: what no step waits for may still gain.
         return self.seen[key], sum(crossing.ring + crossing.exchange for crossing in crossings)
 
 
@@ -119,6 +120,7 @@ def place_nodes(plan: Plan) -> NodePlaces:
     own_places = list_places(fabric, domains)
     layouts = _list_layouts(plan)
     pricer = _Pricer(plan=plan)
+    # The scheduler's order first: of equal prices min keeps the earlier.
     best = (pricer.price(plan.layout, own_places), plan.layout, own_places)
     given_s = best[0][0]
     tried = 1
@@ -225,6 +227,7 @@ def _describe_unit(members: Sequence[int], below: Sequence[TopologyLevel], size:
     for place in members:
         units.setdefault(place * size // below[-1].devices, []).append(place)
     shapes = (_describe_unit(part, below[:-1], size) for part in units.values())
+    # By text: shapes are numbers and tuples, which do not compare with each other.
     return tuple(sorted(shapes, key=repr))
 
 
@@ -299,6 +302,7 @@ _Priced = tuple[tuple[float, float], Layout, _Places]
 def _exchange_domains(pricer: _Pricer, best: _Priced, tries: int) -> _Priced:
     """Exchange two domains below different switches, drawn at random, where the step gains."""
     fabric = pricer.plan.hardware.fabric
+    # One seed: the same plan has the same places each time.
     draws = np.random.default_rng(0)
     for _ in range(max(0, tries)):
         _, layout, places = best

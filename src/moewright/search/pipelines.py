@@ -194,6 +194,7 @@ class PipelineBatch:
     def slowest_and_all(self, rank_values: Array) -> tuple[Array, Array]:
         """Return the largest of each pipeline, and the sum over its ranks: [pipelines, ...]."""
         weighted = rank_values * self.multiplicity.reshape(-1, *[1] * (rank_values.ndim - 1))
+        # No pipeline is without ranks: reduceat would give an empty segment the row after it.
         total = np.add.reduceat(weighted, self.rank_starts, axis=0)
         return _highest(rank_values, self._rank_rows), np.asarray(total)
 
@@ -328,6 +329,7 @@ class PipelineCache:
         key = group.pipelines, sequences, pass_sequences, is_paired
         if key not in self._batches:
             layouts = [self._layout(shape, cut.vpp_group, is_paired=is_paired) for shape in shapes]
+            # GBS / (mbs dp), with dp = N / (tp cp pp).
             micro_batches = [sequences * shape.pp // pass_sequences for shape in shapes]
             self._batches[key] = batch_pipelines(
                 group.pipelines,

@@ -156,6 +156,7 @@ class ProvenChoices:
                 for shape in pipelines.shapes
             )
         degrees = self._pipelines[pipelines] * self._holders([cut])
+        # A run proves a layout where it made the choices of all parts at once.
         counts = np.einsum("pr,ar,sr->pas", degrees, self._activations, self._states)
         return np.asarray(counts > 0)
 

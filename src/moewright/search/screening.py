@@ -240,6 +240,7 @@ class Screener:
         if not is_worth_pricing.any():
             too_large = self._too_large.setdefault(_sharding(base), [])
             too_large.append(_TooLarge(bounded=bounded, room_bytes=room_bytes))
+        # Views of one number: most groups are never priced.
         step = np.broadcast_to(np.inf, peak.shape)
         bound = step
         uncovered = np.broadcast_to(0.0, peak.shape)
@@ -247,6 +248,7 @@ class Screener:
         if is_worth_pricing.any():
             is_worth_pricing &= is_fast[:, :, None]
             has_room = bounded.legal & (peak <= self.safe_bytes(sd))
+            # The graphs and bytes of these are left as they are: only their time is not worked out.
             rows = np.flatnonzero(is_worth_pricing.any(axis=(1, 2)))
             is_worth_pricing[rows] &= ~self._is_needless(has_room[rows], base, group, rows)
             priced = _PricedGroup(
@@ -394,6 +396,7 @@ class Screener:
             pp=layout.pp,
             vpp=layout.vpp,
             micro_batches=pricer.sym.m,
+            # Scores have the transfers already.
             transfer_s=0.0,
         )
         stalled_s = build_pipeline(layout, pricer.sym.m).total_s(forward, backward) - float(closed)
@@ -433,6 +436,7 @@ class Screener:
         Shapes: [pipelines, activation policies, state policies] and [pipelines, state policies].
         """
         is_static = cut.dispatcher.facts.has_static_shapes
+        # Rules of compatibility ask of degrees whether they are above 1.
         key = group.pipelines, cut.overlap, is_static, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal:
             shapes = group.pipelines.shapes
@@ -524,7 +528,9 @@ class Screener:
         outrun: set[_TimingKey] = set()
         for key, own in exponents.items():
             for other, higher in exponents.items():
+                # Of classes that outrun each other, one has to stay.
                 is_rival = other not in outrun and other != key and other[1] == key[1]
+                # The higher exponent hides more of the host's time.
                 if is_rival and all(map(operator.ge, higher, own)):
                     outrun.add(key)
                     break

@@ -135,6 +135,7 @@ class ScreeningRisk:
             (self._states, (None, None, slice(None))),
         )
         missing: Array = group.missing[0]
+        # Half: the table is symmetric, so that each pair within a set counts twice.
         pairs: Array = 0.5 * (group.made @ self._apart @ group.made.T)[0, 0]
         for rows, place in blocks:
             within = 0.5 * np.einsum("ij,ij->i", rows.made @ self._apart, rows.made)
@@ -148,6 +149,7 @@ class ScreeningRisk:
         pairs = pairs + (self._activations.made @ self._apart @ self._states.made.T)[None]
         deviation = self._deviation(missing, pairs)
         if not self._counts_evidence:
+            # Times 0 for the shape alone.
             deviation = self._deviation(0 * missing, 0)
         own = self._own_factors(group, blocks)
         return PolicyFactors(
@@ -170,6 +172,7 @@ class ScreeningRisk:
             length = length + rows.length[place]
             shared = shared + rows.shared[place]
         of_runs = np.array([choice_distance(choices) for choices in self._own_choices])
+        # The size of a symmetric difference: |A| + |B| - 2 |A and B|.
         return own_run_factor(self._own_runs, length[..., None] + of_runs - 2 * shared)
 
     def _deviation(self, missing: Array | int, pairs: Array | int) -> Array:

@@ -57,6 +57,7 @@ class ScreeningTails:
             if len(ranks):
                 of_ranks = self._rank_tails(base, policy, batch, ranks)
                 places = batch.pipeline_of_rank[ranks]
+                # Several ranks fall on one pipeline: plain indices would keep the last of them.
                 np.maximum.at(tails[:, column], places, [tail.total_s for tail in of_ranks])
                 np.maximum.at(least[:, column], places, [tail.least_s for tail in of_ranks])
         return tails, least
@@ -224,6 +225,7 @@ class ScreeningTimes:
             }
         by_kind = {
             part.kind: layer.offloaded.sum(axis=1)
+            # Reversed, so that the first part of a kind is the one that stays in the mapping.
             for part, layer in reversed(list(zip(self.parts.layers, memory.layers, strict=True)))
             if part.offloads
         }
@@ -241,6 +243,7 @@ class ScreeningTimes:
         shared by groups that differ in EP and ETP alone.
         """
         chosen = self._with_tensor_overlap(cut)
+        # Without ep and etp, on which this choice does not depend.
         key = cut.tp, cut.cp, cut.mbs, timing.like
         if key not in self._context:
             layouts = [
@@ -359,6 +362,7 @@ class GroupTimes:
         Its sorts and waits are always shorter, so it is the fastest without further pricing.
         """
         times = self._times
+        # The plain exchange comes first, the library last (dispatcher_choices).
         first, *_, last = dispatcher_choices(times.space, self._cut)
         moe = next(kind for kind in times.parts.kinds if kind.is_moe)
         plain, dedup = (

@@ -153,6 +153,7 @@ def search(
         if plan:
             # A full estimate rounds bytes, which may turn the verdict on the very margin.
             (plans if is_safe(plan.estimate, rule) else gambles).append(plan)
+    # The pick stays in front, although another may have a bound that ties with it.
     plans[1:] = sorted(plans[1:], key=lambda plan: bound_s(plan.estimate, rule))
     least_s = bound_s(plans[0].estimate, rule) if plans else np.inf
     for candidate in pool.gambles():
@@ -289,6 +290,7 @@ def _fill_pool(
         )
         pool.screen_all()
         best_s = min((candidate.bound_s for candidate in pool.picked_from()), default=0.0)
+        # Others were left out by closed forms, to which simulation only adds.
         if best_s <= pool.picked_below_s or picked_from > _MAX_KEPT:
             return pool
         picked_from *= 4
@@ -360,6 +362,7 @@ def _departures(
             0, f"{LEAST_PARALLELISM}: tp x cp x pp of {least}, not {parallel}"
         )
         wishes.insert(0, _wish_for_least(least))
+    # All wishes at once, as a group that several may find theirs in is scored once.
     results = iter(pool.find_each(wishes, below_s=below_s))
     followers = [next(results)] if departs_from_least else []
     followers += [

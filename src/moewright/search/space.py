@@ -467,6 +467,7 @@ def _tensor_degrees(space: SearchSpace) -> Iterator[int]:
     world = space.hardware.count
     for tp in divisors(world):
         if tp <= space.hardware.fabric.domain_size:
+            # Without other degrees, so that a reason that names tp is about the model's widths.
             alone = replace(Layout(world_size=world), tp=tp, sp=tp > 1)
             reasons = check_legality(space.job(alone))
             if not any(reason.field == "layout.tp" for reason in reasons):
@@ -501,6 +502,7 @@ def _pipeline_shapes(space: SearchSpace) -> Iterator[PipelineShape]:
     """Yield every even split, and layout strings whose ends hold more or fewer layers."""
     base = space.base
     for pp in _axis(space, "pp", divisors(space.hardware.count)):
+        # Sorted: the order of a set of strings differs from process to process.
         for vpp, stages in sorted(_splits(space, pp)):
             shape = PipelineShape(pp=pp, vpp=vpp, stages=stages)
             if ("vpp" not in space.fixed or vpp == base.vpp) and _is_permitted(space, shape):
