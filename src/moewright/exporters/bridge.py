@@ -244,6 +244,7 @@ def render_bridge_recipe(plan: Plan, files: RunFiles = NO_FILES) -> Python:
             section, field = places[name]
             value = _python_value(options[name], tuple(values))
             settings.setdefault(section, []).append((field, value))
+        # The shape is the provider's, from Hugging Face.
         elif name not in shape_flags and name not in _ELSEWHERE:
             raise AssertionError(f"{name} has no place in Megatron Bridge")
     tail = map(Python.write, _TAIL)
@@ -261,6 +262,7 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
     is_converted = find_family(model.family).architecture in list_converted()
     find_refusals = provider_refusals if is_converted else core_refusals
     yield from find_refusals(plan_job(plan), plan.hardware)
+    # The recipe fetches the config by this name when it runs.
     if "/" not in model.name or model.name not in catalogue.model_names():
         rule = "Megatron Bridge takes models by their Hugging Face name"
         nearest = "Qwen/Qwen3-30B-A3B"
@@ -277,6 +279,7 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
     if ramp:
         rule = "Megatron Bridge has batches of one size"
         yield Reason(field="workload.ramp_start", value=str(ramp), rule=rule, nearest="0")
+    # Dropout has fields in the recipe.
     trainer = replace(plan.workload.trainer, attention_dropout=0.0, hidden_dropout=0.0)
     is_muon = plan.workload.optimizer.matrix_update is MatrixUpdate.MUON
     if trainer != TrainerSpec() or is_muon or (plan.layout.shard and plan.layout.zero == 1):
@@ -322,12 +325,14 @@ def _places(options: Mapping[str, MegatronOption]) -> Mapping[str, tuple[str, st
         field.facts.megatron: ("model", options[field.facts.megatron].dest)
         for field in PLAIN_FIELDS
     }
+    # The last one wins: Bridge's own names go before those of Megatron-LM.
     return plain | places | _RENAMED
 
 
 def _python_value(option: MegatronOption, values: tuple[str, ...]) -> Python:
     """Return the values of a flag as a Python expression."""
     name = option.name
+    # A switch is among the flags only where it is on.
     if option.value_count == "0":
         return _constant(True)
     if name in ("--exp-avg-dtype", "--exp-avg-sq-dtype"):
@@ -403,7 +408,9 @@ def _model_fields(plan: Plan) -> Iterator[_Field]:
     """Yield fields that have no flag, and those that a provider may come with switched on."""
     layout = plan.layout
     yield "pipeline_dtype", _pipeline_dtype(plan.workload.precision)
+    # None takes away depths that the config on Hugging Face has.
     yield "mtp_num_layers", _constant(plan.model.mtp_layers or None)
+    # Elsewhere the flag of virtual stages sets it.
     if layout.vpp == 1 or layout.stages:
         yield (
             "virtual_pipeline_model_parallel_size",
@@ -465,6 +472,7 @@ def _default_fields(plan: Plan, files: RunFiles) -> Iterator[tuple[str, list[_Fi
     yield (
         "scheduler",
         [
+            # Both ends are the same: it does not move.
             ("start_weight_decay", weight_decay),
             ("end_weight_decay", weight_decay),
             ("weight_decay_incr_style", _constant("constant")),
@@ -507,10 +515,12 @@ def _dataset_fields(plan: Plan) -> Iterator[_Field]:
     yield "random_seed", _constant(workload.seed)
     yield "seq_length", _constant(workload.seq_len)
     if data.train and data.heldout:
+        # The third is a test split, which no run here has.
         blends = [_format_blend(data.train), _format_blend(data.heldout), None]
         yield "blend_per_split", _constant(blends)
     elif data.train:
         yield "blend", _format_blend(data.train)
+        # All of the corpus trains.
         yield "split", _constant("1,0,0")
     else:
         yield "blend", _constant(None)

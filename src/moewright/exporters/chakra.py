@@ -100,6 +100,7 @@ def _number_groups(layout: Layout) -> dict[tuple[int, ...], int]:
     for name in grid.GROUPS:
         if grid.group_size(layout, name) > 1:
             for ranks in grid.all_groups(layout, name):
+                # Groups of two names that have the same ranks are one.
                 ids.setdefault(tuple(sorted(ranks)), len(ids) + 1)
     return ids
 
@@ -140,6 +141,7 @@ class _Chain:
         after = self.tail + self.open if joins else self.tail
         if joins:
             self.open = ()
+        # A node of no length is needed only where several ends meet.
         if micros or len(after) > 1:
             self.tail = (self.add(name, NodeType.COMPUTE, after=after, micros=micros),)
 
@@ -179,6 +181,7 @@ class _StageTrace:
         }
         ledger = next(ledger for ledger in plan.estimate.ledgers if ledger.pp_rank == pp_rank)
         kinds = [KINDS[kind] for kind in rows.kind[pp_rank].tolist()]
+        # Gradients of weights alone need no other rank.
         count = sum(kind is not RowKind.W for kind in kinds)
         in_rows, after_rows = _share_calls(plan, ledger.comm, count)
         turn = 0
@@ -218,6 +221,7 @@ class _StageTrace:
         for call in calls:
             chain.compute(name, slice_s)
             self._collect(call)
+        # The row is over when what runs beside it is.
         chain.compute(name, slice_s, joins=True)
         target = p2p.output_stage(layout, kind, stage) if kind is not RowKind.W else None
         if target is not None:
@@ -232,6 +236,7 @@ class _StageTrace:
         if peer_rank == self._pp_rank:
             return None
         micro_batches = self._plan.estimate.micro_batches
+        # Both ends find the same tag, and no other transfer has it.
         tag = (into * micro_batches + micro_batch) * 2 + (row is RowKind.B)
         verb = "send" if kind is NodeType.SEND else "receive"
         attributes: tuple[tuple[str, int], ...] = (("comm_size", _stage_bytes(self._plan)),)
@@ -251,6 +256,7 @@ class _StageTrace:
         shares = self._plan.estimate.shares
         update_s = sum(share.seconds for share in shares if share.part is TimePart.OPTIMIZER)
         for call in calls:
+            # Gradients meet before the update, weights after it.
             if call.op is not Collective.ALL_GATHER:
                 self._collect(call)
         chain.compute("optimizer", update_s, joins=True)
@@ -280,6 +286,7 @@ class _StageTrace:
                 yield message + _ends(kind, rank, rank + (peer_rank - self._pp_rank) * step, tag)
             else:
                 ring = members[self._groups[number]]
+                # A rank sends to the next of the ring and receives from the one before.
                 side = 1 if kind is NodeType.SEND else -1
                 peer = ring[(ring.index(rank) + side) % len(ring)]
                 # A send and the receive behind it have one tag, which both ends number alike.
@@ -300,6 +307,7 @@ def _stage_bytes(plan: Plan) -> int:
     for ledger in plan.estimate.ledgers:
         for row in ledger.comm:
             if row.op is Collective.P2P and row.group == "pp":
+                # Stages pass on activations of one size.
                 return row.bytes // row.calls
     return 0
 
@@ -321,12 +329,14 @@ def _share_calls(
         part = _MICRO_BATCH_GROUPS.get(row.group, TimePart.DP_COMM)
         hidden = _hidden_share(plan, part)
         is_shared = row.group in _MICRO_BATCH_GROUPS
+        # A group over stages meets when all of them have ended their rows.
         is_state = not is_shared and "pp" not in grid.GROUPS[row.group]
         calls_in_rows = row.calls
         if not is_shared:
             calls_in_rows = round(hidden * row.calls) if is_state else 0
         for place in range(row.calls):
             nbytes = _part(row.bytes, row.calls, place)
+            # Hidden ones are evenly among the others, as many as the share says.
             is_hidden = is_state or int((place + 1) * hidden) > int(place * hidden)
             call = _TraceCall(op=row.op, group=row.group, nbytes=nbytes, is_hidden=is_hidden)
             if place < calls_in_rows:
@@ -415,6 +425,7 @@ def _reached_bandwidths(plan: Plan) -> tuple[float, float]:
             span = collectives.span(plan.layout, row.group)
             call_bytes = row.bytes / row.calls
             level = int(not span.is_inside_domain)
+            # The network's file has the latency by itself.
             call_s = collectives.seconds(row.op, span, call_bytes) - latencies_s[level]
             sent_bytes[level] += row.calls * _sent_bytes(row.op, span.size, call_bytes)
             seconds[level] += row.calls * call_s

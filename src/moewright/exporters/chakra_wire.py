@@ -69,6 +69,7 @@ def encode_trace(nodes: Iterable[bytes]) -> Iterator[bytes]:
 
 def _varint(value: int) -> bytes:
     encoded = bytearray()
+    # Seven bits a byte, the lowest first; the high bit says that more follow.
     while value > 127:
         encoded.append(value & 127 | 128)
         value >>= 7
@@ -77,6 +78,7 @@ def _varint(value: int) -> bytes:
 
 
 def _number(field: int, value: int) -> bytes:
+    # A key is the field's number and, in its three lowest bits, the wire type.
     return _varint(field << 3 | _VARINT) + _varint(value)
 
 

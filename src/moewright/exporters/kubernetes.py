@@ -67,6 +67,7 @@ def render_train_job(
     }
     resources = dict(_list_resources(launch, plan.hardware))
     if resources:
+        # Devices cannot be overcommitted: Kubernetes wants both to be equal.
         trainer["resourcesPerNode"] = {kind: dict(resources) for kind in ("requests", "limits")}
     exported = (*launch.exported, *((item.name, item.value) for item in launch.transport))
     if exported:
@@ -83,6 +84,7 @@ def render_train_job(
         "spec": {"runtimeRef": runtime, "trainer": trainer},
     }
     documents = (_render_runtime(launch), document)
+    # They say what Megatron-LM needs besides the plan; our engine has the job.
     comments = () if job else comment_lines(plan, Yaml, files)
     reasons = (
         Yaml.comment("{}={}: {}", item.name, item.value, item.reason) for item in launch.transport
@@ -121,6 +123,7 @@ def _render_runtime(launch: LaunchSpec) -> dict[str, Any]:
             }
         ]
     }
+    # A run that saves nothing would begin at its first step again.
     if launch.runs_engine or launch.save:
         jobs = {"failurePolicy": {"maxRestarts": JOB_RESTARTS}, **jobs}
     return {

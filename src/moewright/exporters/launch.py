@@ -64,6 +64,7 @@ def build_launch_spec(
     else:
         lines = ((TRAINER,), *megatron_flags(plan, files))
     save = ""
+    # Our engine saves in its run folder.
     if not job and plan.workload.checkpoint.every_steps:
         save = files.save
     return LaunchSpec(
@@ -92,6 +93,7 @@ def _list_folders(workload: Workload, save: str) -> Iterator[tuple[str, str]]:
         for part in parse_data_paths(text)
         if part.path.startswith("/")
     ]
+    # A corpus is named by what its two files' names begin with.
     parents = dict.fromkeys(str(PurePosixPath(path).parent) for path in corpora)
     for number, parent in enumerate(parents, 1):
         yield ("data" if number == 1 else f"data-{number}"), parent
@@ -101,6 +103,7 @@ def label_job(name: str) -> str:
     """Return a model's name as schedulers take it: small letters, digits and dashes."""
     short_name = name.rpartition("/")[2].casefold()
     label = re.sub(r"[^a-z0-9]+", "-", short_name).strip("-")[:_LONGEST_NAME].strip("-")
+    # Kubernetes' names begin with a letter.
     if label[:1].isalpha():
         return label
     return f"job-{label}".strip("-")

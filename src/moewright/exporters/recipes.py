@@ -51,6 +51,7 @@ def list_recipes() -> tuple[TrainingRecipe, ...]:
 
 def find_recipe(model: ModelSpec) -> TrainingRecipe:
     """Return the recipe of a model, of its family, or what is usual."""
+    # The last recipe is of any family.
     return next(
         recipe
         for recipe in list_recipes()
@@ -70,6 +71,7 @@ def apply_recipe(workload: Workload, model: ModelSpec) -> Workload:
     has_loss = any(getattr(loss, name) for name in _BALANCE)
     is_balanced = has_loss or (model.moe is not None and model.moe.router.selection_bias)
     for name in _BALANCE:
+        # Beside a bias DeepSeek-V3 has a small loss within sequences.
         if model.moe is None or has_loss or (is_balanced and name != "seq_aux_coeff"):
             values.pop(name, None)
     if model.moe is None:

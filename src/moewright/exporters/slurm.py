@@ -91,6 +91,7 @@ def sbatch_lines(launch: LaunchSpec, *, output: str) -> Iterator[Shell]:
 def _restart_lines(launch: LaunchSpec) -> Iterator[Shell]:
     if launch.runs_engine:
         yield Shell.write("#SBATCH --signal=TERM@{}", _WARNING_S)
+    # What saves nothing would begin at its first step again.
     if launch.runs_engine or launch.save:
         yield Shell.write("#SBATCH --requeue")
         yield Shell.write("#SBATCH --open-mode=append")
@@ -143,6 +144,7 @@ def _saved_run_lines(launch: LaunchSpec, command: Shell) -> Iterator[Shell]:
     yield Shell.write("code=0")
     yield Shell.write("{} || code=$?", command)
     tracker = f"{launch.save}/{_TRACKER}"
+    # Before the first save there is no such file.
     yield Shell.write("saved=$(cat {} 2>/dev/null || echo 0)", tracker)
     yield Shell.write(
         'if [ "$saved" != {} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {} ]; then',
@@ -167,10 +169,12 @@ def torchrun_words(launch: LaunchSpec, torchrun: Shell = _TORCHRUN) -> Shell:
     if launch.image:
         paths = (Shell.write(",{}:{}", path, path) for _, path in launch.folders)
         container = Shell.write(
+            # Relative paths lead to the same files inside.
             ' --container-image={} --container-mounts="$PWD:$PWD"{} --container-workdir="$PWD"',
             launch.image,
             Shell.concat(paths),
         )
+    # Other nodes would wait for one that has failed.
     start = Shell.write("srun --kill-on-bad-exit=1{} {}", container, torchrun)
     if launch.save:
         start = Shell.write("{} --max-restarts {}", start, RANK_RESTARTS)
@@ -259,6 +263,7 @@ def render_trial_array(
     lines = (
         Shell.write("#!/bin/bash"),
         Shell.write("#SBATCH --output={}", folder.resolve() / "%a.txt"),
+        # From scripts of trials, where they were quoted.
         *map(Shell.trust, options),
         Shell.write("#SBATCH --array=0-{}%{}", len(scripts) - 1, at_once),
         Shell.write('case "$SLURM_ARRAY_TASK_ID" in'),
@@ -279,6 +284,7 @@ def _script_lines(
         yield Shell.write("#SBATCH --no-requeue")
         if start.sbatch:
             yield Shell.write("#SBATCH {}", Shell.trust(" ".join(start.sbatch.split())))
+    # Without -e: a failure is followed by the line that writes its code.
     yield Shell.write("set -uo pipefail")
     yield Shell.write("cd {}", folder)
     # A trial that is queued again begins anew.
@@ -310,5 +316,6 @@ def _script_lines(
         words = ("-m", "moewright", "train", PLAN_FILE, "--out", RUN_FOLDER)
         yield Shell.write("{} {}", starter, Shell.words(words))
     yield Shell.write("code=$?")
+    # Moved into place: a reader finds a whole file or none.
     yield Shell.write('echo "$code" > {}.part && mv {}.part {}', EXIT_FILE, EXIT_FILE, EXIT_FILE)
     yield Shell.write('exit "$code"')

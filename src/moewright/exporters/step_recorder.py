@@ -38,6 +38,7 @@ class StepRecorder:
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         path = Path(folder) / f"rank{self.rank:05d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Line by line: a run that is killed leaves all its steps.
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._probe_every = probe_every
         self._last_s = time.perf_counter()
@@ -64,6 +65,7 @@ class StepRecorder:
         """Return an iterator, or a list of them, whose waiting is counted as that for data."""
         if isinstance(iterator, list):
             return [self.time_data(item) for item in iterator]
+        # None is a rank that reads no data; the other is wrapped already.
         if iterator is None or hasattr(type(iterator), "recorded_next"):
             return iterator
         kind = type(iterator)
@@ -88,11 +90,13 @@ class StepRecorder:
 
     def _make_hook(self, name: str) -> Callable[[Any, Any, Any], None]:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            # A count is a kernel more in each layer: only in the steps that want it.
             if not self._counting:
                 return
             tokens = _count_tokens(output)
             if tokens is not None:
                 before = self._experts.get(name)
+                # Added on the device, which the host waits for once a step.
                 self._experts[name] = tokens if before is None else before + tokens
 
         return hook
@@ -109,6 +113,7 @@ class StepRecorder:
             "data_s": round(self._data_s, 9),
             "gc_s": round(self._gc_s, 9),
         }
+        # Not imported here: only a trainer brings it.
         torch = sys.modules.get("torch")
         has_device = torch is not None and torch.cuda.is_available()
         if torch is not None and has_device:
@@ -126,6 +131,7 @@ class StepRecorder:
             self._experts = {}
         self._counting = (self._steps + 1) % self._probe_every == 0
         self._file.write(json.dumps(record) + "\n")
+        # After the probe and the writing, which are of no step.
         self._data_s = self._gc_s = 0.0
         self._last_s = time.perf_counter()
 
@@ -182,6 +188,7 @@ def _probe(torch: Any, device: str) -> float:
     factor = torch.ones(size, size, device=device, dtype=dtype)
     least_s = float("inf")
     for _ in range(3):
+        # What a step left running is not of the product.
         if device == "cuda":
             torch.cuda.synchronize()
         started_s = time.perf_counter()
@@ -208,6 +215,7 @@ def _record_steps(
     state = {"calls": 0}
 
     def recorded(*args: Any, **options: Any) -> Any:
+        # The model is there when the first step is called.
         if experts and not state["calls"]:
             recorder.count_experts(find_model(args))
         number = find_number(args, options, state["calls"])
@@ -232,6 +240,7 @@ def record_megatron(
     def number(_args: tuple[Any, ...], options: dict[str, Any], calls: int) -> int:
         if options.get("iteration") is not None:
             return int(options["iteration"]) + 1
+        # The arguments have the step that the run began at.
         return int(getattr(training.get_args(), "iteration", 0)) + calls + 1
 
     recorder = StepRecorder(folder, probe_every=probe_every)

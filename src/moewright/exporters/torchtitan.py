@@ -179,6 +179,7 @@ def _training_fields(plan: Plan) -> dict[str, Any]:
         "max_context_length": workload.seq_len,
         "max_norm": workload.optimizer.clip_norm,
         "steps": training_steps(workload),
+        # Of what the optimizer updates; the two below are of passes and of sums.
         "dtype": "float32",
         "mixed_precision_param": "float32" if is_fp32 else "bfloat16",
         "mixed_precision_reduce": "float32",
@@ -190,10 +191,12 @@ def _parallelism_fields(plan: Plan) -> dict[str, Any]:
     layout = plan.layout
     sharded = 1
     if layout.zero == 3:
+        # 0 is over all of dp; cp is counted apart there.
         sharded = layout.shard // layout.cp or layout.dp
     fields: dict[str, Any] = {
         "data_parallel_shard_degree": sharded,
         "data_parallel_replicate_degree": layout.dp // sharded,
+        # torchtitan's default keeps weights gathered in a pipeline.
         "fsdp_reshard_after_forward": "always",
         "tensor_parallel_degree": layout.tp,
         "context_parallel_degree": layout.cp,

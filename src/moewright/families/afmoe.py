@@ -61,6 +61,7 @@ class _RotatedWindows:
             for layer in range(draft["layers"])
         )
         rotates = tuple(mixer is MixerKind.LOCAL_ATTENTION for mixer in mixers)
+        # () stands for all layers.
         draft["rope_layers"] = () if all(rotates) else rotates
 
     def write(self, model: ModelSpec, config: dict[str, Any]) -> None:

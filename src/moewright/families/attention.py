@@ -42,6 +42,7 @@ class KvHeads:
     def read(self, fields: FieldReader, draft: Draft) -> None:
         """Read the heads."""
         heads = draft["attention.heads"]
+        # A written null means a key head for each query head; a missing field may be a slip.
         has_default = self.is_optional or _KV_HEADS in fields
         kv_heads = fields.integer(
             _KV_HEADS,
@@ -195,6 +196,7 @@ class Window:
         if not window:
             if self.is_plain:
                 config["sliding_window"] = None
+            # Without the list a reader would make windows by `full_every` again.
             if self.full_every:
                 config["layer_types"] = write_local_words(model, SLIDING)
             return
@@ -212,6 +214,7 @@ class Window:
         if not window:
             raise fields.refusal("sliding_window", f"is missing while layer_types has {SLIDING}")
         draft["attention.sliding_window"] = window
+        # A period where there is one: `mixers` is for patterns that no period says.
         for every in range(1, len(kinds) + 1):
             if all((kind == SLIDING) == (layer % every == 0) for layer, kind in enumerate(kinds)):
                 draft["attention.window_every"] = every

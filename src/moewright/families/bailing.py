@@ -50,6 +50,7 @@ class _BailingRouter:
         draft["moe.router.renormalize"] = renormalize
         draft["moe.router.pre_softmax"] = not is_sigmoid and not renormalize
         draft["moe.router.selection_bias"] = is_sigmoid and has_bias
+        # DeepSeek-V3's rating of groups, by their two highest; softmax rates none.
         draft["moe.router.group_scores"] = 2 * is_sigmoid
         if is_sigmoid:
             ExpertGroups().read(fields, draft)

@@ -155,6 +155,7 @@ class Decoder:
         return (
             HIDDEN_SIZE,
             *self.layers,
+            # Before attention, whose window and rope ask for it.
             _MAX_POSITION,
             _DROPOUTS,
             *self.style,
@@ -166,5 +167,6 @@ class Decoder:
             self.positions,
             tie,
             INITIALIZER_RANGE,
+            # Behind the experts, which say which layers have no dense MLP.
             self.dense_width,
         )

@@ -36,6 +36,7 @@ class TopkMethod:
         """Read the method; the number of groups is read in both."""
         methods = ("greedy", "group_limited_greedy")
         method = fields.choice("topk_method", choices=methods, default="greedy")
+        # V2 rates a group by its highest expert; 0 rates none.
         draft["moe.router.group_scores"] = int(method == "group_limited_greedy")
 
     def write(self, model: ModelSpec, config: dict[str, Any]) -> None:

@@ -196,6 +196,7 @@ class CompressedRopes:
         theta = fields.number("rope_theta", low=1, high=MAX_THETA, default=USUAL_THETA)
         second_theta = fields.number("compress_rope_theta", low=1, high=MAX_THETA, default=160000.0)
         table = fields.table("rope_parameters") or fields.table("rope_scaling")
+        # Spellings of one table: the one that was not read counts as read too.
         fields.ignore("rope_parameters", "rope_scaling")
         plain, second = None, table
         if table is not None and "main" in table:
@@ -233,6 +234,7 @@ class CompressedRopes:
         scaling = table.choice("rope_type", "type", choices=("default", "yarn"), default="default")
         if scaling == "yarn":
             rope = read_scaling(table, replace(rope, scaling=scaling), max_position, rounds=True)
+            # Equal, so that cosines and sines do not grow.
             rope = replace(rope, mscale=1.0, mscale_all_dim=1.0)
         refuse_unread(table, f"is not known for rope type {scaling}")
         return rope

@@ -71,6 +71,7 @@ class Draft:
     def build(self, name: str) -> ModelSpec:
         """Build the model; a record that was read as a whole is taken as it is."""
         values = dict(self._values)
+        # Fields of experts that no layer has are read and left out.
         if not any(values["moe_layers"]):
             values = {field: v for field, v in values.items() if not field.startswith("moe.")}
             values["moe"] = None

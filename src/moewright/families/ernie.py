@@ -42,6 +42,7 @@ class ExpertRange:
         """Add the range and n, where the layers are such."""
         numbers = [layer for layer, is_moe in enumerate(model.moe_layers) if is_moe]
         first = numbers[0]
+        # A single layer: the n whose first multiple, counted from 1, it is.
         step = numbers[1] - first if len(numbers) > 1 else first + 1
         expected = [layer for layer in range(first, numbers[-1] + 1) if (layer + 1) % step == 0]
         if numbers != expected:

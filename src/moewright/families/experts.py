@@ -173,12 +173,14 @@ class ExpertGroups:
         if experts % groups:
             nearest = nearest_divisor(experts, groups)
             raise fields.refusal(GROUPS, f"must divide the {experts} experts", nearest)
+        # A router that rates no groups has one, whatever the fields say.
         if not draft["moe.router.group_scores"]:
             return
         chosen = draft["moe.router.top_k"]
         eligible = experts // groups * top_groups
         if chosen > eligible:
             rule = f"leaves {eligible} experts to choose {chosen} from"
+            # The fewest groups that hold enough experts.
             raise fields.refusal(TOP_GROUPS, rule, str(-(-chosen * groups // experts)))
         draft["moe.router.groups"] = groups
         draft["moe.router.top_groups"] = top_groups
@@ -272,6 +274,7 @@ class DenseFirst:
             low=0,
             high=layers,
             bound="num_hidden_layers",
+            # A tiny model may have fewer layers than the family has dense ones.
             default=min(self.default, layers),
         )
         step = fields.integer("moe_layer_freq", low=1, high=MAX_LAYERS, default=1)

@@ -185,12 +185,14 @@ def _clamp(value: Any, low: Any, high: Any) -> Any:
 
 
 def _is_whole_float(value: object) -> bool:
+    # Beyond 2^53 a float is no exact whole number.
     return isinstance(value, float) and value.is_integer() and abs(value) < 2**53
 
 
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
+    # The bound first: isfinite of an int beyond the largest float raises OverflowError.
     return abs(value) < 2**63 and math.isfinite(value)
 
 
@@ -210,6 +212,7 @@ def _format(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    # Python 3.11 refuses to write an int of more than 4,300 digits.
     if isinstance(value, int) and abs(value) >= 2**63:
         return "a huge integer"
     return _clip(str(value))

@@ -52,6 +52,7 @@ class JambaLayers:
         fields.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
         hidden = draft["hidden_size"]
         expand = fields.integer("mamba_expand", low=1, high=64, default=2)
+        # What transformers takes for "auto".
         rank = -(-hidden // 16)
         if fields.raw_value("mamba_dt_rank") != "auto":
             rank = fields.integer("mamba_dt_rank", low=1, high=MAX_HIDDEN, default=rank)
@@ -88,6 +89,7 @@ class ExpertPeriod:
     def write(self, model: ModelSpec, config: dict[str, Any]) -> None:
         """Add the period and the place of the first layer with experts."""
         numbers = [layer for layer, is_moe in enumerate(model.moe_layers) if is_moe]
+        # A single layer with experts: of a period of all layers.
         period = numbers[1] - numbers[0] if len(numbers) > 1 else model.layers
         config |= {"expert_layer_period": period, "expert_layer_offset": numbers[0] % period}
 

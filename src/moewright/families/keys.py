@@ -41,6 +41,7 @@ class Key(ABC):
         """Read the field of the model, by the spelling that is there."""
         value = self._take(fields, self._resolve(draft), draft)
         spellings = (name for name in self.names if fields.has_value(name))
+        # A later refusal names the bound as the config spells it.
         draft.spell(self.says, next(spellings, self.names[0]))
         draft[self.says] = value
 

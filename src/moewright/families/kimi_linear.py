@@ -47,6 +47,7 @@ class KimiDeltaLayers:
         else:
             full = table.sequence("full_attn_layers", max_length=layers) or ()
             kinds = [FULL if layer + 1 in full else LINEAR for layer in range(layers)]
+            # All that are not full.
             table.ignore("kda_layers")
             heads = table.integer("num_heads", low=1, high=MAX_HEADS)
             width = table.integer("head_dim", low=1, high=MAX_HEAD_DIM)

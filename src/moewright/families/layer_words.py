@@ -33,6 +33,7 @@ def read_layer_words(
         raise fields.refusal(name, f"must have num_hidden_layers={layers} entries", str(layers))
     for word in words:
         if word not in legal:
+            # The word is a file's: a line shows its beginning alone.
             shown = str(word)[:40]
             rule = (
                 f"holds {shown!r}, a mixer that moewright does not model; legal: {', '.join(legal)}"

@@ -165,6 +165,7 @@ NEMOTRON_LAYERS: tuple[Part, ...] = (
     Neutral(names=("mamba_proj_bias", "use_bias", "residual_in_fp32"), allowed=(False,)),
     Neutral(
         names=("time_step_limit", "mamba_dt_limit"),
+        # The second is how transformers writes infinity in JSON.
         allowed=([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
     ),
     OneWord(names=("mamba_hidden_act",), word="silu"),

@@ -65,6 +65,7 @@ class SparseStep:
     def write(self, model: ModelSpec, config: dict[str, Any]) -> None:
         """Add the dense layers as a list."""
         dense = [layer for layer, is_moe in enumerate(model.moe_layers) if not is_moe]
+        # With a step of 1 the list alone says which layers are dense, whatever their pattern.
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 

@@ -91,6 +91,7 @@ class Family:
         Raises:
             BadInput: the family has no form for what the model is.
         """
+        # It may be a model of a family that is written as this one.
         model = replace(model, family=self.model_type)
         config: dict[str, Any] = {
             "architectures": [self.architecture],

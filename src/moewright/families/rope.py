@@ -150,6 +150,7 @@ class Rope:
                 "high_freq_factor": rope.high_freq_factor,
             }
         table |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        # The pair that is read where a table has none.
         if (rope.mscale, rope.mscale_all_dim) != (1.0, 0.0):
             table |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
         if not self.rounds:
@@ -212,9 +213,11 @@ def _read_factor_lists(
     The magnitude where the table does not say is that of the paper.
     """
     name = "original_max_position_embeddings"
+    # Not 1, whose logarithm is divided by.
     outside = fields.integer(name, low=2, high=MAX_POSITION, default=max_position)
     original = table.integer(name, low=2, high=MAX_POSITION, default=outside)
     stretch = table.number("factor", low=1, high=_MAX_FACTOR, default=max_position / original)
+    # A context that is shorter than the original one is not stretched.
     magnitude = sqrt(1 + log(max(1.0, stretch)) / log(original))
     magnitude = table.number("attention_factor", low=0, high=1e3, default=magnitude)
     return replace(

@@ -75,4 +75,5 @@ def nested_families() -> Mapping[str, Family]:
 
 def find_family(model_type: str) -> Family:
     """Return the record of a family; one without a property for a model of none that is known."""
+    # Our own first: no package is imported for them.
     return FAMILIES.get(model_type) or known_families().get(model_type, _UNKNOWN)

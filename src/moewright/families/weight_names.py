@@ -82,6 +82,7 @@ class Nesting:
         """Return the name in such a folder of a tensor of a language model alone."""
         if name.startswith(_MODEL_PREFIX):
             return self.model + name.removeprefix(_MODEL_PREFIX)
+        # What is not of the model is its head.
         return self.head + name.removeprefix(_HEAD_PREFIX)
 
 
@@ -141,6 +142,7 @@ USUAL_LAYER_NAMES: LayerNames = MappingProxyType(
         "attention.conv.weight": (
             NamePattern(
                 names=("linear_attn.conv1d.weight",),
+                # A depthwise convolution has one channel a group.
                 unit_dim=1,
                 recurrent=True,
                 head_parts=("qkv",),
@@ -179,6 +181,7 @@ USUAL_LAYER_NAMES: LayerNames = MappingProxyType(
         "moe.shared.gate.weight": whole("mlp.shared_expert_gate.weight"),
         "moe.experts.gate_up.weight": (
             *gate_and_up("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+            # One tensor of all experts, the rows of gate before those of up.
             NamePattern(names=("mlp.experts.gate_up_proj",), dim_order=(0, 1, 2, 3), merged_dim=1),
         ),
         "moe.experts.down.weight": whole(

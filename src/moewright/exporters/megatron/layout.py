@@ -124,6 +124,7 @@ def _memory_flags(layout: Layout) -> Iterator[Flag]:
     if layout.zero:
         yield ("--use-distributed-optimizer",)
     if layout.zero == 1 and layout.shard:
+        # Copies of the sharded states.
         instances = layout.dp * layout.cp // layout.shard
         yield "--num-distributed-optimizer-instances", str(instances)
     if layout.zero >= 2:
@@ -155,6 +156,7 @@ def _overlap_flags(layout: Layout) -> Iterator[Flag]:
             yield (OVERLAP_OPTIONS[overlap],)
     if CudaGraphScope.FULL in layout.graphs:
         yield "--cuda-graph-impl", "full_iteration"
+        # Captured steps cannot look at their own values.
         yield ("--no-check-for-nan-in-loss-and-grad",)
     elif layout.graphs:
         yield "--cuda-graph-impl", "transformer_engine"
@@ -184,6 +186,7 @@ def _training_flags(workload: Workload, layout: Layout, files: RunFiles) -> Iter
     # Pauses of one rank at a time are in no prediction: all ranks collect in the same step.
     yield ("--manual-gc",)
     yield "--manual-gc-interval", str(workload.gc_every_steps or GC_STEPS)
+    # Readers of logs compare single steps.
     yield "--log-interval", "1"
     yield ("--log-throughput",)
     if files.tracker:  # what goes there goes through the writer of TensorBoard
@@ -208,6 +211,7 @@ def _duration_flags(workload: Workload) -> Iterator[Flag]:
     """
     optimizer = workload.optimizer
     steps = training_steps(workload)
+    # 0 is the whole run.
     decay = optimizer.decay_steps or steps
     if not workload.ramp.ramp_start:
         yield WORKLOAD_OPTIONS["global_batch"], str(workload.global_batch)
@@ -270,11 +274,13 @@ def _optimizer_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
         yield ("--optimizer-cpu-offload",)
         if layout.offload_fraction < 1:
             yield LAYOUT_OPTIONS["offload_fraction"], format_number(layout.offload_fraction)
+    # Megatron-LM offloads with this optimizer alone.
     if is_offloaded or (first, second) != (Dtype.FP32, Dtype.FP32):
         yield ("--use-precision-aware-optimizer",)
         yield "--exp-avg-dtype", first.value
         yield "--exp-avg-sq-dtype", second.value
     yield "--lr", format_number(optimizer.lr)
+    # A rate there, a part of the highest rate here.
     yield "--min-lr", format_number(optimizer.lr * optimizer.min_lr_fraction)
     if optimizer.lr_decay is LrDecay.WSD:
         yield "--lr-decay-style", "WSD"
@@ -315,14 +321,17 @@ def _data_flags(workload: Workload) -> Iterator[Flag]:
         yield "--valid-data-path", *_split_blend(data.heldout)
     elif data.train:
         yield "--data-path", *_split_blend(data.train)
+        # All of the corpus trains.
         yield "--split", "1,0,0"
     else:
         yield ("--mock-data",)
     if data.documents is not DocumentMasking.JOINED:
         yield ("--reset-attention-mask",)
+        # What follows the end of a document is of another one.
         yield ("--eod-mask-loss",)
     if data.documents is DocumentMasking.RESTARTED:
         yield ("--reset-position-ids",)
     if data.heldout and workload.eval_every_steps:
         yield "--eval-interval", str(workload.eval_every_steps)
+    # 0 is written: left out, Megatron-LM would evaluate.
     yield "--eval-iters", str(workload.eval_batches if data.heldout else 0)

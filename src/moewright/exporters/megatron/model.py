@@ -60,6 +60,7 @@ def _shape_flags(model: ModelSpec, workload: Workload, files: RunFiles) -> Itera
     yield "--hidden-size", str(model.hidden_size)
     if model.dense_ffn_size:
         yield "--ffn-hidden-size", str(model.dense_ffn_size)
+    # Megatron-LM asserts that no sequence is longer.
     yield "--max-position-embeddings", str(max(model.max_position, workload.seq_len))
     if files.tokenizer:
         yield "--tokenizer-type", "HuggingFaceTokenizer"
@@ -67,6 +68,7 @@ def _shape_flags(model: ModelSpec, workload: Workload, files: RunFiles) -> Itera
     else:  # data is tokenized already
         yield "--tokenizer-type", "NullTokenizer"
         yield "--vocab-size", str(model.vocab_size)
+    # Without it Megatron-LM pads, which would be another model.
     yield "--padded-vocab-size", str(model.vocab_size)
     if not files.tokenizer:
         yield "--null-tokenizer-eod-id", str(model.vocab_size - 1)
@@ -165,6 +167,7 @@ def _window_flags(model: ModelSpec) -> Iterator[Flag]:
     every = model.attention.window_every
     if not (window and every):
         return
+    # Our width counts the query's own token.
     yield "--window-size", f"{window - 1},0"
     if every == 2:
         yield "--window-attn-skip-freq", "2"  # every second layer skips it
