@@ -278,6 +278,7 @@ def price_devices(
         return None
     workload = plan.workload
     batches = dict(count_steps(workload, ceil(tokens / workload.seq_len)))
+    # What is left are the batches of a ramp.
     full_steps = batches.pop(workload.global_batch, 0)
     step_s = plan.estimate.step_s
     times = _step_times(plan, tuple(batches))
@@ -288,6 +289,7 @@ def price_devices(
     steps = full_steps + sum(batches.values())
     calendar = None
     if operations is not None:
+        # Steps vary by factors: the interval is symmetric in the logarithm.
         log_deviation = log(high_s / low_s) / (2 * _DEVIATIONS_80)
         calendar = estimate_calendar(plan, total_s, steps, log_deviation, operations)
     return BudgetLine(
@@ -324,6 +326,7 @@ def _step_times(plan: Plan, batch_sizes: Sequence[int]) -> list[float]:
     times = [
         estimate(
             plan.model,
+            # Without a ramp, the step that is estimated is one of this batch.
             replace(plan.workload, global_batch=size, ramp=BatchRampSpec()),
             plan.hardware,
             plan.layout,

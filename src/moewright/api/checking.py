@@ -44,6 +44,7 @@ def find_revision(text: str) -> Revision | None:
     if not name:
         return None
     try:
+        # ^0 is the commit of a tag; a name that begins with a dash is no option.
         commit = _run_git(["rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^0"])
     except BadInput:
         return None
@@ -217,6 +218,7 @@ def _open_sides(before: str, after: str, stack: ExitStack) -> tuple[_Side, _Side
         if revision is None:
             rule = "is needed beside a file"
             raise BadInput(Reason(field="AFTER", rule=rule, nearest=f"HEAD:{before} {before}"))
+        # git counts from the root, whatever the working folder is.
         path = os.path.relpath(find_root() / revision.path)
         second = _Side(place=Path(path), shown=path, is_folder=False)
     if first.is_folder != second.is_folder:
@@ -297,6 +299,7 @@ def _move(value: object, folder: str, other: str) -> object:
 
     Values that only running a script tells stand in its options as marks that no file may hold.
     """
+    # Before texts: members of a StrEnum are texts too.
     if isinstance(value, Enum):
         return value
     if isinstance(value, str):
@@ -326,6 +329,7 @@ def _read_job(path: Path, source: JobSource, on: str | Hardware) -> ScriptPlan:
         if source.overrides:
             rule = f"is for scripts and configurations, and {path.name[:60]} is a job or a plan"
             raise BadInput(Reason(field="--set", value=source.overrides[0][:60], rule=rule))
+        # A plan brings its own.
         hardware = "" if is_plan_file(path) else on
         options = WorkloadOptions(network=source.network)
         plan, notes = estimate_request(path, "", on=hardware, options=options)
@@ -344,6 +348,7 @@ def _check_readings(
     name: str, path: Path, before: ScriptPlan, after: ScriptPlan, budgets: ChangeBudgets
 ) -> JobCheck:
     options = tuple(list_option_changes(before.values, after.values))
+    # What was read otherwise before as well is no part of the change.
     notes = tuple(note for note in after.notes if note not in before.notes)
     checked = _check_plans(name, before.plan, after.plan, budgets)
     return replace(checked, options=options, notes=notes, line=_find_line(path, options))
@@ -351,6 +356,7 @@ def _check_readings(
 
 def _check_plans(name: str, before: Plan, after: Plan, budgets: ChangeBudgets) -> JobCheck:
     changes = compare_plans(before, after)
+    # A budget that is broken already is not broken by a change that changes nothing.
     breaches = () if changes.is_neutral else tuple(find_breaches(changes, budgets))
     return JobCheck(path=name, changes=changes, breaches=breaches)
 
@@ -369,6 +375,7 @@ def list_option_changes(
 
 
 def _say_the_same(was: tuple[str, ...], now: tuple[str, ...]) -> bool:
+    # 1e-4 and 0.0001 are one value.
     return list(map(_to_number, was)) == list(map(_to_number, now))
 
 

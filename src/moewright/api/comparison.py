@@ -37,6 +37,7 @@ class PlanComparison(Record):
         parts = [{share.part: share.seconds for share in item.shares} for item in estimates]
         components = [_component_bytes(estimate) for estimate in estimates]
         rows = [_build_row("step, s", step_s)]
+        # Plans need not have the same parts: those of any, in the order of the first.
         for part in dict.fromkeys(part for shares in parts for part in shares):
             rows.append(_build_row(f"{part}, s", [shares.get(part, 0.0) for shares in parts]))
         rows.append(_build_row("peak, GiB", peaks))

@@ -186,6 +186,7 @@ def compute_design(
     scanned = _build_shapes(timed, base, reference, question)
     most = _MOST_PLANNED * min(2, question.axes.count_unknown_to_laws())
     candidates = _pick_candidates(find_front(scanned), _choose_key(options), most)
+    # The most: the published ones are found when a shape is chosen.
     total = len(candidates) + _PUBLISHED_SHOWN
     planned: list[PlannedShape] = []
     for done, shape in enumerate(candidates):
@@ -195,6 +196,7 @@ def compute_design(
             planned.append(full)
     if not planned:
         raise question.describe_misfit("no layout of the best shapes fits surely enough")
+    # Anew: by their best layouts shapes train on other numbers of tokens.
     own = _build_shapes([full.timed for full in planned], base, reference, question)
     front = sorted(find_front(own), key=_choose_key(options))
     chosen = front[0]
@@ -282,6 +284,7 @@ def _time_best(shapes: Sequence[ModelSpec], question: DesignQuestion) -> list[Ti
         for group in sizes.values():
             fitting = 0
             for shape in group[: _TRIED_OVER_TIMED * timed_a_size]:
+                # At several rates mostly the same shapes come first.
                 if shape.name not in timed:
                     timed[shape.name] = time_shape(shape, workload, hardware, goal, request.model)
                 fitting += timed[shape.name] is not None
@@ -410,6 +413,7 @@ def _list_published(chosen: DesignedShape) -> list[ModelSpec]:
         distance = abs(log2(counts.total / chosen.total))
         if model.moe is not None and distance <= 1:
             distance += abs(log2(counts.active / chosen.active))
+            # A shape that has two names is shown once.
             near.setdefault((counts.total, counts.active), (distance, model))
     return [model for _, model in sorted(near.values(), key=itemgetter(0))[:_PUBLISHED_SHOWN]]
 

@@ -230,6 +230,7 @@ def _read_script(script: Path | str, stated: _StatedJob) -> _StatedJob:
     try:
         reading = read_flags(script, on=stated.on, model=stated.model, network=stated.network)
     except BadInput as error:
+        # Those are mistakes of the call; else the file is diagnosed without a job.
         if not stated.on or not Path(script).is_file():
             raise
         return replace(stated, notes=(f"the script makes no job that can be planned: {error}",))
@@ -385,6 +386,7 @@ def _diagnose_traces(
     findings = diagnose_traces(breakdowns, skew, job, peak, options)
     if perfetto is not None:
         write_findings_tracks(perfetto, captures, findings, layout)
+    # Options are known of a script of Megatron-LM alone.
     trainer = Trainer.MEGATRON if options else Trainer.UNKNOWN
     return Diagnosis(
         source=DiagnosisSource.TRACE,
@@ -429,6 +431,7 @@ def _diagnose_log(
     if switches := suggest_switches(log):
         hints.append(switches)
     findings = diagnose_log(log, job, options)
+    # A run that has steps does fit, whatever is predicted.
     does_not_fit = job is not None and job.estimate.verdict is Verdict.OOM and not log.iterations
     return Diagnosis(
         source=DiagnosisSource.LOG,

@@ -87,6 +87,7 @@ def read_chat_paths(text: str) -> tuple[WeightedPath, ...]:
     Raises:
         BadInput: a weight or a path is missing.
     """
+    # A path may have blanks, which part those of a blend.
     if text and Path(text).exists():
         return (WeightedPath(path=text),)
     return parse_data_paths(text, "chats")
@@ -114,7 +115,9 @@ def check_request(request: FineTuningRequest, base: Path) -> None:
         global_batch=request.options.global_batch or 1,
         steps=1,
     )
+    # For its refusals, which name the file of the base.
     hf.read_config(base)
+    # Read from a file, as the job will be: overrides and refusals are the same.
     with TemporaryDirectory() as folder:
         path = Path(folder) / JOB_FILE
         path.write_text(_format_job(request, base.resolve(), Path(folder), {}, numbers), "utf-8")

@@ -168,15 +168,18 @@ def search_axes(request: PlanRequest, job: Path, axes: JobAxes, options: SearchO
     best = _pick(choices)
     request = _change(request, precision=best.precision)
     if axes.batches is not None:
+        # The largest is tried already, in all formats.
         smaller = [_change(request, batch=batch) for batch in list_batches(*axes.batches)[:-1]]
         others = [_try_choice(changed, options, axes.switches) for changed in smaller]
         choices += others
+        # In ascending order: of batches that are as good the smallest is taken.
         best = _pick([*others, best])
     request = _change(request, batch=best.global_batch)
     if axes.switches:
         if not best.switches:
             _refuse_switches(axes.switches)
         plain = _try_choice(request, options)
+        # First, so that switches which gain nothing are not set.
         choices.insert(0, plain)
         best = _pick([plain, best])
         kinds = [kind for kind in axes.switches if kind in best.switches]
@@ -254,6 +257,7 @@ def _try_choice(
             rule=rule,
         )
     except BadInput as error:
+        # What is illegal in one format or batch may be legal in another.
         return replace(choice, refusal=str(error.reasons[0]))
     if plan is None:
         return replace(choice, refusal="no layout fits")

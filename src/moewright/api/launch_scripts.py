@@ -94,6 +94,7 @@ def read_process(
     """
     folder = Path("/proc") / str(pid)
     try:
+        # Each word ends with a zero byte, the last one too.
         words = folder.joinpath("cmdline").read_text(errors="replace").split("\0")[:-1]
         pairs = folder.joinpath("environ").read_text(errors="replace").split("\0")
     except OSError as error:
@@ -132,11 +133,13 @@ def read_log(
 def _with_ranks(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return a rank's own command with the torchrun that its environment tells of."""
     world = environment.get("WORLD_SIZE", "")
+    # Where it is not set, all ranks are on one node.
     local = environment.get("LOCAL_WORLD_SIZE", world)
     is_rank = not any(word.rpartition("/")[2] == "torchrun" for word in words)
     if not (is_rank and is_whole_number(world) and whole_number(local)):
         return tuple(words)
     nodes = max(1, int(world) // int(local))
+    # The first word is Python, which torchrun starts by itself.
     return ("torchrun", f"--nnodes={nodes}", f"--nproc_per_node={local}", *words[1:])
 
 
@@ -255,10 +258,12 @@ def read_flags(
     try:
         command = read_launch(path, environment, words, values)
         return _plan_strictly(command, path, model, on, network, strict=strict)
+    # A second reading would be stopped as well.
     except BeyondBudget:
         raise
     except BadInput as refused:
         refusal = _complete_refusal(refused, path, words)
+        # Only now: a script that is read without Slurm's variables says all by itself.
         cluster = _cluster_variables(on, network)
         if not cluster:
             raise refusal from None
@@ -441,6 +446,7 @@ def find_better_layouts(plan: Plan) -> BetterLayouts:
 
     def object_to(layout: Layout) -> tuple[Reason, ...]:
         reasons = megatron_refusals(replace(plan_job(plan), layout=layout), plan.hardware)
+        # What is refused of the job itself would rule out every layout.
         return tuple(reason for reason in reasons if reason.field.startswith("layout."))
 
     result = search(plan.model, plan.workload, plan.hardware, top=_ALTERNATIVES, allowed=object_to)
@@ -477,5 +483,6 @@ def _advise(plan: Plan, best: Plan) -> str:
     if gain > 0:
         change = f"{gain:.1%} more tokens/s"
     else:
+        # A slower one comes first only where the script's own may not fit.
         change = f"{-gain:.1%} fewer tokens/s, but it fits"
     return f"{name}: {change} than the script's, by estimate"

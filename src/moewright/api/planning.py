@@ -156,6 +156,7 @@ def workload_options(
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
+        # A number or a word as well: what reads it tells them from files.
         load=None if load is None else Path(str(load)),
     )
 
@@ -185,6 +186,7 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
     if request.layout_text:
         with translate_fields(to_job_keys(job)):
             own = next(iter(find(fixed=request.layout_text, top=1).plans), None)
+    # --layout stands in place of the job's own keys.
     plans = _insert_own(result.plans, own, rule) if not options.layout else result.plans
     best = None
     why: tuple[str, ...] = ()
@@ -214,6 +216,7 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
         plans=plans,
         gambles=result.gambles,
         best=best,
+        # `best` has more than the plan that it was made of.
         own=best if best and own and own.layout == best.layout else own,
         proven=result.proven,
         even_routing=estimate_even_routing(best) if best else None,
@@ -264,6 +267,7 @@ def _check_options(options: SearchOptions) -> None:
     for field, value, lowest, highest in ranges:
         if not lowest <= value <= highest:
             rule = f"must be in {lowest:g}..{highest:g}"
+            # `not >`, for nan is not below the lowest either.
             nearest = f"{lowest if not value > lowest else highest:g}"
             raise BadInput(Reason(field=field, value=str(value), rule=rule, nearest=nearest))
 
@@ -318,6 +322,7 @@ def explain_empty_search(
         spell = to_options("--layout" if layout else "layout")
     try:
         with translate_fields(spell):
+            # Raised, so that its fields are spelled on the way.
             raise _empty_search(request, result.rejected, layout or request.layout_text)
     except BadInput as error:
         return error
@@ -332,6 +337,7 @@ def _empty_search(
         *build_objections(request)(layout),
     )
     if reasons:
+        # What the user has pinned comes first.
         keys = explicit_fields(pinned)
         return BadInput(
             *sorted(reasons, key=lambda reason: reason.field.rpartition(".")[2] not in keys)

@@ -229,6 +229,7 @@ def _set_length(workload: Workload, options: WorkloadOptions) -> Workload:
                 Reason(field=option, value=str(length), rule="must be at least 1", nearest="1")
             )
     if options.tokens is not None:
+        # Rounded up: all of the tokens are trained on.
         return replace(workload, steps=-(-options.tokens // workload.tokens_per_step))
     if options.steps is None:
         return workload
@@ -242,7 +243,9 @@ def _add_ramp(workload: Workload, ramp: BatchRampSpec) -> Workload:
         BadInput: the ramp is none for this batch, whatever the layout.
     """
     workload = replace(workload, ramp=ramp)
+    # On one device no layout is in the way.
     reasons = tuple(check_ramp(workload, Layout(world_size=1)))
+    # In place of the others, which follow from it.
     if ramp.ramp_start < 1:
         rule = "must begin with the sequences of the first batch, 1 or more"
         reasons = (Reason(field="", value=str(ramp.ramp_start), rule=rule, nearest="1"),)
@@ -263,6 +266,7 @@ def _pack_samples(request: PlanRequest, lengths: Int64s, path: Path) -> PlanRequ
     seq_len, longest = request.workload.seq_len, int(lengths.max())
     if longest > seq_len:
         rule = f"is too short for the longest sample of {path}, which has {longest:,} tokens"
+        # The next power of two.
         nearest = str(1 << (longest - 1).bit_length())
         raise BadInput(Reason(field="--seq-len", value=str(seq_len), rule=rule, nearest=nearest))
     packs = pack_lengths(lengths, seq_len)
@@ -361,6 +365,7 @@ def _read_model_request(
     if values:
         defaults.append(f"by default {', '.join(values)}")
     tokens = seq_len * global_batch
+    # Tokens were taken for sequences, it seems.
     if tokens > _MOST_USUAL_TOKENS and global_batch >= seq_len:
         defaults.append(
             f"--global-batch counts sequences: {tokens:,} tokens a step; {global_batch:,} tokens "
@@ -414,6 +419,7 @@ def _read_job_request(path: Path, on: str | Hardware, options: WorkloadOptions) 
         hardware = read_hardware(on, options.network)
     else:
         text = f"{job.nproc}x{job.hardware}"
+        # The option goes before the job's own network.
         hardware = read_hardware(catalogue.hardware(text, job.network), options.network)
         defaults = (f"hardware {job.nproc}x{job.hardware} (from {path}, --on)",)
     job = replace(job, workload=fill_attended_share(job.workload))
@@ -479,6 +485,7 @@ def translate_fields(spell: Callable[[str], str]) -> Iterator[None]:
 
 _JOB_KEYS = {
     "dp": "layout.dp",
+    # As its key is called in layout text.
     "layout.stages": "layout.layout",
     "layout.world_size": "train.nproc",
 }

@@ -70,6 +70,7 @@ def compare_run(
     if job is None:
         rule = "does not say its job, without which nothing is near it"
         nearest = "--script RUN.sh --on DEVICE, or --model, --on and --layout"
+        # What could not be read may be why the job is not known.
         raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest), *_reasons(diagnosis))
     measured_s = diagnosis.measured_step_s
     if not measured_s:
@@ -149,6 +150,7 @@ def compare_steps(before: Path | str, after: Path | str) -> StepChanges:
     else:
         logs = [read_log(path) for path in paths]
         steps_s = [log.step_s for log in logs]
+        # Of the slowest rank, for which the others wait.
         parts = [{name: timer.max_s for name, timer in log.timers.items()} for log in logs]
         level = ChangeLevel.TIMER
     step = StepChange(level=ChangeLevel.PART, name="step", before_s=steps_s[0], after_s=steps_s[1])
@@ -204,6 +206,7 @@ def what_if(path: Path | str, change: str) -> TraceReplays:
     if is_engine_run(folder) and (folder / TRACE_FOLDER).is_dir():
         plan = read_json(Plan, folder / PLAN_FILE)
         folder = folder / TRACE_FOLDER
+    # A run without traces is still its own folder here.
     if not folder.exists() or is_engine_run(folder) or not is_trace(folder):
         rule = "needs a trace: a log and the record of a run have no times of kernels"
         raise BadInput(Reason(field="--what-if", value=change[:40], rule=rule))

@@ -71,6 +71,7 @@ def describe_trainers(plans: Sequence[Plan]) -> Iterator[str]:
 def _explain_refusals(plan: Plan) -> str:
     """Say what stops Megatron-LM, and which trainers start other layouts of the job."""
     reasons = megatron_refusals(plan_job(plan), plan.hardware)
+    # Devices first: no layout changes them.
     reason = min(reasons, key=lambda reason: not reason.field.startswith("hardware"))
     text = f"{reason.rule} ({reason.field}={reason.value})."
     nouns = (plan.model, plan.workload, plan.hardware)
@@ -287,7 +288,9 @@ def _with_checkpoints(plan: Plan, options: RunOptions) -> tuple[Workload, list[s
     mtbf_s = _DEVICE_MTBF_S / plan.hardware.count
     step_s = plan.estimate.step_s
     interval_s = optimum_interval_s(mtbf_s, _save_s(plan))
+    # Layouts that nobody timed have no step to count by.
     steps = max(_LEAST_INTERVAL_STEPS, round(interval_s / step_s)) if step_s else _EVAL_STEPS
+    # One save at least, at the end.
     steps = min(steps, plan.workload.steps or steps)
     remark = (
         f"A checkpoint every {steps:,} steps ({steps * step_s / 60:.0f} min) loses the least time: "

@@ -228,6 +228,7 @@ def _to_sweep_trial(row: SweepRowSpec, plan: Plan, outcome: TrialOutcome) -> Swe
 
 
 def _run_trial(row: SweepRowSpec, job: SweepJob, workload: Workload, folder: Path) -> SweepTrial:
+    # Only what trains loads torch.
     from moewright.engine.run.train import train
 
     layout, batch = trial_key(row, workload)

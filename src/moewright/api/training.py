@@ -78,6 +78,7 @@ def prepare_training(request: TrainingRequest, tell: Tell) -> Plan:
         job = replace(job, nproc=nproc)
         _refuse_untrainable(job.model, job.workload)
     job = replace(job, workload=fill_attended_share(job.workload))
+    # Under torchrun all ranks would measure at once, beside each other.
     if torchrun is None and is_unmeasured(job):
         _refuse_illegal(job, request.path)
         measure_unmeasured(job, tell)
@@ -101,6 +102,7 @@ def run_training(plan: Plan, request: TrainingRequest, display: RunDisplay = STE
     torchrun = read_torchrun_env()
     with translate_fields(to_job_keys(request.path)):
         if not request.supervises or torchrun is not None:
+            # torchrun's agent starts ranks again; to supervise is then to fall back alone.
             falls_back = request.falls_back or request.supervises
             hooks = LaunchHooks(display=STEP_LINES if torchrun is not None else display)
             code = train(
@@ -236,6 +238,7 @@ def _refuse_illegal(job: JobFile, path: Path) -> None:
     try:
         plan_for_training(request_training(job, any_device), path)
     except BadInput as error:
+        # The memory is that of a device that only stands in.
         if not any(DOES_NOT_FIT in reason.rule for reason in error.reasons):
             raise
 
@@ -253,6 +256,7 @@ def _choose_plan(job: JobFile, request: TrainingRequest, hardware: Hardware, tel
             changes = _list_changes(old_plan, job, hardware)
         if not changes:
             return old_plan
+        # Without steps the folder holds a plan alone, which may be replaced.
         if (request.run_dir / STEPS_FILE).exists():
             _refuse_other_model(old_plan, job.model, request.run_dir)
         tell(f"{path} is not of this job ({', '.join(changes)}): planning again")
@@ -301,8 +305,10 @@ def _list_changes(plan: Plan, job: JobFile, hardware: Hardware) -> list[str]:
     if plan.hardware != hardware:
         changes.append("hardware")
     pinned = parse_layout(job.layout_text, world_size=job.nproc)
+    # What the job leaves to the planner may be anything.
     keys = sorted({"world_size", *explicit_fields(job.layout_text)})
     changes += [key for key in keys if getattr(plan.layout, key) != getattr(pinned, key)]
+    # Of a file that was changed by hand, or by another release.
     if plan.fingerprint != fingerprint(plan.model, plan.workload, plan.hardware, plan.layout):
         changes.append("fingerprint")
     return changes

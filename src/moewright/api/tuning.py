@@ -169,6 +169,7 @@ def read_tuning_request(
         start = plan_start(place)
         if not predict and not start.trainer_script:
             data, torch_version = _check_runnable(job_file, place)
+        # Trials of Slurm run on other machines than this one.
         measures_here = not predict and place.launcher is not Launcher.SLURM
         measures_here = measures_here and not start.trainer_script
         hardware = _read_tuning_hardware(job_file, on=on, measures=measures_here, tell=tell)
@@ -184,6 +185,7 @@ def read_tuning_request(
             hardware=hardware,
             start=point_from_job(layout, workload),
             axes=job_file.axes,
+            # A prediction for other devices is of no engine's layouts.
             allowed=no_objections if predict and on else allowed,
         )
         if reasons := space.reasons_against(space.start):
@@ -253,6 +255,7 @@ def _tune(
         text = render_markdown(document)
         write_text(folder / REPORT_FILE, text)
 
+    # Two tunings of a folder would write one journal.
     with lock_folder(folder):
         freeze_contract(request.contract, folder)
         if rules.basis is Basis.MEASURED:
@@ -278,6 +281,7 @@ def _tune(
     plan = build_plan(space.model, workload, hardware, result.winner.layout)
     write_json(folder / PLAN_FILE, plan)
     if rules.basis is Basis.MEASURED:
+        # With the constants that the trials have taught.
         write_toml(folder / MACHINE_FILE, hardware)
     return TuningAnswer(result=result, plan=plan, folder=folder)
 
@@ -317,11 +321,13 @@ def run_trial(folder: Path, display: RunDisplay, request: TrialRequest) -> Trial
 @contextmanager
 def _redirect_output(path: Path) -> Iterator[None]:
     """Write standard output and error of this process, and of those it starts, into a file."""
+    # What is buffered belongs to what came before.
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [os.dup(1), os.dup(2)]
     with path.open("w", encoding="utf-8") as stream:
         try:
+            # Descriptors too: ranks are processes of their own, which inherit them.
             os.dup2(stream.fileno(), 1)
             os.dup2(stream.fileno(), 2)
             with redirect_stdout(stream), redirect_stderr(stream):

@@ -91,6 +91,7 @@ class ViewQuery:
         if isinstance(self.model, str | Path) and is_plan_file(Path(self.model)):
             plan = read_json(Plan, Path(self.model))
             request = replan_request(plan, self.on, self.options)
+            # A page of a plan begins at its own layout.
             return replace(request, layout_text=format_layout(plan.layout))
         return read_plan_request(self.model, self.on, self.options)
 
@@ -153,6 +154,7 @@ def view_plan(query: ViewQuery) -> PlanView | RefusalView:
     except BadInput as error:
         return build_refusal(error.reasons)
     try:
+        # The page's controls are called by the keys of layouts.
         with translate_fields(lambda field: field.removeprefix("layout.")):
             plan = build_plan(request.model, request.workload, request.hardware, layout)
     except BadInput as error:
@@ -273,6 +275,7 @@ def view_budget(query: ViewQuery, *, tokens: str, price: float | None) -> Iterat
         )
 
     own = request.hardware.count
+    # The number that was asked about comes first.
     for count in sorted(scale_devices(own), key=lambda count: (count != own, count)):
         line = price_devices(request, count, total, price)
         if line is None:
@@ -294,6 +297,7 @@ def view_budget(query: ViewQuery, *, tokens: str, price: float | None) -> Iterat
             )
         yield build(0, is_final=False)
     fewest = find_fewest(request.model, request.workload, request.hardware)
+    # 0 stands for a search that goes on, -1 for none.
     yield build(fewest.count if fewest else -1, is_final=True)
 
 
@@ -341,6 +345,7 @@ def _swap_devices(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
 def _resize_memory(query: ViewQuery, own: Plan) -> Iterator[WhatIfPoint]:
     """Yield the device with other memories, which say what fits and change no speed."""
     hardware = own.hardware
+    # The job's own device may have another memory than its kind already.
     name, _, _ = hardware.device.name.partition(" with ")
     for scale in _SCALES:
         memory_gb = f"{find_memory_gb(hardware) * scale:g}"

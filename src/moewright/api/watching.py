@@ -84,6 +84,7 @@ class LogWatcher:
     def is_over(self) -> bool:
         """Whether the last step that the log announces is there."""
         numbers = self._series.numbers
+        # Not the last one alone: a line may come late.
         return bool(numbers) and 0 < self._series.total <= max(numbers[-_TIMED_STEPS:])
 
     def look(self) -> RunWatch:
@@ -130,6 +131,7 @@ class LogWatcher:
             ranks=ranks,
             imbalance=measure_imbalance(ranks, ep),
             timers=list_timers(self._read_timers(steps, count - _TIMED_STEPS, count)),
+            # 0, for max takes no single number.
             peak_bytes=max(watch.peak_bytes, *(rank.peak_bytes for rank in ranks), 0),
         )
         return raise_alarms(self._name_parts(watch, steps), steps)
@@ -153,6 +155,7 @@ class LogWatcher:
         return replace(watch, changes=changes)
 
     def _name_part(self, change: WatchedChange, steps: SortedSteps) -> WatchedChange:
+        # A change is looked into once: what it follows from does not change any more.
         if change.step not in self._parts:
             place = steps.numbers.index(change.step)
             sighting = steps.numbers.index(change.sighting)
@@ -216,6 +219,7 @@ def _state_plan(path: Path, head: MegatronLog, job: WatchedJob) -> Plan | None:
     if job.model:
         options = replace(
             job.options,
+            # What the log says goes before defaults.
             global_batch=job.options.global_batch or head.find_size("global_batch_size") or None,
             seq_len=job.options.seq_len or head.find_size("seq_length") or None,
         )
@@ -296,11 +300,13 @@ def follow(
     told_steps = -1
     changed_s = time.monotonic()
     while True:
+        # Asked before the look, so that what comes between the two is read.
         is_last = has_ended is not None and has_ended()
         is_last = is_last or (0 < patience_s < time.monotonic() - changed_s)
         try:
             shown = watcher.look()
         except BadInput:
+            # A log that has just begun has no step yet.
             if is_last:
                 raise
         else:

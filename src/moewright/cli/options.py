@@ -95,6 +95,7 @@ class BatchOptions(WorkloadOptions):
     quantize_base: BaseQuantization | None = None
     load: Path | None = None
     from_trace: Path | None = None
+    # Not of every verb: those that plan have them.
     steps: NoOption = None
     tokens: NoOption = None
     lengths: NoOption = None
@@ -140,6 +141,7 @@ class AxesOptions(PlanningOptions):
         The best layouts with and without are compared.
     """
 
+    # `batches` and `format` take more than one value, under the same names.
     global_batch: NoOption = None
     precision: NoOption = None
     batches: Annotated[str | None, Parameter(name="--global-batch")] = None
