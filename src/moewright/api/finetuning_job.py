@@ -110,6 +110,7 @@ def check_request(request: FineTuningRequest, base: Path) -> None:
         reason = Reason(field="--epochs", value=epochs, rule="must be positive", nearest="1")
         raise BadInput(reason)
     check_heldout_fraction(request.options.heldout)
+    # They stand in: the chats are not built yet.
     numbers = _JobNumbers(
         seq_len=request.options.seq_len or _MIN_SEQ_LEN,
         global_batch=request.options.global_batch or 1,

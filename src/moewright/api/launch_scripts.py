@@ -258,8 +258,8 @@ def read_flags(
     try:
         command = read_launch(path, environment, words, values)
         return _plan_strictly(command, path, model, on, network, strict=strict)
-    # A second reading would be stopped as well.
     except BeyondBudget:
+        # A second reading would be stopped as well.
         raise
     except BadInput as refused:
         refusal = _complete_refusal(refused, path, words)
@@ -271,6 +271,7 @@ def read_flags(
             command = read_launch(path, environment, words, values, cluster=cluster)
             reading = _plan_strictly(command, path, model, on, network, strict=strict)
         except BadInput:
+            # The first refusal is of the script as it stands.
             raise refusal from None
     told = " ".join(f"{name}={value}" for name, value in cluster.items())
     return replace(reading, notes=(f"as --on says: {told}", *reading.notes))

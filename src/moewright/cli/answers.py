@@ -85,6 +85,7 @@ def reserve_stdout(json: Path | None) -> Iterator[None]:
     if json != STANDARD_OUTPUT:
         yield
         return
+    # What is buffered came before, and goes where it was meant to.
     sys.stdout.flush()
     saved = os.dup(1)
     try:

@@ -141,6 +141,7 @@ def bench_sweep(
 
     folder = out or Path("runs") / sweep.stem
     try:
+        # Trials print too, as processes of their own.
         with reserve_stdout(json):
             tables = read_sweep_tables(sweep, folder, predict=predict, tell=print_now, place=trials)
     except TrialStoppedError:

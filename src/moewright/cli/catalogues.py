@@ -140,8 +140,10 @@ def _collect_names() -> _Names:
     from moewright.intake.catalogue import hardware_names, model_names
     from moewright.spec.choices import FieldKind
 
+    # A name with blanks would be several words to a shell.
     models = sorted({name.rpartition("/")[2] for name in model_names() if " " not in name})
     is_number = {key: field.kind is FieldKind.NUMBER for key, field in FIELD_OF_KEY.items()}
+    # A number stands right behind its key (tp2), anything else behind "=".
     keys = [key if is_number[key] else f"{key}=" for key in FIELD_OF_KEY]
     lists = (models, hardware_names(), keys)
     words = [" ".join(map(quote, names)) for names in lists]

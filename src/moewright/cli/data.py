@@ -235,6 +235,7 @@ def _print_report(out: Path, options: CorpusOptions, result: BuildReport) -> Non
             line += f", {corpus.empty_documents:,} empty documents left out"
         print_now(line)
         if result.resumed_documents:
+            # A rate is not told: only part of the text was encoded in this time.
             resumed = f"{result.resumed_documents:,} documents of an interrupted build"
             print_now(f"went on after {resumed}")
         else:
@@ -259,6 +260,7 @@ def _show_progress() -> Iterator[Callable[[str, int, int], None]]:
         tasks: dict[str, TaskID] = {}
 
         def report_progress(what: str, done: int, total: int) -> None:
+            # A bar is made when its thing begins: its total is known then.
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=total)
             progress.update(tasks[what], completed=done)

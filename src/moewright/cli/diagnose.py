@@ -162,6 +162,7 @@ def print_short_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     assert diagnosis.job is not None
     assert diagnosis.advice is not None
     console.print(job_title(diagnosis.job))
+    # Behind a headline a finding is the second thing that is said.
     label = "then" if diagnosis.headline else "WALL"
     if diagnosis.headline:
         console.print(diagnosis.headline, style="bold")
@@ -306,5 +307,6 @@ def report(run: Path, /, *others: Path, out: Path | None = None, json: JsonOptio
 
     first, *rest = (build_report(path) for path in (run, *others))
     page = write_page(first, out or find_run_folder(run) / "report.html", rest)
+    # There are no tables: the files alone are named.
     with write_answer((first, *rest) if rest else first, json, written=(page,)):
         return 0

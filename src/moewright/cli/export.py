@@ -78,6 +78,7 @@ def export(
     if to is not None:
         job = str(run.job) if run.job else ""
         run_dir = str(plan.parent if plan else Path())
+        # `run` has more fields; as another class it would never equal the empty RunOptions.
         options = {field.name: getattr(run, field.name) for field in fields(RunOptions)}
         text = render_launch_file(
             exported,
@@ -90,6 +91,7 @@ def export(
         print(text, end="")
     if run.traces is not None:
         ranks = export_traces(exported, run.traces)
+        # Standard output may be the launch file.
         print(f"{run.traces}: step.0.et to step.{ranks - 1}.et", file=sys.stderr)
     return 0
 

@@ -86,6 +86,7 @@ def plan(
         with write_answer(None, json) as console:
             _print_answer(console, plans, objections, verbose=answer.verbose)
             misfits = _print_misfit(console, plans, ranking.layout)
+        # The page is written when the last record is there.
         with write_answer(None, None, html=answer.html if misfits else None, views=lambda: misfits):
             pass
         raise explain_empty_search(plans.request, plans.search, Path(model), layout=ranking.layout)
@@ -107,6 +108,7 @@ def _print_misfit(console: Console, plans: Plans, layout: str) -> list[Misfit]:
     printed = 0
     for misfit in view_misfit(plans, layout):
         lines = misfit.lines()
+        # Each record has the lines of the one before, too.
         for line in lines[printed:]:
             console.print(line)
         printed = len(lines)
@@ -217,6 +219,7 @@ def estimate(
         )
         plan, notes = reading.plan, reading.notes
         better = find_better_layouts(plan)
+        # The search has judged it already, beside the best.
         judgement = better.judgement
     else:
         plan, notes = estimate_request(model, layout, on=on, options=workload)

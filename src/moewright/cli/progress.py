@@ -112,4 +112,5 @@ def answer_stops(run: Callable[[], int]) -> int:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    # At once: an exception could be caught on its way.
     os._exit(STOPPED)

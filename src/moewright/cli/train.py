@@ -189,6 +189,7 @@ def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: Count
         model = upcycle_model(source, options)
     config = _complete_config(model)
 
+    # After the refusals, which need no torch.
     from moewright.engine.run.upcycle import upcycle as write_upcycled
 
     with open_parameters as read_parameter:
@@ -206,6 +207,7 @@ def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: Count
 
 
 def _option_of_field(field: str) -> str:
+    # What is of the dense model is no option.
     return field if field.startswith("model") else f"--{field.replace('_', '-')}"
 
 

@@ -102,6 +102,7 @@ def _verify_checkpoint(
     from moewright.rules.job import Job
     from moewright.rules.limits.engine_limits import require_runnable
 
+    # Not `or`: 0 is refused.
     nproc = 1 if run.nproc is None else run.nproc
     steps = 1 if run.steps is None else run.steps
     _check_at_least_one("--nproc", nproc)
@@ -171,6 +172,7 @@ def _parse_betas(text: str) -> tuple[float, float]:
     try:
         beta1, beta2 = (float(part) for part in text.split(","))
     except ValueError:
+        # Refused below, as numbers out of range are.
         beta1 = beta2 = -1.0
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         rule = "must be two numbers in [0, 1), as one value"

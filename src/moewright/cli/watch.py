@@ -81,8 +81,10 @@ def watch(
             folder = stack.enter_context(TemporaryDirectory(prefix="moewright-"))
             path = Path(folder) / "stdin.log"
             name = "standard input"
+            # The first look may come before the first piece.
             path.touch()
             arguments = (sys.stdin.buffer, path)
+            # A daemon: it may still wait for input when the watch is over.
             reader = threading.Thread(target=copy_stream, args=arguments, daemon=True)
             reader.start()
             if watching.once:

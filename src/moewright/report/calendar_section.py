@@ -110,6 +110,7 @@ def _list_notes(calendars: Sequence[CalendarTime]) -> Iterator[str]:
         names = "; ".join(rate.name for rate in facts.rates)
         yield f"Failures: the median of published rates, and their range ({names})."
     unit = first.unit_devices
+    # Where parts are hardly ever missing, what the job does then is not told.
     short = {calendar.when_short for calendar in calendars if calendar.running < 0.9999}
     policy = " and ".join(
         "runs on with fewer replicas" if choice is WhenShort.SHRINK else "waits"

@@ -48,6 +48,7 @@ def build_check_document(check: Check) -> Document:
     """Build the verdict, and a section for each job."""
     tone = Tone.BAD
     if check.keeps_budgets and check.keeps_fit:
+        # A change that keeps its budgets is no good news by that.
         tone = Tone.GOOD.where(check.is_neutral)
     return Document(
         subject=f"{check.before} -> {check.after}",

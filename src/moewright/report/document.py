@@ -197,6 +197,7 @@ def _has_words(rows: Iterable[Row], name: str) -> bool:
 
 def draw_bar(share: float, width: int) -> str:
     """Return a bar of `width` letters, a share of them full."""
+    # A share can be above 1, as of memory that is too small.
     full = min(width, max(0, round(share * width)))
     return "█" * full + "░" * (width - full)
 

@@ -133,6 +133,7 @@ def format_flops(value: float) -> str:
     unit, scale = next(
         ((unit, scale) for unit, scale in _FLOP_UNITS if value >= scale), _FLOP_UNITS[-1]
     )
+    # Four figures of a larger number would be written with an exponent.
     digits = ",.0f" if value >= 1e4 * scale else ",.4g"
     return f"{value / scale:{digits}} {unit}"
 

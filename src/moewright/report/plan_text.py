@@ -96,6 +96,7 @@ def print_plans(
         console.print(Text("No legal layout fits.", style="red"))
         print_sections(console, _rejections(rejected), verbose=True)
         return
+    # The batch and the precision stand between; FLOPs are the last part.
     title, _, flops = job_title(plans[0]).rpartition(", ")
     console.print(Text(f"{title}, {flops}" if verbose else title, style="bold"))
     console.print(Text(f"First: {_say_layout(plans[0].layout)}."))
@@ -106,6 +107,7 @@ def print_plans(
         print_ranking(console, plans, picked=plans[:1])
     if not verbose:
         step_s = plans[0].estimate.step_s
+        # Those that are faster by the bound alone are left to -v.
         gambles = [plan for plan in gambles if plan.estimate.step_s < step_s][:1]
     extra_lines = _extra_lines(plans, own, gambles)
     if any(later.estimate.step_s < plan.estimate.step_s for plan, later in pairwise(plans)):
@@ -163,6 +165,7 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
     """Yield lines on what the first plan rests on, what is faster, and the job's own layout."""
     first = plans[0]
     yield f"Evidence: {describe_evidence(first.estimate.evidence)}."
+    # Else the nearest run stands beside what to expect.
     if first.fast is None or first.fast.published is None:
         yield from map(describe_nearest_run, find_nearest_runs(first, 1))
     texts = []
@@ -368,6 +371,7 @@ def _ranking_lines(plans: Sequence[Plan], picked: Sequence[Plan], width: int) ->
             yield Text(f"{_INDENT}{line}", style="bold" if is_picked else "")
     rest = [plan.estimate.step_s for plan in plans[_SPELLED_PLANS:] if plan not in picked]
     if rest:
+        # Figures that are written alike are said once.
         steps = " to ".join(dict.fromkeys(map(format_seconds, (min(rest), max(rest)))))
         yield Text(f"{_INDENT}{plural(len(rest), 'plan')} more at {steps} a step, with -v")
 

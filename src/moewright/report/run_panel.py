@@ -132,6 +132,7 @@ class RunProgress:
             self.record = from_data(
                 StepRecord, last, where=STEPS_FILE, floats=FloatPolicy.NON_FINITE
             )
+            # Not every step has loads: the newest that had them are shown.
             self.loads = self.record.loads or self.loads
 
 
@@ -197,6 +198,7 @@ class RunPanel:
 
     def _read(self, progress: RunProgress) -> None:
         lines, is_new = self._tail.read_lines()
+        # The file was written anew: all its steps come again.
         if is_new:
             progress.losses.clear()
         progress.add_lines(lines)
@@ -210,6 +212,7 @@ class RunPanel:
         width = size.columns - 1  # a full line would make some terminals begin the next
         has_curve = size.lines >= _SMALLEST_HEIGHT and width >= _SMALLEST_WIDTH
         lines = list(draw_progress(progress, self._console, width, has_curve=has_curve))
+        # The cursor stands on a line of its own, below them.
         lines = lines[: size.lines - 1]
         with self._console.capture() as capture:
             for line in lines:
@@ -315,6 +318,7 @@ def _describe_speed(progress: RunProgress, record: StepRecord) -> Text:
     text = Text(f"{format_figures(record.tokens / pace_s)} tokens/s", style="not dim")
     estimate = progress.plan.estimate
     low_s, high_s = estimate.step_interval_80
+    # While the batch grows, steps are shorter than the one that was predicted.
     is_full = record.tokens == progress.plan.workload.tokens_per_step
     if low_s and is_full and not estimate.untimed:
         band = (
@@ -327,6 +331,7 @@ def _describe_speed(progress: RunProgress, record: StepRecord) -> Text:
 
 def _describe_time(record: StepRecord) -> str:
     rows = sorted(record.phases, key=lambda row: -row.seconds)
+    # Not 0, which is divided by.
     total_s = sum(row.seconds for row in rows) or math.inf
     return "  ".join(
         f"{row.phase.value.replace('_', ' ')} {row.seconds / total_s:.0%}"

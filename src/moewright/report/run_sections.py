@@ -141,6 +141,7 @@ def _judge_learning(record: RunRecord) -> _Learning:
         return _judge_preferences((record.evals or record.steps)[-1], broken_steps)
     if not record.evals:
         return _judge_training_loss(record.steps[-1], broken_steps)
+    # A rate that rises between the last two steps is of warm-up.
     rates = [step.lr for step in record.steps[-2:]]
     return _judge_heldout_loss(record.evals[-1], broken_steps, is_warming_up=rates[0] < rates[-1])
 

@@ -125,6 +125,7 @@ def _list_biases(choices: ChoiceSummary) -> DocumentSection:
                     str(bias.jobs),
                     f"{bias.error:+.1%}",
                     f"{bias.job_error:+.1%}",
+                    # What is left of the pick's error without that of all layouts of its job.
                     f"{(1 + bias.error) / (1 + bias.job_error) - 1:+.1%}",
                     f"{bias.expected:+.1%}",
                 )

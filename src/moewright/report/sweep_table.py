@@ -140,6 +140,7 @@ def render_svg(tables: Mapping[str, Sequence[SweepRow]]) -> Html:
     """Return SVG bars of tokens a second and device: measured solid, predicted outlined."""
     rows = [row for table in tables.values() for row in table]
     longest = max((figures.tokens for row in rows for figures in _all_figures(row)), default=1.0)
+    # Not 0, which is divided by.
     tokens_of_full_bar = longest or 1.0
     shapes: list[Html] = []
     y = 10

@@ -164,6 +164,7 @@ def _code(value: object) -> Phrase:
 
 def _format_paired_speed(paired_s: Sequence[tuple[float, float]]) -> str:
     """Return a line with the winner's speed over the best's, and its 95 % interval."""
+    # By logarithms, in which twice and half as fast cancel out.
     log_ratios = [log(best_s / winner_s) for winner_s, best_s in paired_s]
     pairs = len(log_ratios)
     mean = fmean(log_ratios)
