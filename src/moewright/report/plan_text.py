@@ -96,7 +96,7 @@ def print_plans(
         console.print(Text("No legal layout fits.", style="red"))
         print_sections(console, _rejections(rejected), verbose=True)
         return
-    # The batch and the precision stand between; FLOPs are the last part.
+    # FLOPs are the last part of a title, which -v alone has.
     title, _, flops = job_title(plans[0]).rpartition(", ")
     console.print(Text(f"{title}, {flops}" if verbose else title, style="bold"))
     console.print(Text(f"First: {_say_layout(plans[0].layout)}."))
