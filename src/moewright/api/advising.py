@@ -78,6 +78,7 @@ def _write(advised: AdvisedJob, trainer: Trainer, names: frozenset[str]) -> Writ
     settings = [
         change.settings
         for change in advised.advice.changes
+        # Changes of the layout follow from both layouts, below.
         if change.basis is Basis.MEASURED and change.settings
     ]
     written = WrittenChanges()
@@ -85,6 +86,7 @@ def _write(advised: AdvisedJob, trainer: Trainer, names: frozenset[str]) -> Writ
         written = write_megatron_changes(before, after, names)
     elif before.layout != after.layout:
         written = WrittenChanges(write=f'layout = "{format_layout(after.layout)}"')
+    # NAME=VALUE stands before a command, an option behind it.
     variables = [text for text in dict.fromkeys(settings) if _VARIABLE.match(text)]
     options = [text for text in dict.fromkeys(settings) if not _VARIABLE.match(text)]
     return replace(

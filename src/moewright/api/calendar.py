@@ -44,9 +44,11 @@ def read_operations(
     if options.mtbf != AUTO:
         hours = _read_hours(options.mtbf)
         rate = 0.0 if hours == inf else 1 / (hours * HOUR_S * hardware.count)
+        # What the user states has no range.
         rate_range = (rate, rate)
     watts = options.watts or dict(facts.board_watts).get(hardware.device.name, 0.0)
     restart_s = facts.recovery_s.value
+    # Not `or`: a restart may take 0 minutes.
     if options.restart is not None:
         restart_s = options.restart * MINUTE_S
     is_stated = workload.checkpoint.every_steps > 0
@@ -75,6 +77,7 @@ def _check_options(options: BudgetOptions) -> None:
     for name, (least, most) in _RANGES.items():
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
+            # nan alone differs from itself: neither bound is the nearer.
             near = f"{min(max(value, least), most):g}" if value == value else f"{least:g}"
             rule = f"must be in {least:g}..{most:g}"
             raise _refuse(name, f"{value:g}", rule, near)

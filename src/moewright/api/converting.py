@@ -92,6 +92,7 @@ def _plan_adapters(
     from moewright.engine.run.companions import plan_companions
 
     checkpoint = adapters.checkpoint
+    # RUN/checkpoints/STEP: the plan lies in RUN.
     plan_path = checkpoint.absolute().parent.parent / PLAN_FILE
     base = ""
     if plan_path.is_file():
@@ -111,6 +112,7 @@ def _plan_adapters(
     companions = plan_companions(checkpoint, tokenizer)
     return PlannedExport(
         checkpoint=checkpoint,
+        # Adapters are merged: what is written is as large as the base.
         nbytes=sum(file.stat().st_size for file in Path(base).glob("*.safetensors")),
         run=lambda out, advance: export_merged(adapters, Path(base), out, companions, advance),
     )

@@ -205,6 +205,7 @@ def build_design_view(design: Design) -> DesignView:
         (ShapeRole.FRONT, front),
         (ShapeRole.PUBLISHED, published),
     )
+    # By name: a model that has two roles is drawn once.
     points = {
         shape.model.name: _build_point(role, shape) for role, shapes in roles for shape in shapes
     }

@@ -47,6 +47,7 @@ class Life:
 
     def serve(self, model: ModelSpec) -> Serving:
         """Return the serving of a model on its devices, or on as few as hold it."""
+        # One device at first: how much is held does not depend on how many hold it.
         hardware = self.serving or replace(self.training, count=1)
         served = estimate_serving(model, hardware, batch=self.batch, context=self.context)
         if self.serving is not None:
@@ -136,6 +137,7 @@ def fit_own_level(runs: Sequence[Path]) -> float:
             rule = "has no held-out loss"
             raise BadInput(Reason(field="--fit-loss", value=str(folder), rule=rule))
         last = record.evals[-1]
+        # The run may have gone on behind its last evaluation.
         tokens = sum(step.tokens for step in record.steps if step.step <= last.step)
         points.append((describe_shape(record.plan.model, tokens), last.heldout_loss))
     return fit_level(points) if points else 0.0
@@ -246,6 +248,7 @@ def _find_until(model: ModelSpec, loss: float, level: float) -> Shape:
     if reference is None:
         least = find_law(LEVEL_LAW).predict(replace(shape, tokens=TOKENS_RANGE[1])) + level
         rule = f"{model.name} never has it by the law whose level is taken"
+        # Rounded up: below the least there are no tokens that give it.
         nearest = f"{ceil(least * 100) / 100:g}"
         raise BadInput(Reason(field="--until", value=f"{loss:g}", rule=rule, nearest=nearest))
     return reference

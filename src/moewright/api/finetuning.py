@@ -142,6 +142,7 @@ def _build_shares(request: FineTuningRequest, base: Path) -> tuple[ChatShare, ..
         with as_file(files("moewright.api") / "starter" / "chats.jsonl") as path:
             report = _build_data(request, base, path, folder)
         return (ChatShare(part=WeightedPath(path=str(path)), report=report),)
+    # Blanks part the paths of a blend.
     if len(request.chats) > 1 and " " in str(folder):
         rule = "cannot have a space where chats are blended"
         raise BadInput(Reason(field="--out", value=str(request.out), rule=rule))
@@ -152,6 +153,7 @@ def _build_shares(request: FineTuningRequest, base: Path) -> tuple[ChatShare, ..
                 request, base, Path(part.path), folder / str(number) if number else folder
             ),
         )
+        # From 0 where there is one part: 0 is the data's own folder.
         for number, part in enumerate(request.chats, start=len(request.chats) > 1)
     )
 

@@ -213,6 +213,7 @@ def fit(table: Path | str, *, on: str | Hardware) -> FitResult:
     require_runs(runs, source=str(path))
     result = fit_constants(runs, centre=PriorCentre.HARDWARE)
     fitted, learnt = apply_fit(hardware, result, source=path.name)
+    # With the constants that the hardware came with.
     before = [run.prepared.step_s(()) for run in runs]
     fitted_s = [run.prepared.step_s(fitted.constants) for run in runs]
     own_runs = weigh_own_runs(runs, fitted_s, source=path.name)

@@ -61,6 +61,7 @@ def build_report(run: Path) -> RunReport:
 
 
 def _build_waterfall(report: RunReport) -> Waterfall | None:
+    # A run that has finished steps has a finding.
     if not report.findings:
         return None
     run = report.run

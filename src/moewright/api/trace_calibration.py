@@ -88,6 +88,7 @@ def _measure_kinds(
     skew = measure_rank_skew(captures, breakdowns, layout)
 
     def measure(comm: CommClass, overlap: Overlap) -> float:
+        # What runs beside compute takes longer than it would alone.
         if skew is None or overlap in layout.overlap:
             return 0.0
         return max(0.0, measure_comm(breakdowns, skew, comm).own_s)

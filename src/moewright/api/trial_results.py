@@ -122,6 +122,7 @@ def classify_failure(output: str) -> TrialFailure:
 def describe_failure(output: str, default: str) -> str:
     """Return the line that says best why a trial failed."""
     lines = output.splitlines()
+    # Our launcher says in such a line which rank failed, and of what.
     told = [line for line in lines if line.startswith("rank ")]
     if not told:
         # Where memory ran out, that is the cause; else the last error, which the others led to.
@@ -239,6 +240,7 @@ def _check_arguments(log: MegatronLog, plan: Plan) -> ValidationCheck:
         name = LAYOUT_OPTIONS[key].removeprefix("--").replace("-", "_")
         dumped = log.find_argument(name)
         wanted = str(getattr(plan.layout, key))
+        # What a log does not dump contradicts nothing.
         if dumped and dumped != wanted:
             differing.append(f"{name} is {dumped}, not {wanted}")
         agreeing += dumped == wanted

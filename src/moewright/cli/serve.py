@@ -50,6 +50,7 @@ def studio(
     if port is not None and socket is not None:
         raise BadInput(Reason(field="--port", rule="does not go with --socket"))
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    # What was fetched from the hub lies outside of the root, and may be read as well.
     hub_cache = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
     confinement = Confinement(
         root=root.resolve(),

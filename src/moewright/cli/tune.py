@@ -79,6 +79,7 @@ def tune(
                 budget_minutes=budget_minutes,
                 tell=print_now,
                 place=trials,
+                # Every trial draws a panel of its own.
                 display=open_display(is_quiet=trials.quiet, is_kept=False),
             )
     except TrialStoppedError:

@@ -36,6 +36,7 @@ def print_breakdown(
     console.print(_breakdown_table(breakdowns, step_s))
     if verbose:
         console.print(_kernel_table(first))
+    # Ranks mostly say the same.
     for note in dict.fromkeys(note for rank in breakdowns for note in rank.notes):
         console.print(Text(note))
 
@@ -46,6 +47,7 @@ def _breakdown_table(breakdowns: Sequence[Breakdown], step_s: float) -> Table:
     compute_s = fmean(rank.compute_s for rank in breakdowns)
     _add_part(table, "compute", compute_s, step_s, "union of its kernels")
     for kind in KernelKind:
+        # Ranks without it count: the mean is one over all of them.
         seconds = fmean(dict(rank.kind_times).get(kind, 0.0) for rank in breakdowns)
         _add_part(table, f"  {kind}", seconds, step_s, "own union")
     comms = [time for rank in breakdowns for time in rank.comm_times]

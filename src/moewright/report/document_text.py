@@ -105,8 +105,10 @@ def _print_table(console: Console, table: Table, shown: Collection[Extent]) -> N
     drawn = make_table()
     for column in table.columns:
         if column.has_words:
+            # A word that is longer than its column is broken, and not cut.
             drawn.add_column(column.name, overflow="fold")
         else:
+            # A number in two lines would be read as two.
             drawn.add_column(column.name, justify="right", no_wrap=True)
     for row in rows:
         drawn.add_row(*(_draw_line(console, cell) for cell in row.cells))

@@ -161,6 +161,7 @@ def _gain(change: JobChange) -> str:
     """Return what a change alone does to the step; measured, it is the most that it can do."""
     if change.basis is Basis.MEASURED:
         return f"up to {change.step_share:+.0%}"
+    # Of a large gain a decimal says nothing.
     return f"{change.step_share:+.1%}" if change.step_share > -0.1 else f"{change.step_share:+.0%}"
 
 

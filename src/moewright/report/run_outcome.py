@@ -66,6 +66,7 @@ def _describe_speed(record: RunRecord) -> str:
     word = "slower" if ratio > 1 else "faster"
     place = "in" if low_s <= measured_s <= high_s else "outside of"
     return (
+        # A factor above 1, whichever of the two is longer.
         f"{text}; {max(ratio, 1 / ratio):.2f} x {word} than predicted "
         f"({format_seconds(estimate.step_s)}), {place} its 80 % "
         f"({format_seconds(low_s)} to {format_seconds(high_s)})"
