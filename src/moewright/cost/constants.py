@@ -358,6 +358,7 @@ class Constants:
 
     def __init__(self, hardware: Hardware) -> None:
         defaults = _ACCELERATOR if hardware.device.kind.is_accelerator else _CPU
+        # The last of a name wins.
         constants = (*defaults, *hardware.constants)
         self._constants = {constant.name: constant for constant in constants}
         self._values = {constant.name: constant.value.value for constant in constants}

@@ -73,7 +73,9 @@ GPT2 = Family(
             ),
             Neutral(names=("scale_attn_by_inverse_layer_idx",), allowed=(False,)),
             Neutral(names=("scale_attn_weights",), allowed=(True,)),
+            # The first is of numerics, the second repeats n_positions.
             Ignored(names=("reorder_and_upcast_attn", "n_ctx")),
+            # Of heads that sum a text up, which a language model has not.
             Ignored(names=tuple(f"summary_{field}" for field in _SUMMARY_FIELDS)),
             VOCABULARY,
             NoExperts(),

@@ -39,6 +39,7 @@ def _granite(shared: Written) -> Decoder:
                     low=0,
                     high=MAX_FFN,
                     default=0,
+                    # The class that has shared experts names their width in any case.
                     written=shared,
                 ),
                 DenseWidthOfExperts(),

@@ -59,6 +59,7 @@ class _HunyuanExperts:
         config |= {
             "moe_topk": moe.router.top_k,
             "use_mixed_mlp_moe": moe.shared_ffn_size > 0,
+            # The switch turns them off, and not a number of 0.
             "num_shared_expert": max(1, whole_shared_experts(moe)),
         }
 
@@ -103,6 +104,7 @@ HUNYUAN = Family(
                 ),
                 _HunyuanExperts(),
                 Neutral(names=("moe_layer_num_skipped",), allowed=(0,)),
+                # Attention over keys of an earlier layer is not modelled.
                 Neutral(names=("use_cla",), allowed=(False,)),
                 Ignored(
                     names=(

@@ -132,6 +132,7 @@ def _form_rows(
             for module, numel in whole.items():
                 key = Component.WEIGHTS, module
                 sums[key] = sums.get(key, 0) + count * numel * activation_nbytes(workload)
+        # Muon has one momentum, and no scales.
         moment_bytes = MOMENTUM_BYTES if form.is_matrix else moment_nbytes(workload.optimizer)
         scale_bytes = 0 if form.is_matrix else scale_nbytes(workload.optimizer, elements.own)
         # The padding of master weights and gradients is allocated too, that of moments is not.

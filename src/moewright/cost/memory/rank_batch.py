@@ -48,6 +48,7 @@ class RankBatch(ABC):
 
     def book(self, values: Array, module: Module) -> Array:
         """Return values [ranks] in the column of a module, and 0 in the others."""
+        # Modules may share a column: the highest number tells how many there are.
         booked = np.zeros((len(values), 1 + max(self.columns.values())))
         booked[:, self.columns[module]] = values
         return booked
@@ -149,6 +150,7 @@ def add_booked(booked: Booked, more: Booked) -> Booked:
     """Return the sum of what two terms book."""
     sums = dict(booked)
     for component, nbytes in more.items():
+        # Not in place: `recall` may keep what a term has booked.
         sums[component] = sums[component] + nbytes if component in sums else nbytes
     return sums
 

@@ -52,6 +52,7 @@ def layer_host_s(
         expert_s += c["host_s_per_narrow_expert"] * age
     if sym.workload.trainer.expert_kernels is ExpertKernels.SEQUENTIAL:
         expert_s += c["host_s_per_expert_product"] * _expert_products(sym)
+    # Not over etp: a rank launches a part of each of its experts.
     seconds += expert_s * moe.experts / layout.ep
     if layout.capacity:
         seconds += c["host_s_per_drop"]
@@ -70,6 +71,7 @@ def _captures_layer(graphs: Sequence[CudaGraphScope], sym: Symbols, kind: LayerK
 def _expert_products(sym: Symbols) -> int:
     """Return the products of an expert's forward, those of its adapters among them."""
     products = sym.model.ffn_matrices
+    # An adapter adds two products to each.
     return products * (3 if sym.is_frozen and sym.workload.fine_tuning.lora_experts else 1)
 
 
@@ -97,6 +99,7 @@ def _launched_share(
     if kind.is_moe:
         # Experts without a mixer: a layer with both, less the mixer's half of a dense layer.
         launches = 1 - dense / 2
+    # Both are fitted, and may differ in either direction.
     return max(0.0, launches - graphed)
 
 

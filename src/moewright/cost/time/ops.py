@@ -216,6 +216,7 @@ def _gradient_accumulation(sym: Symbols, layer: int, moe: bool) -> Iterator[OpRo
         moved_bytes = gradient_sum_bytes(sym) * _layer_numel(sym, layer, moe)
         if not moved_bytes:
             return
+        # One call widens, one adds.
         yield elementwise_row("gradient_sum", sym, moved_bytes, calls=2)
     elif moe:
         yield from _expert_gradient_sum(sym)

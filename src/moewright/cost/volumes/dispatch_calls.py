@@ -64,6 +64,7 @@ def dispatch_calls(job: Job, rows: ExpertRows) -> Iterator[CallSum]:
 def _sum_dispatches(rows: ExpertRows) -> DispatchCounts:
     """Return the counts of all dispatches of a step together."""
     weighted = [
+        # Micro-batches that are alike and follow each other are taken once.
         (counts, times) for layers, times in run_lengths(rows.dispatches) for counts in layers
     ]
     return DispatchCounts(
@@ -97,6 +98,7 @@ def _all_to_all_calls(job: Job, rows: ExpertRows, volume: _DispatchVolume) -> It
     widest = sum_rows(rows.widest_etp_rows)
     gathered_bytes = counts_bytes + widest * (row_bytes + FP32_BYTES)
     gather_calls = (exchanges_counts + 2) * passes
+    # A reduce-scatter is handed a part for each rank, a gather its own.
     summed_bytes = etp * widest * row_bytes
     yield Collective.ALL_GATHER, "etp", forwards * gathered_bytes, forwards * gather_calls
     yield Collective.REDUCE_SCATTER, "etp", forwards * summed_bytes, forwards * passes
@@ -153,6 +155,7 @@ def _dedup_calls(job: Job, moe: MoeSpec, volume: _DispatchVolume) -> Iterator[Ca
         yield Collective.ALL_TO_ALL, group, forwards * forward_bytes, forwards * 5 * passes
         yield Collective.ALL_TO_ALL, group, backward_bytes, 3 * passes
     padded = counts.copies_gathered
+    # All ranks' parts are padded to one width.
     widest = padded // layout.etp
     gathered_bytes = counts_bytes + widest * copy_bytes
     yield Collective.ALL_GATHER, "etp", forwards * gathered_bytes, forwards * 4 * passes

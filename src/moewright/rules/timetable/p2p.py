@@ -141,6 +141,7 @@ def _receives_to_post(
         positions = {index: position for position, index in enumerate(order)}
         posted = 0
         for index, row_source in enumerate(sources):
+            # It may be posted already, with one that is needed sooner and sent later.
             if row_source == source and positions[index] >= posted:
                 upto = positions[index] + 1
                 # A row early, if there is one; messages of different senders need no common order.
