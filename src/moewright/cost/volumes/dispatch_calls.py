@@ -63,8 +63,8 @@ def dispatch_calls(job: Job, rows: ExpertRows) -> Iterator[CallSum]:
 
 def _sum_dispatches(rows: ExpertRows) -> DispatchCounts:
     """Return the counts of all dispatches of a step together."""
+    # Micro-batches that are alike and follow each other are taken once.
     weighted = [
-        # Micro-batches that are alike and follow each other are taken once.
         (counts, times) for layers, times in run_lengths(rows.dispatches) for counts in layers
     ]
     return DispatchCounts(
