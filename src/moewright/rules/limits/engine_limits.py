@@ -281,6 +281,7 @@ def _check_packed(layout: Layout, model: ModelSpec, workload: Workload) -> Itera
             axis = "etp" if param.is_expert else "tp"
             degree = layout.etp if param.is_expert else layout.tp
             yield Reason(field=f"layout.{axis}", value=str(degree), rule=rule, nearest="1")
+            # The first alone: the degree that mends it mends the others too.
             return
 
 
@@ -298,6 +299,7 @@ def _check_recurrence(layout: Layout, model: ModelSpec, workload: Workload) -> I
             f"must divide the {groups} key heads of recurrent layers on a TP rank, which CP ranks "
             "exchange for tokens"
         )
+        # 0 groups are those of more TP ranks than key heads.
         nearest = nearest_legal(layout.cp, divisors(max(1, groups)))
         yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest=nearest)
 
@@ -376,6 +378,7 @@ def unsupported_device(hardware: Hardware) -> tuple[Reason, ...]:
 
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """Return the features of a model or workload that the engine cannot run yet."""
+    # None is as the first, of which one reason is enough.
     second = workload.optimizer.second_moment_dtype
     dtypes = (
         ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32, Dtype.BF16)),

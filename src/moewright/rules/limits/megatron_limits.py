@@ -186,6 +186,7 @@ def _refusal(field: str, value: object, rule: str, nearest: object = "") -> Reas
 def _check_biases(model: ModelSpec) -> Iterator[Reason]:
     """Yield what does not go with one switch for the biases of all linear layers."""
     has_biases = model.attention.out_bias
+    # Where all layers have experts, biases of dense MLPs are nobody's.
     if model.moe_layer_count < model.layers and model.mlp_bias != has_biases:
         rule = "has one switch for the biases of the MLP and of the attention output"
         yield _refusal("model.mlp_bias", model.mlp_bias, rule, has_biases)
@@ -270,6 +271,7 @@ def _check_rope(attention: AttentionSpec) -> Iterator[Reason]:
         yield _refusal("model.attention.rope.rotary_share", rope.rotary_share, rule, 1)
     field = "model.attention.rope.scaling"
     if rope.scaling == "llama3" and not is_mla:
+        # 0 is a config that does not say it.
         if rope.original_max_position not in (0, LLAMA3_POSITIONS):
             field = "model.attention.rope.original_max_position"
             rule = "scales llama3 positions from a fixed length"
