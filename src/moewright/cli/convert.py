@@ -48,7 +48,7 @@ def convert_import(
     from moewright.intake.hf import read_config
     from moewright.intake.hub import locate_folder
 
-    # Before the hub is asked, whose models it has no part in.
+    # Before the hub is asked: a folder of Megatron-LM is no model of it.
     megatron = find_megatron_checkpoint(hf_dir)
     if config is not None and job is not None:
         rule = "is not needed with --job, which states the model"
