@@ -466,20 +466,37 @@ def test_the_action_checks_where_a_branch_starts(tmp_path: Path) -> None:
         "BEFORE": "",
         "AFTER": "",
         "BASE": "main",
+        "DEFAULT_BRANCH": "main",
         "BUDGETS": "moewright.toml",
         "DEVICES": "",
     }
     assert set(step["env"]) <= set(environment)
-    subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", step["run"]],
-        cwd=tmp_path,
-        env=environment,
-        check=True,
-        capture_output=True,
-    )
+
+    def run_step(base: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", step["run"]],
+            cwd=tmp_path,
+            env={**environment, "BASE": base},
+            check=False,
+            capture_output=True,
+        )
+
+    assert run_step("main").returncode == 0
     assert "exit-code=4\n" in (tmp_path / "output").read_text()
     assert "calls grows by +" in (tmp_path / "summary").read_text()
     assert (tmp_path / "temp" / "moewright-check" / "check.sarif").is_file()
+    # A commit that a shallow checkout lacks is never taken for the default branch.
+    (tmp_path / "output").unlink()
+    failed = run_step("a" * 40)
+    assert failed.returncode == 2
+    assert b"::error::" in failed.stdout
+    assert (tmp_path / "output").read_text() == "exit-code=2\n"
+    # A new branch comes with zeros, a run by hand with nothing.
+    run_git(tmp_path, "update-ref", "refs/remotes/origin/main", "HEAD")
+    for base in ("0" * 40, ""):
+        (tmp_path / "output").unlink()
+        assert run_step(base).returncode == 0
+        assert "exit-code=4\n" in (tmp_path / "output").read_text()
 
 
 def test_jobs_and_plans_are_compared_too(tmp_path: Path) -> None:

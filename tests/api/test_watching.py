@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,9 @@ import pytest
 
 import moewright as mw
 from moewright.api.watching import LogWatcher, WatchedJob
+from moewright.api.webhook import Webhook
 from moewright.cli.main import main
+from moewright.diagnosis.run_watch import Alarm, AlarmKind
 from moewright.diagnosis.traces.event_files import EventReader
 from moewright.diagnosis.traces.megatron_log import parse_log
 from moewright.diagnosis.traces.step_lines import StepLine, StepSeries, read_new_steps
@@ -241,6 +245,93 @@ def test_an_alarm_is_posted_once_and_a_dead_webhook_stops_nothing(
     assert post["text"].startswith(f"{log}: from step ")
     assert main(["watch", str(log), "--once", "--webhook", "http://127.0.0.1:1/x"]) == 5
     assert "the webhook does not answer" in capsys.readouterr().err
+
+
+@pytest.fixture
+def broken_server() -> Iterator[str]:
+    """Give the address of a server whose answers are random bytes, none, or never whole."""
+    server = socket.create_server(("127.0.0.1", 0))
+    silent: list[socket.socket] = []
+
+    def answer() -> None:
+        rng = random.Random(36)
+        for count in itertools.count():
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            if count % 3 == 2:  # it keeps the connection, and says nothing
+                silent.append(connection)
+                continue
+            connection.recv(1 << 16)
+            connection.sendall(rng.randbytes(60) * (count % 3) + b"\n\n")
+            connection.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield f"http://127.0.0.1:{server.getsockname()[1]}/hook"
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    for connection in silent:
+        connection.close()
+    thread.join()
+
+
+def test_a_watch_does_not_wait_for_a_webhook_nor_end_by_its_answer(broken_server: str) -> None:
+    failures: list[str] = []
+    webhook = Webhook(broken_server, failures.append)
+    start = time.monotonic()
+    for step in range(50):
+        webhook.post(Alarm(kind=AlarmKind.SLOWER, step=step, text="slower"), "run.log")
+    assert time.monotonic() - start < 1  # a request alone may take ten
+    for _ in range(100):
+        if failures:
+            break
+        time.sleep(0.05)
+    assert "the webhook does not answer" in failures[0]
+
+
+def test_an_alarm_is_posted_again_until_the_webhook_takes_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    failures: list[str] = []
+    down = Webhook(f"http://127.0.0.1:{port}/hook", failures.append)
+    down.post(Alarm(kind=AlarmKind.LOSS, step=7, text="it rises"), "run.log")
+    while not failures:
+        time.sleep(0.01)
+    got: list[bytes] = []
+    with socket.create_server(("127.0.0.1", port)) as server:
+        connection, _ = server.accept()
+        with connection:
+            got.append(connection.recv(1 << 16))
+            connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+    down.close()
+    assert b"POST /hook" in got[0]
+    assert len(failures) == 1
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "hook",
+        "ftp://example.org/x",
+        "file:///etc/passwd",
+        "http://",
+        "http://[::1",
+        "http://example.org:99999/x",
+        "http://a host/",
+        "https://example.org/\n",
+    ],
+)
+def test_an_address_that_takes_no_alarm_is_refused_before_the_watch(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(write_log(total=120))
+    assert main(["watch", str(log), "--once", "--webhook", address]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("moewright: --webhook")
+    assert len(told.splitlines()) == 1
 
 
 def test_losses_that_rise_or_are_lost_raise_an_alarm(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +14,6 @@ from moewright.api.planning import estimate_request
 from moewright.codec import PLAN_FILE, STEPS_FILE, read_json
 from moewright.diagnosis.rank_records import RECORDS, measure_imbalance, read_rank_records
 from moewright.diagnosis.run_watch import (
-    Alarm,
     LoggedFacts,
     RunWatch,
     WatchedChange,
@@ -45,7 +42,6 @@ from moewright.view.watch_view import WatchView
 
 _TIMED_STEPS = 60  # on either side of a change whose timers are compared
 _RECORDS_FOLDER = "records"  # of the step recorder, beside a log
-_WEBHOOK_S = 10.0
 _PIECE_BYTES = 1 << 20
 _MEMORY_BYTES = 1 << 18  # at the end of a log, in which the newest report of memory is looked for
 
@@ -316,27 +312,6 @@ def follow(
             if watcher.is_over or is_last:
                 return
         time.sleep(interval_s)
-
-
-def post_alarm(url: str, alarm: Alarm, source: str) -> str:
-    """Post an alarm to a webhook as JSON; return why that failed, "" where it did not.
-
-    `text` is what Slack, Mattermost and Teams show of it.
-    """
-    data = {
-        "text": f"{source}: {alarm.text}",
-        "source": source,
-        "kind": alarm.kind.value,
-        "step": alarm.step,
-    }
-    request = urllib.request.Request(
-        url, json.dumps(data).encode(), {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=_WEBHOOK_S):
-            return ""
-    except (OSError, ValueError) as error:
-        return f"the webhook does not answer: {error}"
 
 
 def copy_stream(stream: BinaryIO, path: Path) -> None:

@@ -94,13 +94,14 @@ def watch(
 
 def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread | None) -> int:
     """Tell alarms as they come, and the state of the run at the end."""
-    from moewright.api.watching import post_alarm
+    from moewright.api.webhook import Webhook
     from moewright.report.document_text import print_document
     from moewright.report.watch_document import build_watch_document
     from moewright.report.watch_panel import WatchPanel
 
     told: set[tuple[str, int]] = set()
     shown: RunWatch | None = None
+    webhook = Webhook(watching.webhook, _tell_failure) if watching.webhook else None
     console = open_console(watching.json)
     panel = WatchPanel(console) if watching.live and console.is_terminal else None
     try:
@@ -113,10 +114,8 @@ def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread
                 told.add(key)
                 if not watching.once and panel is None:
                     console.print(f"{alarm.kind}: {alarm.text}")
-                if watching.webhook and (
-                    failure := post_alarm(watching.webhook, alarm, shown.source)
-                ):
-                    print(f"moewright: {failure}", file=sys.stderr)
+                if webhook is not None:
+                    webhook.post(alarm, shown.source)
             if panel is not None:
                 panel.draw(shown)
             elif not watching.once and sys.stdout.isatty() and watching.json != STANDARD_OUTPUT:
@@ -127,6 +126,8 @@ def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread
     finally:
         if panel is not None:
             panel.close()
+        if webhook is not None:
+            webhook.close()
     assert shown is not None
     document = build_watch_document(shown)
     with write_answer(
@@ -134,6 +135,10 @@ def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread
     ) as console:
         print_document(console, document, verbose=watching.verbose)
     return exit_code(holds=not told, otherwise=ALARMED)
+
+
+def _tell_failure(failure: str) -> None:
+    print(f"moewright: {failure}", file=sys.stderr)
 
 
 def _look(

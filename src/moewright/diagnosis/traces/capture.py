@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -223,6 +223,8 @@ _PATTERNS: tuple[tuple[KernelKind, str], ...] = (
         r"[shi8]cudnn_|winograd|implicit_convolve|conv2d|dgrad|wgrad",
     ),
 )
+# A trace of generated kernels has 200,000 names, each of which its table and its marks ask for.
+_KEPT_NAMES = 1 << 18
 _COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)
 _OPS: tuple[tuple[str, Collective], ...] = (
     (r"all_?to_?all", Collective.ALL_TO_ALL),
@@ -244,6 +246,7 @@ _LIBRARIES = (
 )
 
 
+@lru_cache(maxsize=_KEPT_NAMES)
 def kernel_kind(name: str) -> KernelKind:
     """Return what a kernel of that name does."""
     matches = (kind for kind, pattern in _COMPILED if pattern.search(name))
