@@ -25,9 +25,12 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 
 from moewright.agents.tools import TOOLS, call_tool
+from moewright.agents.worker import encode_refusal
 from moewright.cli.main import main
 from moewright.spec.errors import BadInput
 from moewright.spec.record import format_json, to_plain_data
+from moewright.studio.confinement import Confinement
+from moewright.studio.tasks import Workers
 
 ROOT = Path(__file__).parents[2]
 SKILL = ROOT / "skills" / "moewright"
@@ -145,6 +148,29 @@ def test_an_agent_is_served_over_standard_input(tmp_path: Path) -> None:
                 await client.read_resource("moewright://secrets")
 
     asyncio.run(talk())
+
+
+@pytest.mark.waits
+def test_a_question_that_waits_for_its_turn_has_not_begun(tmp_path: Path) -> None:
+    """The limit of time begins with the turn: a third question has as much of it as the first."""
+    told: list[str] = []
+
+    async def ask(workers: Workers, name: str) -> None:
+        await workers.ask(
+            "hardware", {"name": "H100"}, on_turn=lambda: told.append(f"begin {name}")
+        )
+        told.append(f"end {name}")
+
+    async def talk() -> None:
+        walls = Confinement(root=tmp_path, folder=tmp_path, hub_cache=tmp_path, is_read_only=True)
+        workers = Workers(walls, module="moewright.agents.worker", refuse=encode_refusal)
+        await asyncio.gather(*(ask(workers, name) for name in "abc"))
+        await workers.close()
+
+    asyncio.run(talk())
+    assert told[:2] == ["begin a", "begin b"]
+    assert told[2] in ("end a", "end b")
+    assert told.index("begin c") > 2
 
 
 @pytest.mark.waits

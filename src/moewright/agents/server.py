@@ -50,15 +50,20 @@ Ask = Callable[[str, Mapping[str, Any], Report], Awaitable[dict[str, Any]]]
 
 
 def build_server(workers: Workers, limit_s: float) -> Server[Any]:
-    """Build the server; an answer that takes longer than `limit_s` is refused."""
+    """Build the server; an answer that takes longer than the limits of its tool is refused."""
 
     async def ask(name: str, arguments: Mapping[str, Any], report: Report) -> dict[str, Any]:
-        beats = asyncio.create_task(_report_time(report, limit_s))
+        own_limit_s = limit_s * TOOLS[name].limits
+        beats = asyncio.create_task(_report_time(report, own_limit_s))
+        clock = asyncio.get_running_loop().time
         try:
-            async with asyncio.timeout(limit_s):
-                line = await workers.ask(name, arguments)
+            async with asyncio.timeout(None) as limit:
+                # Waiting for others' questions is not counted.
+                line = await workers.ask(
+                    name, arguments, on_turn=lambda: limit.reschedule(clock() + own_limit_s)
+                )
         except TimeoutError:
-            rule = f"takes more than {limit_s:g} s, which an answer may take here"
+            rule = f"takes more than {own_limit_s:g} s, which an answer may take here"
             line = encode_refusal(Reason(field=name, rule=rule, nearest="a smaller question"))
         finally:
             beats.cancel()

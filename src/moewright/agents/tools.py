@@ -69,14 +69,22 @@ class LaunchFile(Record):
         return []
 
 
+# A design searches layouts for up to 53 models, a budget for each number of devices, in a row.
+_SEARCHING_LIMITS = 5
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentTool:
-    """A question that an agent asks: its name, what it is for, its parameters and its answer."""
+    """A question that an agent asks: its name, what it is for, its parameters and its answer.
+
+    An answer may take `limits` times the limit of time.
+    """
 
     name: str
     description: str
     parameters: type
     answer: Callable[[Any], object]
+    limits: int = 1
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -301,6 +309,7 @@ TOOLS: Mapping[str, AgentTool] = MappingProxyType(
                 "money, on several numbers of devices.",
                 parameters=BudgetParameters,
                 answer=_budget,
+                limits=_SEARCHING_LIMITS,
             ),
             AgentTool(
                 name="design",
@@ -308,6 +317,7 @@ TOOLS: Mapping[str, AgentTool] = MappingProxyType(
                 "or tokens on some hardware, with its plan, its size and what serving it takes.",
                 parameters=DesignParameters,
                 answer=_design,
+                limits=_SEARCHING_LIMITS,
             ),
             AgentTool(
                 name="models",

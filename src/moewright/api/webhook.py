@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from moewright.diagnosis.run_watch import Alarm
 from moewright.spec.errors import BadInput, Reason
 
-_REQUEST_S = 10.0
+_REQUEST_S = 10.0  # chat servers answer in one
 _CLOSING_S = 12.0  # at the end of a watch: a request that is under way, and a little
 _FIRST_PAUSE_S = 1.0  # before an alarm is posted again; doubled each time
 _LONGEST_PAUSE_S = 60.0

@@ -69,7 +69,7 @@ def studio(
 
 
 _MCP_PORT = 8766  # beside the studio's
-_LIMIT_S = 120.0  # the longest search of a large space takes less
+_LIMIT_S = 120.0  # the longest search of a large space takes less, on a machine that is shared
 _TOKEN = "MOEWRIGHT_MCP_TOKEN"
 
 
@@ -96,7 +96,7 @@ def mcp(
     root
         The folder that tools may read: no file outside of it is opened. Relative paths begin there.
     time_limit
-        Seconds that an answer may take.
+        Seconds that an answer may take once it is begun; of design and budget five times as many.
     """
     from moewright.agents.server import serve_http, serve_stdio
     from moewright.studio.confinement import Confinement

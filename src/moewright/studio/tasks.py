@@ -20,6 +20,10 @@ _MOST_AT_WORK = 2  # a search keeps a core busy for seconds
 _MOST_WAITING = 8  # whoever comes later is told to come again
 
 
+def _ignore() -> None:
+    """Do nothing."""
+
+
 class Workers:
     """Starts a worker for each task, and ends it when its answers are no longer read.
 
@@ -59,15 +63,19 @@ class Workers:
             *command, stdin=PIPE, stdout=PIPE, limit=_LONGEST_LINE
         )
 
-    async def ask(self, task: str, params: Mapping[str, Any]) -> bytes:
-        """Return the last line that a worker answers."""
+    async def ask(
+        self, task: str, params: Mapping[str, Any], *, on_turn: Callable[[], None] = _ignore
+    ) -> bytes:
+        """Return the last line that a worker answers; `on_turn` is called when one begins to."""
         answer = b""
-        async with aclosing(self.run(task, params)) as lines:
+        async with aclosing(self.run(task, params, on_turn=on_turn)) as lines:
             async for line in lines:
                 answer = line
         return answer
 
-    async def run(self, task: str, params: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def run(
+        self, task: str, params: Mapping[str, Any], *, on_turn: Callable[[], None] = _ignore
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the lines that a worker answers; closing the iterator kills it."""
         if self._waiting >= _MOST_WAITING:
             yield self._refuse("has more questions than it can answer: ask again later")
@@ -78,6 +86,7 @@ class Workers:
         finally:
             self._waiting -= 1
         try:
+            on_turn()
             async with aclosing(self._answer(task, params)) as lines:
                 async for line in lines:
                     yield line
