@@ -34,7 +34,7 @@ from moewright.api.catalogues import hardware, models
 from moewright.api.checking import check
 from moewright.api.designing import compute_design
 from moewright.api.diagnosing import diagnose, state_logged_job
-from moewright.api.launch_scripts import find_better_layouts, read_flags
+from moewright.api.launch_scripts import ScriptPlan, find_better_layouts, read_flags
 from moewright.api.planning import (
     estimate_request,
     explain_empty_search,
@@ -153,7 +153,7 @@ def _export(question: ExportParameters) -> LaunchFile:
     return LaunchFile(to=question.to, text=text)
 
 
-def _read_script(question: ScriptParameters) -> Plan:
+def _read_script(question: ScriptParameters) -> ScriptPlan:
     return read_flags(
         question.script,
         on=question.on,
@@ -162,11 +162,16 @@ def _read_script(question: ScriptParameters) -> Plan:
         network=question.network,
         strict=question.strict,
         overrides=question.overrides,
-    ).plan
+    )
+
+
+def _plan_script(question: ScriptParameters) -> Plan:
+    return _read_script(question).plan
 
 
 def _improve_script(question: ScriptParameters) -> object:
-    return find_better_layouts(_read_script(question))
+    reading = _read_script(question)
+    return find_better_layouts(reading.plan, reading.options)
 
 
 def _state_job(question: RunParameters) -> Plan | None:
@@ -246,7 +251,7 @@ TOOLS: Mapping[str, AgentTool] = MappingProxyType(
                 description="Read a launch script of Megatron-LM, or a configuration of Megatron "
                 "Bridge, NeMo, verl or Primus, and estimate its job on some hardware.",
                 parameters=ScriptParameters,
-                answer=_read_script,
+                answer=_plan_script,
             ),
             AgentTool(
                 name="improve_script",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Collection, Sequence
@@ -10,8 +11,9 @@ from functools import cache
 
 from moewright.codec import format_layout
 from moewright.codec.megatron_options import SAME_OPTIONS
-from moewright.diagnosis.advice import Advice, AdvisedJob, advise, measured_parts
+from moewright.diagnosis.advice import AdvisedJob, advise, measured_parts
 from moewright.diagnosis.job_changes import ChangePricer, JobObjections
+from moewright.diagnosis.judgement import Judgement, judge_plan
 from moewright.diagnosis.priced_fixes import Trainer
 from moewright.exporters.megatron.script import all_flags, environment_variables
 from moewright.rules.job import plan_job
@@ -32,8 +34,8 @@ def advise_job(
     waterfall: Waterfall | None = None,
     options: frozenset[str] = frozenset(),
     must_shrink: bool = False,
-) -> Advice:
-    """Return the changes of a job that a trainer takes, the most gainful first.
+) -> AdvisedJob:
+    """Return the changes of a job that a trainer takes, the most gainful first, and the job after.
 
     Args:
         job: the job as it ran.
@@ -51,12 +53,27 @@ def advise_job(
     )
     advised = advise(pricer, findings)
     written = _write(advised, trainer, options)
-    return replace(
+    advice = replace(
         advised.advice,
         write=written.write,
         leave_out=written.leave_out,
         export=written.export,
+        training=tuple(
+            replace(change, settings=_write_training(advised.after, plan, trainer))
+            for change, plan in zip(advised.advice.training, advised.retrained, strict=True)
+        ),
     )
+    return replace(advised, advice=advice)
+
+
+def has_times(job: Plan) -> bool:
+    """Return whether a step of a job is predicted, without which no change of it has a price."""
+    return bool(job.estimate.shares) and not job.estimate.untimed
+
+
+def judge_advised_job(advised: AdvisedJob) -> Judgement:
+    """Judge a job beside itself with all changes that help; its list of changes tells which."""
+    return judge_plan(advised.before, advised.after, names_change=False)
 
 
 @cache  # the same function for the same trainer, so that searches with it are done once
@@ -96,6 +113,20 @@ def _write(advised: AdvisedJob, trainer: Trainer, names: frozenset[str]) -> Writ
     )
 
 
+def _write_training(before: Plan, after: Plan, trainer: Trainer) -> str:
+    """Return the settings of a change of what is trained, in the words of a trainer."""
+    if trainer is Trainer.MEGATRON and before.hardware.device.kind.runs_cuda:
+        return write_megatron_changes(before, after).write
+    if trainer is not Trainer.OURS:
+        return ""
+    settings = []
+    for name in ("precision", "tensor_scaling", "global_batch"):
+        value = getattr(after.workload, name)
+        if value != getattr(before.workload, name):
+            settings.append(f"train.{name} = {json.dumps(value)}")
+    return ", ".join(settings)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenChanges:
     """What to write in a launch command, to leave out, and to export beside it; "" for nothing."""
@@ -103,11 +134,6 @@ class WrittenChanges:
     write: str = ""
     leave_out: str = ""
     export: str = ""
-
-    def lines(self) -> tuple[str, ...]:
-        """Return a line for each that is not empty."""
-        named = (("write", self.write), ("leave out", self.leave_out), ("export", self.export))
-        return tuple(f"{name}: {text}" for name, text in named if text)
 
 
 def write_megatron_changes(

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
 
-from moewright.api.advising import advise_job
+from moewright.api.advising import advise_job, has_times, judge_advised_job
 from moewright.api.launch_scripts import read_flags, read_logged_flags, read_logged_job
 from moewright.api.planning import estimate_request, is_plan_file
 from moewright.api.reporting import find_run_folder
@@ -15,7 +15,7 @@ from moewright.api.requests import read_hardware
 from moewright.codec import PLAN_FILE, read_json
 from moewright.codec import read_run as read_run_folder
 from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
-from moewright.diagnosis.advice import Advice
+from moewright.diagnosis.advice import Advice, AdvisedJob
 from moewright.diagnosis.compare_ledgers import compare_ranks
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
 from moewright.diagnosis.judgement import Judgement, judge_quickly
@@ -333,13 +333,14 @@ def _diagnose_engine_run(folder: Path) -> Diagnosis:
     critical = find_critical_rank(record)
     findings = price_findings(findings, FixContext(job=job, trainer=Trainer.OURS))
     waterfall = build_run_waterfall(record, critical, job)
+    advised = _advise(job, Trainer.OURS, findings, waterfall)
     return Diagnosis(
         source=DiagnosisSource.RUN,
         findings=findings,
         waterfall=waterfall,
         job=job,
         notes=tuple(describe_use(record, critical)),
-        advice=_advise(job, Trainer.OURS, findings, waterfall),
+        advice=_list_changes(advised),
     )
 
 
@@ -351,9 +352,9 @@ def _advise(
     options: frozenset[str] = frozenset(),
     *,
     must_shrink: bool = False,
-) -> Advice | None:
+) -> AdvisedJob | None:
     """Return what to change in a job; None where it is not known, or has no predicted time."""
-    if job is None or job.estimate.untimed or not job.estimate.shares:
+    if job is None or not has_times(job):
         return None
     return advise_job(
         job,
@@ -363,6 +364,10 @@ def _advise(
         options=options,
         must_shrink=must_shrink,
     )
+
+
+def _list_changes(advised: AdvisedJob | None) -> Advice | None:
+    return None if advised is None else advised.advice
 
 
 def _diagnose_traces(
@@ -388,6 +393,7 @@ def _diagnose_traces(
         write_findings_tracks(perfetto, captures, findings, layout)
     # Options are known of a script of Megatron-LM alone.
     trainer = Trainer.MEGATRON if options else Trainer.UNKNOWN
+    advised = _advise(job, trainer, findings, waterfall, options)
     return Diagnosis(
         source=DiagnosisSource.TRACE,
         findings=findings,
@@ -399,8 +405,8 @@ def _diagnose_traces(
         details=tuple(detail_step(capture, layout) for capture in captures),
         worst_step=find_worst_step(captures, layout),
         missing=() if job is not None else ("model", "on", "layout"),
-        judgement=_judge(job),
-        advice=_advise(job, trainer, findings, waterfall, options),
+        judgement=_judge(job, advised),
+        advice=_list_changes(advised),
     )
 
 
@@ -433,10 +439,18 @@ def _diagnose_log(
     findings = diagnose_log(log, job, options)
     # A run that has steps does fit, whatever is predicted.
     does_not_fit = job is not None and job.estimate.verdict is Verdict.OOM and not log.iterations
+    advised = _advise(
+        job,
+        Trainer.MEGATRON,
+        findings,
+        waterfall,
+        options or log.options,
+        must_shrink=bool(log.failures) or does_not_fit,
+    )
     return Diagnosis(
         source=DiagnosisSource.LOG,
         missing=_list_missing(log, job, on),
-        judgement=_judge(job),
+        judgement=_judge(job, advised),
         findings=findings,
         waterfall=waterfall,
         job=job,
@@ -445,19 +459,15 @@ def _diagnose_log(
         log=log,
         headline=describe_gap(waterfall, job),
         mfu=_find_mfu(log, on),
-        advice=_advise(
-            job,
-            Trainer.MEGATRON,
-            findings,
-            waterfall,
-            options or log.options,
-            must_shrink=bool(log.failures) or does_not_fit,
-        ),
+        advice=_list_changes(advised),
     )
 
 
-def _judge(job: Plan | None) -> Judgement | None:
-    return None if job is None else judge_quickly(job)
+def _judge(job: Plan | None, advised: AdvisedJob | None) -> Judgement | None:
+    """Judge a job beside itself with all changes that help; without those as far as it goes."""
+    if job is None:
+        return None
+    return judge_quickly(job) if advised is None else judge_advised_job(advised)
 
 
 def _list_missing(log: MegatronLog, job: Plan | None, on: str | Hardware) -> tuple[str, ...]:

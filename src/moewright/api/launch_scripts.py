@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from moewright.api.advising import write_megatron_changes
+from moewright.api.advising import advise_job, has_times, judge_advised_job
 from moewright.api.comparison import summarize_plan
 from moewright.api.requests import read_hardware, translate_fields
 from moewright.codec import format_layout
 from moewright.codec.foreign import BeyondBudget, budget, read_apart
 from moewright.codec.megatron_options import field_option
+from moewright.diagnosis.advice import Advice
 from moewright.diagnosis.judgement import Judgement, judge_plan
+from moewright.diagnosis.priced_fixes import Trainer
 from moewright.diagnosis.traces.megatron_log import read_log as read_megatron_log
 from moewright.intake import catalogue
 from moewright.intake.hardware_text import parse_hardware_text
@@ -32,12 +34,9 @@ from moewright.intake.megatron.overrides import ScriptOverrides, parse_script_ov
 from moewright.intake.megatron.read import ScriptJob, interpret_launch, read_launch
 from moewright.intake.megatron.script_arguments import complete_refusal
 from moewright.intake.megatron.stand_in_programs import RecordedCommand, record_commands
-from moewright.rules.job import plan_job
-from moewright.rules.limits.megatron_limits import megatron_refusals
-from moewright.search.search import build_plan, search
+from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
@@ -165,9 +164,6 @@ def _find_started(commands: Sequence[RecordedCommand], overrides: ScriptOverride
     return find_launch(ShellReading(commands=tuple(started)), overrides=overrides)
 
 
-_ALTERNATIVES = 3  # of the planner's layouts beside the script's
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ScriptPlan(Record):
     """The plan that a launch script states; `notes` say what was read otherwise than written.
@@ -192,10 +188,12 @@ class ScriptPlan(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class BetterLayouts(Record):
-    """The planner's best layouts for the job of a plan, with the plan's own among them.
+    """What makes the job of a plan faster, change by change, and the job with all that helps.
 
-    `advice` is one sentence: what the best layout gains over the plan's. `changes` are the options
-    of Megatron-LM that make the difference, one line each. `judgement` is on the plan's own layout.
+    `plans` are that job and the plan's own. `advice` is one sentence: what all changes gain.
+    `changes` are the options of Megatron-LM that make the difference, one line each.
+    `change_list` has the price of each change, None where no step is predicted. `judgement` is on
+    the plan's own layout.
     """
 
     own: Plan
@@ -203,6 +201,7 @@ class BetterLayouts(Record):
     advice: str
     judgement: Judgement
     changes: tuple[str, ...] = ()
+    change_list: Advice | None = None
 
     def title(self) -> str:
         """Return the advice."""
@@ -442,48 +441,49 @@ def to_script_options(script: Path) -> Callable[[str], str]:
     return translate
 
 
-def find_better_layouts(plan: Plan) -> BetterLayouts:
-    """Search the layouts of a plan's job that Megatron-LM starts; its own stays among the best."""
+def find_better_layouts(plan: Plan, options: Collection[str] = ()) -> BetterLayouts:
+    """Price every change of a plan's job that Megatron-LM starts, as a diagnosis of its run does.
 
-    def object_to(layout: Layout) -> tuple[Reason, ...]:
-        reasons = megatron_refusals(replace(plan_job(plan), layout=layout), plan.hardware)
-        # What is refused of the job itself would rule out every layout.
-        return tuple(reason for reason in reasons if reason.field.startswith("layout."))
-
-    result = search(plan.model, plan.workload, plan.hardware, top=_ALTERNATIVES, allowed=object_to)
-    best = result.plans
-    if not best:
-        advice = f"nothing: no layout fits {plan.hardware.count} devices"
-        return BetterLayouts(own=plan, plans=(), advice=advice, judgement=judge_plan(plan))
-    own = next((other for other in best if other.layout == plan.layout), plan)
-    plans = best
-    if own not in best:
-        plans = (*best, own)
-    changes: tuple[str, ...] = ()
-    if plan.hardware.device.kind.runs_cuda:
-        changes = write_megatron_changes(plan, best[0]).lines()
-    else:
-        changes = (f"Megatron-LM does not run on {plan.hardware.device.name}: no options to write",)
+    `options` are those that its command has.
+    """
+    if not has_times(plan):
+        return BetterLayouts(
+            own=plan,
+            plans=(plan,),
+            advice=f"nothing that is priced here: {plan.estimate.untimed}",
+            judgement=judge_plan(plan),
+        )
+    advised = advise_job(
+        plan,
+        trainer=Trainer.MEGATRON,
+        options=frozenset(options),
+        must_shrink=plan.estimate.verdict is Verdict.OOM,
+    )
+    advice = advised.advice
+    lines = advice.setting_lines()
+    if not plan.hardware.device.kind.runs_cuda:
+        lines = (f"Megatron-LM does not run on {plan.hardware.device.name}: no options to write",)
+        advice = replace(advice, write="", leave_out="", export="")
+    after = advised.after
     return BetterLayouts(
-        own=own,
-        plans=plans,
-        advice=_advise(plan, best[0]),
-        judgement=judge_plan(plan, best[0], scored=result.scored),
-        changes=changes,
+        own=plan,
+        plans=(plan,) if after == plan else (after, plan),
+        advice=_describe_gain(plan, after),
+        judgement=judge_advised_job(advised),
+        changes=lines,
+        change_list=advice,
     )
 
 
-def _advise(plan: Plan, best: Plan) -> str:
-    """Say what the best layout gains over the plan's own."""
-    if best.layout == plan.layout:
+def _describe_gain(plan: Plan, after: Plan) -> str:
+    """Say what a job with all changes that help gains over the plan's own."""
+    does_not_fit = plan.estimate.verdict is Verdict.OOM
+    if after == plan and does_not_fit:
+        return f"nothing: no layout fits {plan.hardware.count} devices"
+    if after == plan:
         return "nothing that is planned here: the script's layout comes first"
-    name = format_layout(best.layout)
-    if plan.estimate.verdict is Verdict.OOM:
+    name = format_layout(after.layout)
+    if does_not_fit:
         return f"{name} fits, the script's layout does not"
-    gain = plan.estimate.step_s / best.estimate.step_s - 1
-    if gain > 0:
-        change = f"{gain:.1%} more tokens/s"
-    else:
-        # A slower one comes first only where the script's own may not fit.
-        change = f"{-gain:.1%} fewer tokens/s, but it fits"
-    return f"{name}: {change} than the script's, by estimate"
+    gain = plan.estimate.step_s / after.estimate.step_s - 1
+    return f"{name}: {gain:.1%} more tokens/s than the script's, by estimate"

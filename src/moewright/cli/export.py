@@ -129,7 +129,7 @@ def _read_script(
     )
     with write_answer(reading.plan, json, beside_stdout=not is_shown) as console:
         if is_shown:
-            better = find_better_layouts(reading.plan)
+            better = find_better_layouts(reading.plan, reading.options)
             print_script_plan(console, better, reading.notes, is_verbose=script.verbose)
         else:
             for line in reading.notes:
@@ -223,7 +223,7 @@ def capture(
             overrides=source.set_ or (),
         )
     with write_answer(reading.plan, json) as console:
-        better = find_better_layouts(reading.plan)
+        better = find_better_layouts(reading.plan, reading.options)
         print_script_plan(console, better, reading.notes, is_verbose=verbose)
     fits = reading.plan.estimate.verdict is not Verdict.OOM
     return exit_code(holds=fits, otherwise=DOES_NOT_FIT)

@@ -218,8 +218,7 @@ def estimate(
             overrides=script.set_ or (),
         )
         plan, notes = reading.plan, reading.notes
-        better = find_better_layouts(plan)
-        # The search has judged it already, beside the best.
+        better = find_better_layouts(plan, reading.options)
         judgement = better.judgement
     else:
         plan, notes = estimate_request(model, layout, on=on, options=workload)
@@ -257,20 +256,29 @@ def print_script_plan(
     """Print the verdict on a launch script's job, what would be better, and on demand the rest."""
     from moewright.report.document_text import print_sections
     from moewright.report.estimate_document import build_estimate_parts, build_verdict
+    from moewright.report.finding_sections import build_advice_section, describe_step
     from moewright.report.plan_text import print_ranking
+    from moewright.spec.plan import Verdict
 
     print_sections(console, (build_verdict(better.own, better.judgement),))
+    if better.change_list is not None:
+        console.print(describe_step(better.own, 0.0, None))
     console.print("What would be better", style="bold")
-    if better.plans:
+    if is_verbose:
         print_ranking(console, better.plans, picked=(better.own,))
-    for line in (better.advice, *better.changes):
-        console.print(line)
+    if better.change_list is None or better.own.estimate.verdict is Verdict.OOM:
+        console.print(better.advice)
+    if better.change_list is not None:
+        print_sections(console, (build_advice_section(better.change_list),), verbose=is_verbose)
+    if not better.own.hardware.device.kind.runs_cuda:
+        for line in better.changes:
+            console.print(line)
     for line in notes:
         console.print(line)
     if is_verbose:
         print_sections(console, build_estimate_parts(better.own), verbose=True)
     else:
-        console.print("Memory, time and assumptions: -v")
+        console.print("Plans side by side, memory, time and assumptions: -v")
 
 
 def _refuse_options_of_script(layout: str, workload: PlanningOptions) -> None:

@@ -19,7 +19,7 @@ from moewright.diagnosis.job_changes import (
 from moewright.diagnosis.waterfall import DROP_NAMES
 from moewright.rules.job import plan_job
 from moewright.rules.limits.legality import check_legality
-from moewright.rules.low_precision import find_narrow_form
+from moewright.rules.low_precision import list_narrow_forms
 from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Basis, Cause, Finding, Waterfall
@@ -65,7 +65,9 @@ class JobChange:
     `step_share` is the change of the step over the step, less than 0 where it is faster: predicted,
     or measured as the most that the change can gain. `settings` are what sets it, where no layout
     does; `evidence` says which parts of the step it shortens. One that adds nothing
-    beside those before it is not among the settings to write.
+    beside those before it is not among the settings to write. `fields` are those of the layout
+    that it changes, and "trainer." with those of the kernels; none where only a measurement shows
+    it.
     """
 
     text: str
@@ -75,6 +77,7 @@ class JobChange:
     settings: str = ""
     verdict: str = ""  # of the memory with it; "" where memory stays as it is
     adds: bool = True
+    fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -103,6 +106,11 @@ class Advice(Record):
         """Return the share of the step that all changes take away by estimate."""
         return 1 - divide(self.after_s, self.before_s, otherwise=1.0)
 
+    def setting_lines(self) -> tuple[str, ...]:
+        """Return a line for each of what to write, to leave out and to export that is not empty."""
+        named = (("write", self.write), ("leave out", self.leave_out), ("export", self.export))
+        return tuple(f"{name}: {text}" for name, text in named if text)
+
     def title(self) -> str:
         """Return what all changes gain together."""
         if not self.changes:
@@ -126,11 +134,15 @@ class Advice(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvisedJob:
-    """Advice with the plans that it is about, of which its settings are written."""
+    """Advice with the plans that it is about, of which its settings are written.
+
+    `retrained` are the plans of the changes of what is trained, in their order.
+    """
 
     advice: Advice
     before: Plan
     after: Plan
+    retrained: tuple[Plan, ...]
 
 
 def measured_parts(waterfall: Waterfall | None) -> dict[TimePart, float]:
@@ -160,16 +172,22 @@ def advise(pricer: ChangePricer, findings: Iterable[Finding]) -> AdvisedJob:
         changes.append(rest)
     together = result.together
     before_s = scaled_step_s(pricer.before, pricer.measured_s)
+    training = tuple(_change_training(together))
     advice = Advice(
         changes=tuple(changes),
-        training=tuple(_change_training(together)),
+        training=tuple(change for change, _ in training),
         before_s=before_s,
         after_s=before_s - pricer.saved_s(pricer.before, together),
         after=format_layout(together.layout),
         verdict=together.estimate.verdict.value,
         peak_bytes=together.estimate.peak_bytes,
     )
-    return AdvisedJob(advice=advice, before=pricer.before, after=together)
+    return AdvisedJob(
+        advice=advice,
+        before=pricer.before,
+        after=together,
+        retrained=tuple(plan for _, plan in training),
+    )
 
 
 def _before_rest(pricer: ChangePricer, result: ChangeSearch) -> Plan:
@@ -192,6 +210,7 @@ def _describe(pricer: ChangePricer, change: PricedChange, since: Plan | None = N
         basis=Basis.PREDICTED,
         evidence="; ".join(_show_evidence(before, savings, pricer.measured_s)),
         verdict=_describe_memory(pricer, change.after),
+        fields=tuple(sorted(change.fields)),
     )
 
 
@@ -235,11 +254,13 @@ def _describe_measured(findings: Iterable[Finding]) -> Iterator[JobChange]:
         )
 
 
-def _change_training(plan: Plan) -> Iterator[JobChange]:
+def _change_training(plan: Plan) -> Iterator[tuple[JobChange, Plan]]:
     """Yield what gains beyond a plan by changing what is trained: precision, then the batch."""
-    narrow = find_narrow_form(plan.workload, plan.hardware)
-    if narrow is not None:
-        yield from _price_training(plan, narrow, f"{_describe_format(narrow)} products")
+    for narrow in list_narrow_forms(plan.workload, plan.hardware):
+        text = f"{_describe_format(narrow)} products"
+        if narrow.precision is Dtype.NVFP4:
+            text += " once wider ones are stable"
+        yield from _price_training(plan, narrow, text)
     batch = 2 * plan.workload.global_batch
     wider = replace(plan.workload, global_batch=batch)
     yield from _price_training(plan, wider, f"a global batch of {batch:,}", samples=2)
@@ -253,7 +274,7 @@ def _describe_format(workload: Workload) -> str:
 
 def _price_training(
     plan: Plan, workload: Workload, text: str, *, samples: int = 1
-) -> Iterator[JobChange]:
+) -> Iterator[tuple[JobChange, Plan]]:
     """Yield a change of the workload where it is legal and gains; `samples` times as many train."""
     if check_legality(replace(plan_job(plan), workload=workload)):
         return
@@ -264,4 +285,5 @@ def _price_training(
     share = changed.estimate.step_s / samples / plan.estimate.step_s - 1
     if share <= -LEAST_GAIN and changed.estimate.verdict is not Verdict.OOM:
         per = "for the same tokens" if samples > 1 else "of the step"
-        yield JobChange(text=text, step_share=share, basis=Basis.PREDICTED, evidence=per)
+        change = JobChange(text=text, step_share=share, basis=Basis.PREDICTED, evidence=per)
+        yield change, changed

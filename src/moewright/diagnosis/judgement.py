@@ -80,12 +80,18 @@ class Judgement(Record):
 
 
 def judge_plan(
-    plan: Plan, best: Plan | None = None, *, is_searched: bool = True, scored: int = 0
+    plan: Plan,
+    best: Plan | None = None,
+    *,
+    is_searched: bool = True,
+    names_change: bool = True,
+    scored: int = 0,
 ) -> Judgement:
     """Judge a plan beside the best one that is known, and beside published runs.
 
-    `is_searched` is false where `best` is that of a part of the space alone. `scored` counts the
-    layouts that were compared.
+    `is_searched` is false where `best` is that of a part of the space alone, and `names_change`
+    where a list of changes stands beside the judgement. `scored` counts the layouts that were
+    compared.
     """
     fit = describe_fit(plan)
     runs = find_nearest_runs(plan, 1)
@@ -101,7 +107,7 @@ def judge_plan(
         return judged
     times = plan.estimate.step_s / best.estimate.step_s
     quality, headline = rate_plan(plan, best, "the best")
-    change = None if times <= _AS_FAST else find_change(plan, best)
+    change = find_change(plan, best) if names_change and times > _AS_FAST else None
     return replace(
         judged,
         quality=quality,
@@ -184,7 +190,7 @@ def _describe_speed(
     times = estimate.step_s / best.estimate.step_s
     step = format_seconds(estimate.step_s)
     rival = "the best that fits" if is_searched else "a layout that fits"
-    if plan.layout == best.layout:
+    if (plan.workload, plan.layout) == (best.workload, best.layout):
         of = mention(" of {:,} layouts", scored)
         return f"{step} a step: the best{of} that fits."
     best_step = format_seconds(best.estimate.step_s)

@@ -16,7 +16,7 @@ from moewright.report.document import (
 )
 from moewright.spec.finding import Basis, Finding, Fix, Waterfall
 from moewright.spec.plan import Plan
-from moewright.spec.units import format_bytes, format_change, format_seconds
+from moewright.spec.units import format_bytes, format_change, format_seconds, mention
 
 _MAX_FINDINGS = 4  # on a terminal
 _FIXES_SHOWN = 3  # without -v
@@ -121,15 +121,12 @@ def _list_settings(advice: Advice) -> Iterator[str]:
             f"a step by estimate ({-advice.gain:+.0%}), {advice.verdict}, peak {peak}: "
             f"{advice.after}"
         )
-    for name, text in (
-        ("write", advice.write),
-        ("leave out", advice.leave_out),
-        ("export", advice.export),
-    ):
-        if text:
-            yield f"{name}: {text}"
+    yield from advice.setting_lines()
     if advice.training:
-        gains = (f"{change.text} {_gain(change)}" for change in advice.training)
+        gains = (
+            f"{change.text} {_gain(change)}{mention(' [set: {}]', change.settings)}"
+            for change in advice.training
+        )
         yield f"beyond that, what changes training: {'; '.join(gains)}"
 
 

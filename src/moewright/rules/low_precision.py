@@ -23,7 +23,7 @@ again along the tokens, as DeepSeek-V3 does; Transformer Engine keeps a second c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -189,6 +189,22 @@ def find_narrow_form(workload: Workload, hardware: Hardware) -> Workload | None:
     is_hopper = re.match(r"G?H\d", device.name) is not None
     scaling = TensorScaling.BLOCKWISE if is_hopper else TensorScaling.CURRENT
     return replace(workload, precision=Dtype.FP8, tensor_scaling=scaling)
+
+
+def list_narrow_forms(workload: Workload, hardware: Hardware) -> Iterator[Workload]:
+    """Yield a job in the narrower formats that may be tried on a device, the widest first.
+
+    After 8 bits that is NVFP4 on NVIDIA's parts that multiply it, where 16 or 8 bits have proven
+    stable.
+    """
+    eight_bit = find_narrow_form(workload, hardware)
+    if eight_bit is not None:
+        yield eight_bit
+    device = hardware.device
+    multiplies = any(peak.dtype is Dtype.NVFP4 for peak in device.peaks)
+    is_wider = workload.precision in (Dtype.BF16, Dtype.FP8, Dtype.MXFP8)
+    if multiplies and is_wider and device.kind is DeviceKind.CUDA:
+        yield replace(workload, precision=Dtype.NVFP4)
 
 
 def megatron_recipe(workload: Workload) -> tuple[str, str]:
