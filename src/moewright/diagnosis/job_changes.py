@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import log
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +43,7 @@ JobObjections = Callable[[Plan], tuple[Reason, ...]]
 LEAST_GAIN = 0.005  # of the step: less is nothing
 _REST_GAIN = 0.01  # of the step, for which the search's whole layout is taken
 _EQUAL = 0.02  # of the step: steps within it are alike, and the smaller change is told
+_SAME_KERNEL = 1e-4  # of the step: kernels within it compute as fast, and differ by what they keep
 _SHRUNK = 0.95  # of the peak of a job that did not fit
 _MAX_APPLIED = 12
 _TRAINER = "trainer."
@@ -272,15 +274,20 @@ def find_changes(pricer: ChangePricer) -> ChangeSearch:
 
 def _with_best_kernels(pricer: ChangePricer) -> Workload:
     """Return the workload with every choice of kernels at its best, as far as it may be."""
-    workload = pricer.before.workload
+    best = pricer.before
     for name, values in _KERNELS.items():
         for value in values:
-            trainer = replace(workload.trainer, **{name: value})
-            changed = replace(workload, trainer=trainer)
-            if pricer.build(changed, pricer.before.layout) is not None:
-                workload = changed
-                break
-    return workload
+            trainer = replace(best.workload.trainer, **{name: value})
+            changed = replace(best.workload, trainer=trainer)
+            plan = pricer.build(changed, best.layout)
+            if plan is not None and _rank_kernels(plan) < _rank_kernels(best):
+                best = plan
+    return best.workload
+
+
+def _rank_kernels(plan: Plan) -> tuple[float, int]:
+    """Return what orders kernels: time in ten-thousandths, and memory where time is the same."""
+    return round(log(plan.estimate.step_s) / _SAME_KERNEL), plan.estimate.peak_bytes
 
 
 def _is_gain(pricer: ChangePricer, before: Plan, after: Plan) -> bool:
