@@ -1,6 +1,7 @@
 """`export` and `--from-flags` from the command line: what is printed, and how mistakes end."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -50,10 +51,12 @@ def test_a_script_is_estimated_beside_what_would_be_better(script, tmp_path, cap
     for text in (
         "model Qwen/Qwen3-30B-A3B, by its sizes",
         "verdict",
+        "a step: ",
         "What would be better",
-        "\n> ",  # the script's own layout among them
+        "  1. ",
+        "a step by estimate",
         "speed ",
-        "than the script's",
+        "write: ",
     ):
         assert text in shown
     assert "What went into it" not in shown
@@ -75,7 +78,9 @@ def test_a_script_is_estimated_beside_what_would_be_better(script, tmp_path, cap
 
 def test_memory_time_and_assumptions_of_a_script_are_shown_on_demand(script, capsys):
     assert main(["estimate", "--from-flags", str(script), "--on", "H200", "-v"]) == 0
-    assert capsys.readouterr().out.count("What went into it") == 1
+    shown = capsys.readouterr().out
+    assert shown.count("What went into it") == 1
+    assert re.search(r"^ ?> ", shown, re.MULTILINE)  # the script's own plan beside the better one
 
 
 def test_a_better_layout_is_shown_as_options_to_write_and_to_leave_out(script, capsys):
