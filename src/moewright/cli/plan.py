@@ -219,7 +219,7 @@ def estimate(
         )
         plan, notes = reading.plan, reading.notes
         better = find_better_layouts(plan, reading.options)
-        judgement = better.judgement
+        judgement = better.judgement  # judged beside the job with all changes that help
     else:
         plan, notes = estimate_request(model, layout, on=on, options=workload)
         judgement = judge_quickly(plan)
