@@ -53,6 +53,11 @@ FORMS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         ASKED,
     ),
     "flan": ({"inputs": Q, "targets": A, "task": "arithmetic"}, ASKED),
+    "natural instructions": (
+        {"id": "1", "definition": "Add.", "inputs": "1, 1", "targets": "2"},
+        [("user", "Add.\n\n1, 1"), ("assistant", "2")],
+    ),
+    "sciq": ({"question": Q, "distractor1": "It is 3.", "correct_answer": A}, ASKED),
     "ultrachat": ({"id": "0", "data": [Q, A]}, ASKED),
     "lima": ({"conversations": [Q, A], "source": "stackexchange"}, ASKED),
     "guanaco": ({"text": f"### Human: {Q}### Assistant: {A}"}, ASKED),

@@ -48,6 +48,7 @@ _LISTS = (
     "data",
 )
 _CONTEXTS = ("context",)
+_TASKS = ("definition",)  # stands before the inputs of Natural Instructions
 _SYSTEMS = (
     "system",
     "system_prompt",
@@ -290,10 +291,11 @@ def _find_text(record: Record, names: Sequence[str]) -> str:
 
 
 def _join_context(record: Record, prompt: str) -> str:
-    """Return a question with what it is about, if the record has that apart."""
+    """Return a question between its task and what it is about, if the record has them apart."""
     # Beside an instruction `input` is what it is about; elsewhere it is the question.
     names = ("input", *_CONTEXTS) if prompt == "instruction" else _CONTEXTS
-    texts = (record.get(name) for name in (prompt, *names))
+    tasks = _TASKS if prompt in ("inputs", "input") else ()
+    texts = (record.get(name) for name in (*tasks, prompt, *names))
     return "\n\n".join(text for text in texts if isinstance(text, str) and text.strip())
 
 

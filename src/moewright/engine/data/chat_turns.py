@@ -38,6 +38,7 @@ ANSWERS = (
     "output",
     "response",
     "answer",
+    "correct_answer",
     "completion",
     "targets",
     "target",
