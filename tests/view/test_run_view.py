@@ -138,7 +138,8 @@ def test_text_of_files_cannot_end_its_element():
 def test_a_run_with_less_in_it_still_has_a_page(bare):
     shown = build(bare, ())
     assert not shown.is_counted
-    assert len(render_page((shown, RunsView(runs=(shown,))), "run")) > 700_000
+    page = render_page((shown, RunsView(runs=(shown,))), "report")
+    assert page.count(shown.name) >= 2  # in both records
 
 
 def test_loads_are_over_the_mean_of_their_layer(shown):
