@@ -1,5 +1,6 @@
 import io
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from moewright.cli.main import main
 from moewright.codec import parse_layout
 from moewright.diagnosis.judgement import judge_plan
 from moewright.report import console
-from moewright.report.console import make_console
+from moewright.report.console import make_console, print_on_a_screen
 from moewright.report.document_text import print_sections
 from moewright.report.estimate_document import build_estimate_parts, build_verdict, format_flops
 from moewright.report.plan_text import describe_evidence, print_plans
@@ -213,3 +214,22 @@ def test_verbs_cut_nothing_at_eighty_columns(
         assert main(command) in (0, 3)
         lines = capsys.readouterr().out.splitlines()
         assert not [line for line in lines if "…" in line], command
+
+
+@pytest.mark.parametrize("count", [0, 3, 30, 200])
+def test_an_answer_is_a_screen_whatever_its_reasons(count: int) -> None:
+    """The last reasons are left out and counted; what is not a reason stays."""
+    out = io.StringIO()
+    screen = make_console(out)
+    reasons = [f"reason {number} " + "word " * (number % 40) for number in range(count)]
+
+    def draw(shown: Sequence[str]) -> None:
+        for line in ("first", *shown, "last"):
+            screen.print(line)
+
+    print_on_a_screen(screen, reasons, draw)
+    lines = out.getvalue().splitlines()
+    assert sum(-(-len(line) // screen.width) for line in lines) <= 40
+    assert (lines[0], lines[-1]) == ("first", "last")
+    kept = sum(line.startswith("reason ") for line in lines)
+    assert kept == count or lines[-2] == f"{count - kept} reasons more with -v"

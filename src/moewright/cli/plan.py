@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,7 +121,7 @@ def _print_answer(
 ) -> None:
     """Print the ranking, what its first rests on, and who starts each plan."""
     from moewright.api.running import describe_trainers
-    from moewright.report.console import print_defaults
+    from moewright.report.console import print_defaults, print_on_a_screen
     from moewright.report.plan_text import print_choices, print_plans
     from moewright.search.switches import explain_switches
 
@@ -129,23 +129,32 @@ def _print_answer(
     # may be another job.
     says_switches = verbose or plans.request.workload.precision.is_narrow
     switches = explain_switches(plans.best) if says_switches and plans.best else ()
-    print_defaults(console, plans.request.defaults)
-    print_plans(
-        console,
-        plans.plans,
-        own=plans.own,
-        gambles=plans.gambles,
-        why=(*plans.why, *switches),
-        rejected=plans.rejected,
-        verbose=verbose,
-    )
-    print_choices(console, plans.choices)
-    for line in describe_trainers(plans.plans):
-        console.print(line)
-    if plans.best:
-        _print_measured_load(console, plans.best, plans.even_routing)
-    for line in objections:
-        console.print(line)
+    objections = tuple(objections)
+
+    def draw(reasons: Sequence[str]) -> None:
+        print_defaults(console, plans.request.defaults)
+        print_plans(
+            console,
+            plans.plans,
+            own=plans.own,
+            gambles=plans.gambles,
+            why=reasons,
+            rejected=plans.rejected,
+            verbose=verbose,
+        )
+        print_choices(console, plans.choices)
+        for line in describe_trainers(plans.plans):
+            console.print(line)
+        if plans.best:
+            _print_measured_load(console, plans.best, plans.even_routing)
+        for line in objections:
+            console.print(line)
+
+    reasons = (*plans.why, *switches)
+    if verbose:
+        draw(reasons)
+    else:
+        print_on_a_screen(console, reasons, draw)
 
 
 def _print_measured_load(console: Console, plan: Plan, even: Estimate | None) -> None:

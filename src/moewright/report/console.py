@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -13,10 +13,13 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from moewright.spec.units import plural
+
 PIPED_WIDTH = 120  # a file has no width; tables wrap beyond it
 _WIDEST = 10_000  # no table has as many columns of letters
 _APART = (0, 1)  # spaces above and beside a cell
 _CLOSE = (0, 1, 0, 0)
+_SCREEN_LINES = 40  # of a short answer: what a tall terminal shows without scrolling
 NAME_WIDTH = 10  # of the name before a fact
 _INDENT = re.compile(r" *(?:- |\d+\. |[a-z]+ {2,})?")
 _WORD = re.compile(r"\S+")
@@ -140,6 +143,22 @@ def print_defaults(console: Console, defaults: Sequence[str]) -> None:
     """Print the values that nobody gave, and what was noted while reading, on one line."""
     if defaults:
         console.print(Text("; ".join(defaults)))
+
+
+def print_on_a_screen(
+    console: Console, reasons: Sequence[str], draw: Callable[[Sequence[str]], None]
+) -> None:
+    """Print what `draw` prints, with as many of its reasons as a screen has room for."""
+    for kept in range(len(reasons), -1, -1):
+        shown = list(reasons[:kept])
+        if kept < len(reasons):
+            shown.append(f"{plural(len(reasons) - kept, 'reason')} more with -v")
+        with console.capture() as drawn:
+            draw(shown)
+        lines = Text.from_ansi(drawn.get()).plain.splitlines()
+        if sum(max(1, -(-len(line) // console.width)) for line in lines) <= _SCREEN_LINES:
+            break
+    console.file.write(drawn.get())
 
 
 def print_fact(console: Console, name: str, text: Text) -> None:
