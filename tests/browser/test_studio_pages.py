@@ -362,7 +362,7 @@ def test_what_is_taken_away_opens_alone(studio, open_page, tmp_path):
     alone = open_page((tmp_path / "page.html").as_uri(), offline=True)
     shown = alone.locator("[data-name='step_s']").get_attribute("data-value")
     assert float(shown) == own.estimate.step_s
-    assert alone.locator("svg.plot").count() == 2
+    alone.locator("svg.plot").nth(2).wait_for()  # memory, the step, memory over the step
     word = alone.locator(".tile a.term", has_text="MFU")
     assert "FLOP" in word.get_attribute("title")
     word.click()
