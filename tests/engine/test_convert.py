@@ -35,7 +35,7 @@ from moewright.engine.run.companions import _write_card
 from moewright.families.weight_names import USUAL_LAYER_NAMES, NamePattern, whole
 from moewright.intake.hf import read_config
 from moewright.spec.errors import BadInput
-from moewright.spec.workload import DataSpec
+from moewright.spec.workload import BatchRampSpec, DataSpec
 
 transformers = pytest.importorskip("transformers")
 
@@ -619,3 +619,16 @@ def test_a_card_names_the_model_of_the_hub_that_a_run_started_from(tmp_path: Pat
     card = _write_card(elsewhere, tmp_path / "run/checkpoints/step-00000002")
     assert "base_model" not in card
     assert "Started from: models/mine." in card
+
+
+def test_a_card_counts_the_sequences_of_a_batch_that_grew(tmp_path: Path) -> None:
+    ramp = BatchRampSpec(ramp_start=2, ramp_increment=2, ramp_samples=12)
+    workload = replace(tiny_jobs.build_workload(DataSpec()), seq_len=16, global_batch=8, ramp=ramp)
+    plan = tiny_jobs.build_plan(workload, "", world_size=1)
+    checkpoint = tmp_path / "run/checkpoints/step-00000006"
+    # Stages of four samples in steps of 2, 4 and 6, the last of which ends beyond; then 8 a step.
+    sequences = 2 + 2 + 4 + 6 + 8 + 8
+    card = _write_card(plan, checkpoint)
+    assert f"6 steps on {sequences} sequences of 16 tokens ({sequences * 16} in all)" in card
+    counted = replace(plan, workload=replace(workload, batch_samples=5))
+    assert "6 steps of 5 samples" in _write_card(counted, checkpoint)

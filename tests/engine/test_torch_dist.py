@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,25 @@ def test_damaged_checkpoints_are_refused_in_one_line(tmp_path: Path) -> None:
         (folder / METADATA_FILE).write_bytes(metadata[:cut])
         with pytest.raises(BadInput):
             TorchDistReader(folder)
+
+
+def test_chunks_that_overlap_and_leave_a_hole_of_the_same_size_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "mg"
+    write_megatron(folder, {"a": torch.arange(4.0)})
+    metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
+    stored = metadata.state_dict_metadata["a"]
+    index = next(index for index in metadata.storage_data if index.fqn == "a")
+    ends = (0, 1)
+    stored.chunks = [
+        replace(stored.chunks[0], offsets=torch.Size([first]), sizes=torch.Size([2]))
+        for first in ends
+    ]
+    metadata.storage_data |= {
+        replace(index, offset=torch.Size([first])): metadata.storage_data[index] for first in ends
+    }
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BadInput, match=r"a: boxes at \[0\] and \[1\] overlap"):
+        TorchDistReader(folder)
 
 
 def test_flattened_boxes_of_older_releases_are_read_in_their_shape(tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ def run_toy_steps(
     return RankOutcome.DONE
 
 
+_NAMELESS = signal.SIGRTMIN + 1  # Python names the first and the last real-time signal alone
+
+
 def misbehave(fault: str) -> None:
     if fault == "exception":
         raise ValueError("simulated failure")
@@ -84,7 +87,7 @@ def misbehave(fault: str) -> None:
         time.sleep(60)
     if fault:
         faulthandler.disable()  # pytest's would print over the report
-        os.kill(os.getpid(), signal.Signals[fault])
+        os.kill(os.getpid(), _NAMELESS if fault == "nameless" else signal.Signals[fault])
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +139,7 @@ def test_a_rank_without_memory_ends_the_job_in_one_line(
         ("SIGKILL", "rank 1 was killed by SIGKILL at step 3;"),
         ("SIGSEGV", "rank 1 was killed by SIGSEGV at step 3;"),
         ("SIGABRT", "rank 1 was killed by SIGABRT at step 3;"),
+        ("nameless", f"rank 1 was killed by signal {_NAMELESS} at step 3;"),
         ("exit", "rank 1 exited with code 7 at step 3;"),
         ("exception", "rank 1 failed at step 3: ValueError: simulated failure;"),
     ],

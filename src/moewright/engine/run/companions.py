@@ -18,6 +18,7 @@ from moewright.engine.data.tokenizer import (
 )
 from moewright.engine.hf.export_weights import Companions
 from moewright.engine.hf.folder import is_hf_folder
+from moewright.rules.batch_rampup import step_samples
 from moewright.spec.plan import Plan
 from moewright.version import __version__
 
@@ -111,7 +112,13 @@ def _write_card(plan: Plan, checkpoint: Path) -> str:
     base = workload.weights
     name = name_model(Path(base)) if base else plan.model.name
     steps = int(checkpoint.name.rpartition("-")[2])
-    tokens = steps * workload.tokens_per_step
+    sequences = step_samples(workload, steps).first  # a batch may grow
+    length = (
+        f"{steps:,} steps on {sequences:,} sequences of {workload.seq_len:,} tokens "
+        f"({sequences * workload.seq_len:,} in all)"
+    )
+    if workload.batch_samples:  # as many sequences a step as its samples fill
+        length = f"{steps:,} steps of {workload.batch_samples:,} samples"
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     if base and "/" in name:  # the id of a model of the hub
         lines.append(f"base_model: {name}")
@@ -119,10 +126,7 @@ def _write_card(plan: Plan, checkpoint: Path) -> str:
     lines += ["tags:", "- moewright", "---", "", f"# {name}, trained with moewright", ""]
     lines.append(f"* Architecture: {plan.model.family}; weights in {workload.precision}.")
     lines.append(f"* Started from: {base or 'fresh weights'}.")
-    lines.append(
-        f"* Trained for {steps:,} steps of {workload.global_batch} sequences of "
-        f"{workload.seq_len:,} tokens ({tokens:,} in all), task {workload.fine_tuning.task}."
-    )
+    lines.append(f"* Trained for {length}, task {workload.fine_tuning.task}.")
     lines.append(f"* Peak learning rate {workload.optimizer.lr:g}; moewright {__version__}.")
     lines += ["", "Data, evaluation, intended use and license: to be filled in by its author.", ""]
     return "\n".join(lines)

@@ -291,7 +291,8 @@ def count_repeated_steps(run_dir: Path, first_step: int) -> RepeatedSteps:
         for record in records
         if isinstance(record, dict)
         and record.get("kind") == "step"
-        and record.get("step", 0) >= first_step
+        and isinstance(step := record.get("step"), int)
+        and step >= first_step
     }
     return RepeatedSteps(count=len(steps), seconds=sum(steps.values()))
 

@@ -222,9 +222,11 @@ def _describe_failure(rank: RankProcess) -> RankFailure:
     event = f"exited with code {code}"
     # multiprocessing gives the number of the signal that ended a process, negative.
     if code < 0:
-        killer = signal.Signals(-code)
-        event = f"was killed by {killer.name}"
-        if killer is signal.SIGABRT:
+        killer = -code
+        # Of real-time signals only the first and the last have names.
+        names = {member.value: member.name for member in signal.Signals}
+        event = f"was killed by {names.get(killer, f'signal {killer}')}"
+        if killer == signal.SIGABRT:
             kind = FailureKind.ABORT
     return RankFailure(
         rank=rank.info.rank,

@@ -126,15 +126,19 @@ def _refuse(path: Path, rule: str) -> NoReturn:
     raise BadInput(Reason(field=str(path), rule=rule, nearest="a folder iter_*")) from None
 
 
+_COUNT_END = 1 << 63  # a count is kept in int64
+
+
 def find_counts(common: Any, name: str) -> Iterator[int]:
-    """Yield every whole number under a name, wherever it stands."""
+    """Yield every count under a name, wherever it stands: a whole number that int64 holds."""
     if isinstance(common, list | tuple):
         for value in common:
             yield from find_counts(value, name)
     if not isinstance(common, dict):
         return
     for key, value in common.items():
-        if key == name and isinstance(value, int | float) and value == int(value):
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if key == name and is_whole and 0 <= value < _COUNT_END:
             yield int(value)
         yield from find_counts(value, name)
 
