@@ -117,7 +117,7 @@ def runs_from_rows(
 ) -> tuple[MeasuredRun, ...]:
     """Return rows as runs, on `hardware` (of the row's count) where it is given.
 
-    Repeats of a layout share their weight: n of them count as sqrt(n).
+    Repeats of a layout share their weight: n of them count as one run.
     """
     repeats = Counter(_job_key(row) for row in rows)
     return tuple(run_from_row(row, hardware, weight=repeats[_job_key(row)] ** -0.5) for row in rows)

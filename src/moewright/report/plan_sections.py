@@ -22,6 +22,7 @@ from moewright.spec.units import (
 )
 from moewright.spec.workload import (
     LossSpec,
+    MatrixUpdate,
     RouterAssignment,
     RouterDtype,
     RouterForce,
@@ -56,13 +57,16 @@ def _layout_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 def _workload_facts(workload: Workload) -> tuple[tuple[str, str], ...]:
     optimizer = workload.optimizer
+    # Whatever updates the matrices of layers, AdamW updates the rest.
+    is_muon = optimizer.matrix_update is MatrixUpdate.MUON
+    update = "Muon for matrices of layers, AdamW" if is_muon else "AdamW"
     batch = f"{workload.global_batch:,} sequences, {workload.tokens_per_step:,} tokens"
     return (
         ("sequence length", f"{workload.seq_len:,} tokens"),
         ("global batch", batch),
         ("steps", f"{workload.steps:,}"),
         ("precision", f"{workload.precision}, gradients {workload.grad_dtype}"),
-        ("optimizer", f"AdamW, lr {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}"),
+        ("optimizer", f"{update}, lr {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}"),
         ("auxiliary losses", _list_losses(workload.loss)),
         ("routing", _describe_routing(workload.router)),
         ("seed", str(workload.seed)),

@@ -91,7 +91,7 @@ def scaled_linears(job: Job, pp_rank: int, ep_rank: int) -> tuple[ScaledLinear, 
 def _scaled_params(job: Job, pp_rank: int) -> Iterator[Param]:
     """Yield the first weight of each linear with scales of a pipeline stage."""
     for param in stage_parameters(job.model, job.layout, pp_rank):
-        if name_in_layer(param.name) in FIRST_WEIGHTS and not param.name.endswith(".bias"):
+        if name_in_layer(param.name) in FIRST_WEIGHTS:
             yield param
 
 

@@ -149,7 +149,7 @@ class SearchSpace:
         if self.allowed is no_objections:
             return True
         reasons = self.allowed(Layout(world_size=self.hardware.count, **fields))
-        names = {"layout" if name == "stages" else name for name in fields}
+        names = {*fields, *(["layout"] if "stages" in fields else ())}
         return not any(reason.field.removeprefix("layout.") in names for reason in reasons)
 
 

@@ -43,7 +43,7 @@ from moewright.spec.workload import (
 Feature = tuple[str, object, bool, str]
 
 _RECURRENCES = (RecurrentKind.GATED_DELTA, RecurrentKind.MAMBA2)
-_MISSING_MIXERS = (
+_COMPUTED_MIXERS = (
     MixerKind.ATTENTION,
     MixerKind.LOCAL_ATTENTION,
     MixerKind.SHARED_INDEX,
@@ -104,7 +104,7 @@ def _missing_mixers(model: ModelSpec) -> Iterator[MixerKind | RecurrentKind]:
         if mixer is MixerKind.RECURRENT and model.recurrent is not None:
             if model.recurrent.kind not in _RECURRENCES:
                 yield model.recurrent.kind
-        elif mixer not in _MISSING_MIXERS:
+        elif mixer not in _COMPUTED_MIXERS:
             yield mixer
 
 
