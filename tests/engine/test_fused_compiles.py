@@ -14,14 +14,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from moewright.engine.kernels import fused
+from moewright.engine.kernels import fused, scaled_products
 from moewright.engine.kernels.columns import ColumnForm, NarrowInput
+from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.router_losses import RouterLossTerms
 from moewright.engine.kernels.low_precision import Groups, pad_groups
+from moewright.engine.kernels.scaled_products import ScaledProduct
 from moewright.rules.low_precision import find_recipe
 from moewright.spec.model import RouterSpec, ScoreFunction
 from moewright.spec.workload import Dtype, TensorScaling, Workload
@@ -105,6 +108,26 @@ def call_all() -> None:
                 kernels.convert_columns(NarrowInput(dtype=x.dtype, rows=rows), form, None)
         for operand in (recipe.inputs, recipe.gradients):
             kernels.convert(x, operand, Groups(), None).widen(torch.bfloat16)
+    has = frozenset(ScaledProduct)
+    with patch.object(scaled_products, "_products_of", lambda device: has):
+        call_in_tiles(kernels, torch.zeros(128, 128, dtype=torch.bfloat16), generator)
+
+
+def call_in_tiles(kernels: KernelSet, x: torch.Tensor, generator: torch.Generator) -> None:
+    """Call what writes scales, or reads them, in the order of tensor cores."""
+    for precision in (Dtype.MXFP8, Dtype.NVFP4):
+        recipe = find_recipe(Workload(seq_len=1, global_batch=1, precision=precision))
+        assert recipe is not None
+        rows = kernels.convert(x, recipe.inputs, Groups(), None)
+        assert rows.in_tiles
+        rows.widen(torch.bfloat16)
+        kernels.convert(x, recipe.gradients, Groups(), generator)
+        kernels.convert_weight(x, recipe.weights)
+        form = ColumnForm(operand=recipe.gradients, hadamard_rows=recipe.hadamard_rows)
+        kernels.convert_columns(x, form, generator)
+        kernels.convert_gradient(x, form)
+        if not recipe.hadamard_rows:
+            kernels.convert_columns(NarrowInput(dtype=x.dtype, rows=rows), form, None)
 
 
 def compile_all(capability: int) -> None:

@@ -17,6 +17,7 @@ from moewright.engine.kernels import scaled_products
 from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.low_precision import NarrowTensor, convert, decode_scales
 from moewright.engine.kernels.products import NarrowProducts
+from moewright.engine.kernels.scale_tiles import tile_scales
 from moewright.engine.kernels.scaled_products import (
     ScaledProduct,
     block_scales,
@@ -25,7 +26,6 @@ from moewright.engine.kernels.scaled_products import (
     multiply,
     multiply_scaled,
     products_of_device,
-    tile_scales,
 )
 from moewright.engine.observe.flop_counter import FlopCounter
 from moewright.rules.delayed_scaling import ScaledLinear

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from moewright.engine.kernels.scale_tiles import untile_scales
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
 
 _TORCH_FORMATS = {NarrowFormat.E4M3: torch.float8_e4m3fn, NarrowFormat.E5M2: torch.float8_e5m2}
@@ -74,7 +75,8 @@ class NarrowTensor:
 
     `codes` are of an 8-bit type, or pairs of 4-bit numbers in uint8. `scales` [R, blocks] decode
     blocks of columns, and are absent where a scale is for all; `group_scales` [G] decode `groups`.
-    `decode` is the implementation's that converted it.
+    `decode` is the implementation's that converted it. With `in_tiles` the scales lie in the order
+    of tensor cores, in whole tiles.
     """
 
     codes: torch.Tensor
@@ -84,6 +86,7 @@ class NarrowTensor:
     operand: OperandFormat
     columns: int
     decode: Decode = field(default_factory=lambda: decode_numbers)
+    in_tiles: bool = False
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -133,7 +136,8 @@ def decode_numbers(narrow: NarrowTensor, dtype: torch.dtype) -> torch.Tensor:
         numbers = narrow.codes.float()
     if narrow.scales is not None:
         block = narrow.operand.block
-        scales = decode_scales(narrow.scales, narrow.operand.scale)
+        scales = untile_scales(narrow.scales) if narrow.in_tiles else narrow.scales
+        scales = decode_scales(scales, narrow.operand.scale)
         numbers = numbers * scales.repeat_interleave(block, 1)[:, : narrow.columns]
     if narrow.group_scales is not None:
         numbers = numbers * narrow.groups.spread(narrow.group_scales, numbers)

@@ -29,18 +29,16 @@ from moewright.engine.kernels.low_precision import (
 )
 from moewright.engine.kernels.matmul import grouped_matmul
 from moewright.engine.kernels.operations import define_operation
+from moewright.engine.kernels.scale_tiles import TILE_BLOCKS, TILE_ROWS, tile_scales
 from moewright.engine.kernels.scaled_products import (
     LINES,
     MX_BLOCK,
-    TILE_BLOCKS,
-    TILE_ROWS,
     ScaledProduct,
     block_scales,
     codes_of,
     has_product,
     recipes_of,
     swizzles_of,
-    tile_scales,
 )
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
 
@@ -138,6 +136,9 @@ def _scales_of_weights(
     """Return the scales of weights, a line for each expert."""
     if product is ScaledProduct.EXPERT_ROWS:
         return [_row_scales(w).view(experts, rows)]
+    if w.in_tiles:
+        assert w.scales is not None
+        return _with_group_scales(w, w.scales.view(experts, -1))
     scales = block_scales(w)
     by_expert = scales.view(torch.uint8).unflatten(0, (experts, -1))[:, :rows]
     padded = F.pad(by_expert, (0, 0, 0, -rows % TILE_ROWS)).flatten(0, 1)

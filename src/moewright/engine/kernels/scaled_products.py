@@ -27,15 +27,11 @@ import torch.nn.functional as F
 
 from moewright.engine.kernels.low_precision import NarrowTensor, decode_scales
 from moewright.engine.kernels.matmul import matmul
+from moewright.engine.kernels.scale_tiles import TILE_BLOCKS, TILE_ROWS, tile_scales
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
 
 LINES = 16  # a dimension of an operand in memory is a multiple of so many bytes
 MX_BLOCK = 32
-# A tile of scales that tensor cores read at once: rows, and blocks of a row.
-TILE_ROWS = 128
-TILE_BLOCKS = 4
-_TILE_LANES = 32
-_LANE_GROUPS = TILE_ROWS // _TILE_LANES
 
 
 class ScaledProduct(StrEnum):
@@ -101,6 +97,22 @@ def find_product(a: NarrowTensor, b: NarrowTensor, dtype: torch.dtype) -> Scaled
         if has_product(product, a.codes.device) and fits(product, a, b, dtype):
             return product
     return None
+
+
+def reads_tiles(operand: OperandFormat, shape: torch.Size, device: torch.device) -> bool:
+    """Tell whether a device's product reads the scales of an operand in tiles, all of them whole.
+
+    `shape` is [R,K], or [E,R,K] of experts, each of which has tiles of its own.
+    """
+    is_dense = len(shape) == 2
+    kinds = {
+        ScaleFormat.E8M0: ScaledProduct.MXFP8 if is_dense else ScaledProduct.EXPERT_MXFP8,
+        ScaleFormat.E4M3: ScaledProduct.NVFP4 if is_dense else ScaledProduct.EXPERT_NVFP4,
+    }
+    product = kinds.get(operand.scale)
+    if product is None or not has_product(product, device):
+        return False
+    return not (shape[-2] % TILE_ROWS or shape[-1] % (TILE_BLOCKS * operand.block))
 
 
 def _kinds_of(operand: OperandFormat) -> tuple[ScaledProduct, ...]:
@@ -175,7 +187,8 @@ def _scales_of(product: ScaledProduct, operand: NarrowTensor) -> list[torch.Tens
             scales = F.pad(scales, (0, -scales.shape[1] % TILE_BLOCKS))
             return [scales.contiguous().T]
         return [scales.T.contiguous().T]
-    tiles = [tile_scales(block_scales(operand))]
+    scales = block_scales(operand)
+    tiles = [scales.view(-1) if operand.in_tiles else tile_scales(scales)]
     if operand.group_scales is not None:
         tiles.append(operand.group_scales[0])
     return tiles
@@ -190,19 +203,6 @@ def block_scales(operand: NarrowTensor) -> torch.Tensor:
     exponents = (operand.scales.view(torch.int32) >> 23).to(torch.uint8)
     fours = exponents.repeat_interleave(operand.operand.block // MX_BLOCK, 1)
     return fours[:, : -(-operand.columns // MX_BLOCK)].view(torch.float8_e8m0fnu)
-
-
-def tile_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales of 8 bits [R, blocks] in the order in which tensor cores read them.
-
-    They lie in tiles of 128 rows and 4 blocks, tile after tile along a row; in a tile the scales of
-    rows r, r + 32, r + 64 and r + 96 lie beside each other, 4 blocks of each. What a tile lacks is
-    zero. (cuBLAS manual, 1D block scaling factors layout.)
-    """
-    rows, blocks = scales.shape
-    padded = F.pad(scales.view(torch.uint8), (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
-    lanes = padded.unflatten(1, (-1, TILE_BLOCKS)).unflatten(0, (-1, _LANE_GROUPS, _TILE_LANES))
-    return lanes.permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
 
 
 def _recipes_of_operand(product: ScaledProduct, operand: NarrowTensor) -> list[F.ScalingType]:

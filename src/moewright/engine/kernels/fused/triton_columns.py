@@ -31,10 +31,12 @@ from moewright.engine.kernels.fused.triton_widen import (
     SHAPES,
     decode_scales,
     number_of_code,
+    place_scales,
     round_to_bf16,
     widen,
 )
 from moewright.engine.kernels.low_precision import ONE_GROUP, NarrowTensor
+from moewright.engine.kernels.scaled_products import reads_tiles
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
 
 _SIDE = 64  # of a square tile; blocks of 128 take one of theirs
@@ -142,7 +144,7 @@ def _convert_columns(
     TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, IS_SPREAD: tl.constexpr, ROUNDS: tl.constexpr, TO_BF16: tl.constexpr,
     BOTH: tl.constexpr, SIGNS: tl.constexpr, PACKED: tl.constexpr, RANDOM: tl.constexpr,
-    SIDE: tl.constexpr,
+    TILES: tl.constexpr, ROW_TILES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Convert a square tile along its rows; of the tensor with its rows at their places.
 
@@ -161,7 +163,7 @@ def _convert_columns(
         encode_rows(
             value, row_codes, row_scales, spread, spread,
             row, has_row, first_column, columns, 0, 0,
-            TOP, MANTISSA, BIAS, SCALE, BLOCK, False, False, False, SIDE, SIDE,
+            TOP, MANTISSA, BIAS, SCALE, BLOCK, False, False, False, ROW_TILES, SIDE, SIDE,
         )  # fmt: skip
     if ROUNDS:
         value = _round_along_columns(value, TOP, MANTISSA, BIAS, SCALE, BLOCK, TO_BF16, SIDE)
@@ -171,7 +173,7 @@ def _convert_columns(
     encode_rows(
         value, codes, scales, spread, draws,
         column, column < columns, first_place, padded_rows, 0, block_spread,
-        TOP, MANTISSA, BIAS, SCALE, BLOCK, False, PACKED, RANDOM, SIDE, SIDE,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, False, PACKED, RANDOM, TILES, SIDE, SIDE,
     )  # fmt: skip
 
 
@@ -179,7 +181,8 @@ def _convert_columns(
 def _turn_codes(
     kept, kept_scales, sources, codes, scales, unit, rows, columns, padded_rows,
     TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK: tl.constexpr, IS_SPREAD: tl.constexpr, TO_BF16: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK: tl.constexpr, IS_SPREAD: tl.constexpr, TO_BF16: tl.constexpr, KEPT_TILES: tl.constexpr,
+    TILES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Convert a square tile of what was kept along its columns along its rows, at their places."""
     first_place = tl.program_id(0).to(tl.int64) * SIDE
@@ -193,13 +196,14 @@ def _turn_codes(
     block = first_column // BLOCK + tl.arange(0, SIDE // BLOCK)
     row_blocks = tl.cdiv(columns, BLOCK)
     is_block = has_row[:, None] & (block < row_blocks)[None, :]
-    scale = tl.load(kept_scales + row[:, None] * row_blocks + block[None, :], is_block, 0)
+    kept_place = place_scales(row, block, row_blocks, KEPT_TILES)
+    scale = tl.load(kept_scales + kept_place, is_block, 0)
     decoded = decode_scales(scale, SCALE)
     value = tl.trans(_decode_blocks(code, decoded, MANTISSA, BIAS, BLOCK, TO_BF16, SIDE))
     encode_rows(
         value, codes, scales, unit, unit,
         column, column < columns, first_place, padded_rows, 0, 0,
-        TOP, MANTISSA, BIAS, SCALE, BLOCK, False, False, False, SIDE, SIDE,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, False, False, False, TILES, SIDE, SIDE,
     )  # fmt: skip
 
 
@@ -224,7 +228,7 @@ def convert_columns(
         lines = x_RK.new_empty(1, places)
         spread = form.groups.spread(group_scales, lines).flatten()
         spread = spread[:: operand.block] if len(spread) > 1 else spread
-    narrow = _allocate(x_RK.mT, operand, places)
+    narrow = _allocate(x_RK.mT, form, places)
     narrow = replace(narrow, groups=form.groups, group_scales=group_scales)
     draws = spread
     is_random = operand.rounds_at_random and generator is not None
@@ -247,7 +251,7 @@ def _turn(x_RK: NarrowInput, form: ColumnForm) -> NarrowTensor:
     number, scale_dtype, _ = SCALES[operand.scale]
     mantissa, bias = SHAPES[operand.number]
     side = max(_SIDE, operand.block)
-    narrow = replace(_allocate(kept.codes.mT, operand, places), groups=form.groups)
+    narrow = replace(_allocate(kept.codes.mT, form, places), groups=form.groups)
     assert kept.scales is not None
     assert narrow.scales is not None
     _turn_codes[triton.cdiv(places, side), triton.cdiv(kept.columns, side)](
@@ -266,6 +270,8 @@ def _turn(x_RK: NarrowInput, form: ColumnForm) -> NarrowTensor:
         BLOCK=operand.block,
         IS_SPREAD=form.padding is not None,
         TO_BF16=ROUNDS[x_RK.dtype],
+        KEPT_TILES=kept.in_tiles,
+        TILES=narrow.in_tiles,
         SIDE=side,
     )
     return narrow
@@ -296,15 +302,16 @@ def convert_gradient(g_RN: torch.Tensor, form: ColumnForm) -> NarrowGradient | N
     operand = form.operand
     if not _has_powers(operand) or not g_RN.numel() or g_RN.dtype not in ROUNDS:
         return None
-    rows = _allocate(g_RN, operand, g_RN.shape[1])
-    narrow = _allocate(g_RN.mT, operand, form.padded_rows(len(g_RN)))
+    rows = _allocate(g_RN, form, g_RN.shape[1])
+    narrow = _allocate(g_RN.mT, form, form.padded_rows(len(g_RN)))
     narrow = replace(narrow, groups=form.groups)
     _launch(g_RN, form, narrow, rows, torch.ones(1, device=g_RN.device), None)
     return NarrowGradient(dtype=g_RN.dtype, rows=rows, columns=narrow, padding=form.padding)
 
 
-def _allocate(x: torch.Tensor, operand: OperandFormat, width: int) -> NarrowTensor:
+def _allocate(x: torch.Tensor, form: ColumnForm, width: int) -> NarrowTensor:
     """Make room for a tensor that is converted along columns, as many as `width`."""
+    operand = form.operand
     _, _, scale_type = SCALES[operand.scale]
     is_packed = operand.number is NarrowFormat.E2M1
     lines = len(x)
@@ -320,6 +327,8 @@ def _allocate(x: torch.Tensor, operand: OperandFormat, width: int) -> NarrowTens
         operand=operand,
         columns=width,
         decode=widen,
+        in_tiles=form.padding is None
+        and reads_tiles(operand, torch.Size((lines, width)), x.device),
     )
 
 
@@ -369,5 +378,7 @@ def _launch(
         SIGNS=_SIGNS if form.hadamard_rows else 0,
         PACKED=operand.number is NarrowFormat.E2M1,
         RANDOM=draws is not None,
+        TILES=narrow.in_tiles,
+        ROW_TILES=by_rows.in_tiles,
         SIDE=side,
     )

@@ -24,9 +24,11 @@ from moewright.engine.kernels.fused.triton_widen import (
     SCALES,
     SHAPES,
     broadcast_strides,
+    place_scales,
     widen,
 )
 from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, NarrowTensor, NarrowWeight
+from moewright.engine.kernels.scaled_products import reads_tiles
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
 
 _TILE_NUMEL = 8192  # numbers that a program holds at a time
@@ -123,7 +125,7 @@ def _encode_tile(
     first_row, first_column, rows, columns, row_spread, block_spread,
     TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, RANDOM: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Convert a tile of numbers [ROWS, COLUMNS] in fp32, which lies in `rows` and `columns`.
 
@@ -133,7 +135,7 @@ def _encode_tile(
     encode_rows(
         value, codes, scales, spread, draws,
         row, row < rows, first_column, columns, row_spread, block_spread,
-        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, RANDOM, ROWS, COLUMNS,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, RANDOM, TILES, ROWS, COLUMNS,
     )  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def encode_rows(
     row, has_row, first_column, columns, row_spread, block_spread,
     TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, RANDOM: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Convert numbers [ROWS, COLUMNS] in fp32, and write those that have a row to it."""
     blocks: tl.constexpr = COLUMNS // BLOCK
@@ -161,7 +163,7 @@ def encode_rows(
     spread_place = row[:, None] * row_spread + block[None, :] * block_spread
     block_scale = tl.load(spread + spread_place, is_block, 1.0)
     kept, decoded = encode_scales(largest, block_scale, TOP, SCALE)
-    tl.store(scales + row[:, None] * row_blocks + block[None, :], kept, is_block)
+    tl.store(scales + place_scales(row, block, row_blocks, TILES), kept, is_block)
     scaled = scale_blocks(value, decoded, TOP, ROWS, COLUMNS)
     if PACKED:
         if RANDOM:
@@ -208,7 +210,7 @@ def _convert_blocks(
     rows, columns, row_stride, column_stride, row_spread, block_spread,
     TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, RANDOM: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Convert a tile; `spread` as in _encode_tile."""
     first_row = tl.program_id(0).to(tl.int64) * ROWS
@@ -219,7 +221,7 @@ def _convert_blocks(
     _encode_tile(
         value, codes, scales, spread, draws,
         first_row, first_column, rows, columns, row_spread, block_spread,
-        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, RANDOM, ROWS, COLUMNS,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, RANDOM, TILES, ROWS, COLUMNS,
     )  # fmt: skip
 
 
@@ -229,7 +231,8 @@ def _convert_weight(
     rows, columns, padded_rows, padded_columns, expert_stride, row_stride, column_stride,
     expert_spread,
     TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
     """Convert a square tile of an expert's weight along its columns, and along its rows.
 
@@ -250,7 +253,7 @@ def _convert_weight(
     _encode_tile(
         value, codes + place * width, scales + place * tl.cdiv(columns, BLOCK), scale, scale,
         first_row, first_column, padded_rows, columns, 0, 0,
-        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, False, SIDE, SIDE,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, False, TILES, SIDE, SIDE,
     )  # fmt: skip
     place = expert * padded_columns
     _encode_tile(
@@ -258,7 +261,7 @@ def _convert_weight(
         turned_codes + place * turned_width,
         turned_scales + place * tl.cdiv(rows, BLOCK),
         scale, scale, first_column, first_row, padded_columns, rows, 0, 0,
-        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, False, SIDE, SIDE,
+        TOP, MANTISSA, BIAS, SCALE, BLOCK, TILED, PACKED, False, TILES, SIDE, SIDE,
     )  # fmt: skip
 
 
@@ -435,6 +438,7 @@ def _convert_both_ways(
         BLOCK=operand.block,
         TILED=operand.is_tiled,
         PACKED=operand.number is NarrowFormat.E2M1,
+        TILES=forward.in_tiles,
         SIDE=side,
     )
     return NarrowWeight(forward=forward, transposed=turned)
@@ -466,6 +470,7 @@ def _allocate_copy(
         operand=operand,
         columns=columns,
         decode=widen,
+        in_tiles=reads_tiles(operand, w.shape, w.device),
     )
 
 
@@ -521,6 +526,8 @@ def _convert_by_blocks(
     codes = x_RK.new_empty(
         rows, triton.cdiv(columns, 2) if is_packed else columns, dtype=torch.uint8
     )
+    # Rows of experts begin tiles of their own, at rows that the host does not know.
+    in_tiles = groups.ends is None and reads_tiles(operand, x_RK.shape, x_RK.device)
     mantissa, bias = SHAPES[operand.number]
     tile_rows = block if operand.is_tiled else _TILE_NUMEL // _TILE_COLUMNS
     _convert_blocks[triton.cdiv(rows, tile_rows), triton.cdiv(columns, _TILE_COLUMNS)](
@@ -541,6 +548,7 @@ def _convert_by_blocks(
         TILED=operand.is_tiled,
         PACKED=is_packed,
         RANDOM=draws is not None,
+        TILES=in_tiles,
         ROWS=tile_rows,
         COLUMNS=_TILE_COLUMNS,
     )
@@ -552,4 +560,5 @@ def _convert_by_blocks(
         operand=operand,
         columns=columns,
         decode=widen,
+        in_tiles=in_tiles,
     )

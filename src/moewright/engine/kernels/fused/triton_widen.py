@@ -72,11 +72,24 @@ def decode_scales(scale, SCALE: tl.constexpr):
 
 
 @triton.jit
+def place_scales(row, block, row_blocks, TILES: tl.constexpr):
+    """Return where the scales of blocks of rows lie, row after row or in tiles (scale_tiles)."""
+    if TILES:
+        tile = (row // 128)[:, None] * (row_blocks // 4) + (block // 4)[None, :]
+        lane = (row % 32) * 16 + row % 128 // 32 * 4
+        place = tile * 512 + lane[:, None] + (block % 4)[None, :]
+    else:
+        place = row[:, None] * row_blocks + block[None, :]
+    return place
+
+
+@triton.jit
 def _widen(
     codes, scales, factors, out, rows, columns, row_stride, column_stride, row_blocks,
     row_factor, column_factor,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_FACTORS: tl.constexpr, TO_BF16: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, TO_BF16: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile: codes times the scale of their block, times the factor of their group."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -91,7 +104,7 @@ def _widen(
         code = tl.load(codes + place, inside, 0).to(tl.int32)
     number = number_of_code(code, MANTISSA, BIAS)
     if BLOCK:
-        place = row[:, None] * row_blocks + (column // BLOCK)[None, :]
+        place = place_scales(row, column // BLOCK, row_blocks, TILES)
         number *= decode_scales(tl.load(scales + place, inside, 0), SCALE)
     if HAS_FACTORS:
         place = row[:, None] * row_factor + column[None, :] * column_factor
@@ -132,6 +145,7 @@ def widen(narrow: NarrowTensor, dtype: torch.dtype) -> torch.Tensor:
         BLOCK=operand.block,
         HAS_FACTORS=narrow.group_scales is not None,
         TO_BF16=ROUNDS[dtype],
+        TILES=narrow.in_tiles,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
     )
