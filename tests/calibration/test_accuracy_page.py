@@ -43,8 +43,15 @@ SPLIT: dict[str, Any] = {
     "rank_correlation": 0.9,
     "regret": 0.01,
 }
+CHOICES: dict[str, Any] = {
+    "jobs": [{}, {}],
+    "regret_by_prediction": 0.01,
+    "regret_by_bound": 0.02,
+    "error_by_prediction": 0.03,
+    "biases": [{"name": "moe", "jobs": 4, "error": 0.21, "job_error": 0.1, "expected": 0.05}],
+}
 REPORT = {
-    "summary": {"splits": [SPLIT], "memory": MEMORY},
+    "summary": {"splits": [SPLIT], "memory": MEMORY, "choices": CHOICES},
     "rows": [row("a-1", 100, 105), row("b-1", 1000, 500), row("b-2", 1000, None)],
 }
 
@@ -55,6 +62,8 @@ OWN_REPORT = {"summary": {"splits": [OWN_SPLIT, {**OWN_SPLIT, "name": "publisher
 def test_the_page_has_every_timed_run() -> None:
     cells = {"a-1": {"model": "org/M", "num_gpus": "8", "hardware": "H100"}}
     page = render_page(REPORT, OWN_REPORT)
+    assert "of 2 jobs with five" in page
+    assert "| moe | 4 | +21.0 % | +10.0 % | +10.0 % | +5.0 % |" in page
     runs = render_runs(REPORT, cells)
     assert "| a-1 | M | 8 H100 |  | 100 | 105 | 90-110 | +5.0 % |" in runs["a"]
     assert "| [b](accuracy/b.md) | 1 |" in page

@@ -14,6 +14,8 @@ from moewright.cost.evidence import count_runs_in
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality, check_precision
 from moewright.search.ranking import bound_s
+from moewright.search.space import build_search_space
+from moewright.search.unsearched import SearchedChoices
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
@@ -226,6 +228,8 @@ def explain_objections(
 ) -> tuple[str, ...]:
     """Say what speaks against the layout `text` beside the best: broken rules, memory, or time.
 
+    Where no search would have tried the layout, that is said too.
+
     Raises:
         BadInput: The text is no layout.
     """
@@ -242,6 +246,8 @@ def explain_objections(
             lines.append(f"{name} is the best plan")
         else:
             lines.append(f"{name} takes {_compare(layout_estimate, best.estimate, best.rule)}")
+    choices = SearchedChoices(space=build_search_space(model, workload, hardware, ""))
+    lines += [f"no search tries {name}: {reason}" for reason in choices.find_unsearched(layout)]
     return tuple(lines) or (f"nothing: {name} fits and no plan was found that beats it",)
 
 

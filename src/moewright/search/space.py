@@ -45,12 +45,16 @@ from moewright.spec.record import copy_with
 from moewright.spec.stage_string import StageString, parse_stages
 from moewright.spec.workload import Workload
 
-# No published run lies beyond these limits, and the prices leave out what would decide there: the
+# No published run lies beyond these limits (find_unsearched, asked of every row in
+# tests/published/test_searched_layouts.py), and the prices leave out what would decide there: the
 # many small kernels of a ring over short parts, the launches of each transfer between ever shorter
 # chunks. A user may still ask for such a layout.
 MIN_CP_TOKENS = 4096  # a rank's part of a sequence
 MAX_VPP = 24
-MAX_UNEVEN_VPP = 4  # virtual stages of an uneven split
+UNEVEN_VPP = (1, 2, 3, 4, 8)  # virtual stages of an uneven split
+_MANY_VPP = 4  # from more virtual stages on, only the splits that trainers' recipes have are tried
+# Besides powers of two, those that batches have which three divides.
+MICRO_BATCHES = tuple(sorted({*FIELD_OF_KEY["mbs"].facts.tried, 3, 6, 12}))
 
 _OFFLOADED_EXPERTS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _OFFLOADED_ATTENTION = (Offload.ATTN_PROJ, Offload.CORE_ATTN)
@@ -186,7 +190,7 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
     """
     world = space.hardware.count
     # Pipelines that are alike in what decides whether a group may run on them are asked about once.
-    shapes = tuple(_pipeline_shapes(space))
+    shapes = tuple(list_pipelines(space))
     alike: dict[tuple[int, int], list[int]] = {}
     for place, shape in enumerate(shapes):
         alike.setdefault((shape.pp, min(shape.vpp, 2)), []).append(place)
@@ -194,20 +198,20 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
     classes = [[place] for place in range(len(shapes))] if by_schedule else list(alike.values())
     by_places: dict[tuple[int, ...], PipelineShapes] = {}
     batches = deciding_batches(space.workload)
-    for cut in _degrees(space):
+    for cut in list_degrees(space):
         dense, expert = cut.tp * cut.cp, cut.etp * cut.ep
         fitting = [
             (shapes[places[0]], places)
             for places in classes
             if _fits(world, shapes[places[0]].pp, dense, expert)
         ]
-        for mbs in _axis(space, "mbs", FIELD_OF_KEY["mbs"].facts.tried):
+        for mbs in _axis(space, "mbs", MICRO_BATCHES):
             kept = tuple(
                 sorted(
                     chain.from_iterable(
                         places
                         for shape, places in fitting
-                        if _has_timetable(space, shape, mbs * world // (dense * shape.pp), batches)
+                        if has_timetable(space, shape, mbs * world // (dense * shape.pp), batches)
                     )
                 )
             )
@@ -218,7 +222,7 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
                 yield DegreeGroup(layout=copy_with(cut, mbs=mbs), pipelines=by_places[kept])
 
 
-def _degrees(space: SearchSpace) -> Iterator[Layout]:
+def list_degrees(space: SearchSpace) -> Iterator[Layout]:
     """Yield the base with every combination of tp, cp, etp and ep."""
     for tp in _axis(space, "tp", _tensor_degrees(space)):
         sp = space.base.sp if "sp" in space.fixed else tp > 1
@@ -498,7 +502,7 @@ def _expert_tensor_degrees(space: SearchSpace) -> tuple[int, ...]:
     return tuple(etp for etp in divisors(moe.ffn_size) if etp <= most)
 
 
-def _pipeline_shapes(space: SearchSpace) -> Iterator[PipelineShape]:
+def list_pipelines(space: SearchSpace) -> Iterator[PipelineShape]:
     """Yield every even split, and layout strings whose ends hold more or fewer layers."""
     base = space.base
     for pp in _axis(space, "pp", divisors(space.hardware.count)):
@@ -534,22 +538,30 @@ def _is_permitted(space: SearchSpace, shape: PipelineShape) -> bool:
 def _uneven_splits(model: ModelSpec, pp: int) -> Iterator[tuple[int, StageString]]:
     """Yield (vpp, layout string) of splits that count embedding and head as layers.
 
-    The head counts as one or two layers; two leave the last stage fewer layers. The embedding
+    The head counts as one or two layers, which leaves the last stage fewer; or as many as are left
+    over where the stages before have equally many, as recipes of DeepSeek-V3 have it. The embedding
     counts as one or none, which gives the first stage more; where the first layers are dense, as
-    one or minus one. MTP layers may stand in a stage of their own.
+    one or minus one; as two without virtual stages, whose first stage holds most micro-batches. MTP
+    layers may stand in a stage of their own.
     """
     if pp == 1:
         return
     begins_dense = model.moe is not None and not model.moe_layers[0]
     embeddings = (1, -1) if begins_dense else (1, 0)
-    ends = [(1, False), (2, False)]
-    if model.mtp_layers and pp > 2:
-        ends.append((1, True))
-    for vpp in range(1, MAX_UNEVEN_VPP + 1):
+    for vpp in UNEVEN_VPP:
         stages = pp * vpp
         if stages > model.layers + 2:
             return
-        for embedding, (loss, mtp_apart) in product(embeddings, ends):
+        ends = [(1, False), (2, False)]
+        if model.mtp_layers and pp > 2 and vpp <= _MANY_VPP:
+            ends.append((1, True))
+        loads = list(product(embeddings if vpp <= _MANY_VPP else (1,), ends))
+        left_over = -model.layers % stages - model.mtp_layers
+        if left_over > 2:
+            loads.append((1, (left_over, False)))
+        if vpp == 1:
+            loads += [(2, (1, False)), (2, (2, False))]
+        for embedding, (loss, mtp_apart) in loads:
             is_even = (model.layers + embedding + loss) % stages == 0
             if model.mtp_layers or not is_even or (embedding, loss) != (1, 1):
                 text = even_layout_string(
@@ -567,7 +579,7 @@ def _fits(world: int, pp: int, dense: int, expert: int) -> bool:
     return world % (pp * dense) == 0 and world % (pp * expert) == 0
 
 
-def _has_timetable(
+def has_timetable(
     space: SearchSpace, shape: PipelineShape, pass_sequences: int, batches: Sequence[int]
 ) -> bool:
     """Return whether the batch divides into micro-batches, and their number has a timetable.
@@ -588,7 +600,8 @@ def _has_timetable(
 def _recompute_choices(model: ModelSpec) -> list[tuple[Recompute, ...]]:
     """Return the choices of what to recompute, from nothing to the whole layer.
 
-    They combine norms, the up-projections of latent attention (MLA), and more and more of the MLP.
+    They combine norms, the up-projections of latent attention (MLA), and more and more of the MLP;
+    the dense MLPs of a model with experts may be recomputed alone.
     Core attention alone is no choice: flash attention keeps next to nothing.
     """
     has_experts = model.moe is not None and any(model.moe_layers)
@@ -607,4 +620,8 @@ def _recompute_choices(model: ModelSpec) -> list[tuple[Recompute, ...]]:
     if model.attention.kind is AttentionKind.MLA:
         ups.append({Recompute.MLA_UP_PROJ})
     choices = [block | norm | up for block in blocks for up in ups for norm in norms]
+    if has_experts and model.dense_layer_count:
+        choices += [
+            {Recompute.MLP} | up for up in ups
+        ]  # of the first stage, whose layers are dense
     return [tuple(sorted(choice)) for choice in (*choices, {Recompute.FULL})]
