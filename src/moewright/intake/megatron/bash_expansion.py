@@ -94,6 +94,8 @@ class ShellVariables:
         self.arrays: dict[str, tuple[str, ...]] = {
             name: (value,) for name, value in environment.items()
         }
+        # The version of bash that scripts are read as: what they ask for is never newer.
+        self.arrays |= {"BASH_VERSION": ("5.2.0",), "BASH_VERSINFO": ("5", "2", "0")}
         self.tables: dict[str, dict[str, str]] = {}
         self.constants: Mapping[str, str] = {}
         self.unread_origin = ""

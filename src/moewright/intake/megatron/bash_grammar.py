@@ -19,7 +19,7 @@ from moewright.intake.megatron.bash_session import (
     ScriptExit,
 )
 from moewright.intake.megatron.bash_tokens import ShellToken, TokenReader, syntax_refusal, tokenize
-from moewright.intake.megatron.launchers import LAUNCHERS
+from moewright.intake.megatron.launchers import LAUNCHERS, split_launcher
 from moewright.intake.megatron.unknown import UnknownValue, find_unknown
 from moewright.spec.errors import BadInput
 
@@ -27,6 +27,7 @@ _LOOPS = ("while", "until", "for", "select")
 # What may train, or start what does.
 _TRAINS = re.compile(r"python|torchrun|deepspeed|srun|mpirun|pretrain|\.sh\b|--[a-z]|eval|source")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=")
+_OPTION = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 _FILES = "which files there are"
 _MAX_ROUNDS = 10_000  # of a loop
 _CASE_ENDS = (";;", ";&", ";;&", "esac")
@@ -236,7 +237,9 @@ class ShellGrammar(ShellBranches):
 
     def _if(self, reader: TokenReader, live: bool) -> Iterator[Command]:
         line = reader.take().line
-        status = self._read_condition(reader, live)
+        trainers: list[Command] = []
+        status = self._read_condition(reader, live, trainers)
+        yield from trainers
         reader.expect("then")
         ends = ("elif", "else", "fi")
         if live and status is None:
@@ -262,15 +265,16 @@ class ShellGrammar(ShellBranches):
             yield from self.block(reader, ("fi",), live)
             reader.expect("fi")
 
-    def _read_condition(self, reader: TokenReader, live: bool) -> bool | None:
+    def _read_condition(
+        self, reader: TokenReader, live: bool, trainers: list[Command]
+    ) -> bool | None:
         """Run a condition up to `then`; return whether it holds, None where only running tells.
 
-        It counts by its status, not by what it would start.
+        It counts by its status; what it starts with a launcher may train, and goes to `trainers`.
         """
         begin = reader.position
         try:
-            for _ in self.block(reader, ("then",), live):
-                pass
+            trainers += filter(_starts_launcher, self.block(reader, ("then",), live))
         except DecisionNeeded as error:
             reader.position = begin
             for _ in self.block(reader, ("then",), False):
@@ -320,13 +324,13 @@ class ShellGrammar(ShellBranches):
         for _ in self.block(reader, ("do",), False):
             pass
         body = reader.position
+        trainers: list[Command] = []
 
         def rounds() -> Iterator[bool]:
             notes = len(self.notes)
             while True:
                 reader.position = begin
-                for _ in self.block(reader, ("do",), True):
-                    pass
+                trainers.extend(filter(_starts_launcher, self.block(reader, ("do",), True)))
                 if len(self.notes) > notes:  # of a file that is taken to be there
                     del self.notes[notes:]
                     raise DecisionNeeded(UnknownValue(origin=_FILES), keyword.line)
@@ -339,6 +343,7 @@ class ShellGrammar(ShellBranches):
                 yield True
 
         yield from self._repeat(reader, rounds(), live)
+        yield from trainers  # `until torchrun ...; do sleep 60; done`
 
     def _counted_loop(self, reader: TokenReader, head: ShellToken, live: bool) -> Iterator[Command]:
         """Run `for ((start; condition; step))`."""
@@ -397,15 +402,20 @@ class ShellGrammar(ShellBranches):
         reader.position = body
         self._skip_body(reader)
         tokens = reader.tokens[body : reader.position]
-        if any(_TRAINS.search(token.text) for token in tokens):
+        if any(_TRAINS.search(t.text) for t in tokens if not _ASSIGNMENT.match(t.text)):
             raise error
         origin = "how often a loop runs"
         decision = error.unknown if isinstance(error, DecisionNeeded) else UnknownValue()
         for token in tokens:
             if match := _ASSIGNMENT.match(token.text):
                 name = match[1]
-                unknown = UnknownValue(name=decision.name or name, origin=decision.origin or origin)
-                self.variables.arrays[name] = (unknown.mark(),)
+                unknown = UnknownValue(
+                    name=decision.name or name,
+                    origin=decision.origin or origin,
+                    words=tuple(_OPTION.findall(token.text)),
+                )
+                kept = self.variables.arrays.get(name, ()) if match[0].endswith("+=") else ()
+                self.variables.arrays[name] = (*kept, unknown.mark())
 
     def _skip_body(self, reader: TokenReader) -> None:
         reader.expect("do")
@@ -481,6 +491,10 @@ class ShellGrammar(ShellBranches):
 def _is_joint(reader: TokenReader) -> bool:
     token = reader.peek()
     return token is not None and token.is_operator and token.text in ("&&", "||")
+
+
+def _starts_launcher(command: Command) -> bool:
+    return split_launcher(command.words) is not None
 
 
 def _sets_variables(tokens: Sequence[ShellToken]) -> bool:

@@ -77,6 +77,11 @@ _VARIANT = re.compile(
 )
 _RANGE = re.compile(r"list\(range\((?:(\d+),\s*)?(\d+)\)\)")
 _VERL_CONFIGS = ("ppo_megatron_trainer",)
+_DEGREES = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+)
 _LEVELS = 6  # folders above a script that may be its checkout
 _RECIPE_TAIL = re.compile(r"_(pretrain|finetune|sft|peft|lora|config|mcore|\d+gpu|h100|b200).*$")
 
@@ -108,7 +113,10 @@ def is_configured(words: Sequence[str]) -> bool:
     names = [override[0] for override in map(read_override, words) if override is not None]
     if _find_named_config(words) and any("actor_rollout_ref." in name for name in names):
         return True
-    return any("model_parallel_size" in name for name in names) and any(
+    told = {name.rpartition(".")[2]: value for name, value in read_overrides(words).items()}
+    is_of_core = told.get("strategy") == "megatron"
+    is_of_core = is_of_core or any("model_parallel_size" in name for name in names)
+    return is_of_core and any(
         dialect.is_spoken_by(names) for dialect in list_dialects() if dialect.is_commanded
     )
 
@@ -236,7 +244,8 @@ def configure(
     defaults = _default_options(reader, dialect)
     chosen = ChosenOptions(options=dict(defaults))
     unknown = _read_sections(reader, dialect, tree, chosen)
-    if chosen.options == defaults:
+    has_texts = any(tree.matches(texts.mark) for texts in REINFORCED)
+    if chosen.options == defaults and not has_texts:
         rule = f"holds no setting of {dialect.name} that says a layout, a batch or a model"
         raise BadInput(Reason(field="configuration", rule=rule))
     notes = [f"a configuration of {dialect.name}: {tree.taken_count} settings are read"]
@@ -270,6 +279,7 @@ def configure(
         for name, key in (("--nnodes", dialect.nodes), ("--nproc_per_node", dialect.ranks_per_node))
         if key and not is_unset(tree.take(key))
     ]
+    launcher = _leave_nodes_open(dialect, launcher, chosen.options)
     exported = tree.take_below(dialect.environment) if dialect.environment else {}
     if exported:
         notes.append(f"exported: {' '.join(exported)}")
@@ -297,6 +307,20 @@ def configure(
         notes=(*notes, *noted),
         missing_files=missing,
     )
+
+
+def _leave_nodes_open(
+    dialect: ConfigDialect, launcher: list[str], options: Mapping[str, tuple[str, ...]]
+) -> list[str]:
+    """Return what says the ranks; of a layout that one node cannot hold, no nodes are assumed."""
+    per_node = [whole_number(word.partition("=")[2]) for word in launcher if "nproc" in word]
+    is_told = any(word.startswith("--nnodes") for word in launcher)
+    if is_told or not dialect.nodes or not per_node:
+        return launcher
+    ranks = 1
+    for name in _DEGREES:
+        ranks *= whole_number("".join(options.get(name, ())), otherwise=1)
+    return [*launcher, "--nnodes=auto"] if ranks > per_node[0] > 0 else launcher
 
 
 def _take_multiple(unknown: dict[str, Value], options: dict[str, tuple[str, ...]]) -> None:
@@ -516,7 +540,10 @@ def _split_options(reader: SettingReader, text: str) -> Iterator[list[str]]:
 
 def _settle(tree: SettingTree, options: dict[str, tuple[str, ...]]) -> None:
     """Leave out options that others make void."""
-    if tree.take_text(_CHECKPOINTING, "true").lower() != "true":
+    checkpointing = tree.take_text(_CHECKPOINTING).lower()
+    if checkpointing == "true":  # NeMo-RL's switch is for whole layers, where nothing else is said
+        options.setdefault("--recompute-granularity", ("full",))
+    elif checkpointing:
         for name in ("--recompute-granularity", "--recompute-modules"):
             options.pop(name, None)
     if options.get("--recompute-granularity") == ("full",):

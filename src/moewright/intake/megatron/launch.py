@@ -61,6 +61,11 @@ _TRAINING_OPTIONS = (
     "--micro-batch-size",
     "--global-batch-size",
 )
+# What a training is told, of which a program that only shares options with one has nothing.
+_TOLD_TO_TRAIN = (
+    *("--lr", "--train-iters", "--train-samples", "--train-tokens", "--data-path", "--mock-data"),
+    *("--micro-batch-size", "--global-batch-size", "--num-layers", "--load", "--save"),
+)
 _MOST_WORDS = 200
 # Commands of trainers that run no Megatron-core, or not in this way.
 _OTHER_MODELS = (
@@ -75,10 +80,21 @@ _OTHER_MODELS = (
         "the layout to `estimate`",
     ),
 )
+_WITH_FILES = (
+    (
+        r"\bprimus/(cli/main|train)\.py\b",
+        "is Primus', which takes its settings from a YAML file: give that file (--config), which is "
+        "read by itself",
+    ),
+)
 _WITHOUT = "it trains without Megatron-core; name the model and the layout to `estimate`"
 _OTHER_TRAINERS = (
     (r"\bverl\.trainer\.", f"is verl's with FSDP: {_WITHOUT}"),
     (r"\bactor_rollout_ref\.", f"is verl's and sets nothing of Megatron: {_WITHOUT}"),
+    (
+        r"\bskyrl(_train)?\.|\btrainer\.policy\.model\.path=",
+        f"is SkyRL's and sets nothing of Megatron: {_WITHOUT}",
+    ),
     (r"\bllamafactory-cli train", f"is LLaMA-Factory's: {_WITHOUT}"),
     (r"\bswift (sft|pt|rlhf)\b", f"is ms-swift's without Megatron: {_WITHOUT}"),
     (r"\baxolotl\b.* train|axolotl\.cli", f"is Axolotl's: {_WITHOUT}"),
@@ -144,7 +160,7 @@ def _read_training(
 ) -> LaunchCommand:
     """Return the first of the commands that have Megatron-LM's own options."""
     first = training[0]
-    if named := _match_command(first, _OTHER_MODELS):
+    if named := _match_command(first, (*_OTHER_MODELS, *_WITH_FILES)):
         raise BadInput(Reason(field="script", rule=named))
     started_by, words = split_launcher(first.words) or ([], [])
     notes = list(reading.notes)
@@ -176,7 +192,7 @@ def _explain_refusal(reading: ShellReading, folder: Path | None) -> Reason:
     if other:
         rule += f"; {show_unknown(other)[-80:]} trains no decoder"
         nearest = "" if not missing else nearest
-    rules = (*_OTHER_MODELS, *_OTHER_TRAINERS)
+    rules = (*_OTHER_MODELS, *_WITH_FILES, *_OTHER_TRAINERS)
     named = next(filter(None, (_match_command(c, rules) for c in reading.commands)), "")
     if named:
         return Reason(field="script", rule=named)
@@ -292,6 +308,9 @@ def _trains(command: Command, folder: Path | None) -> bool:
     names = {word.partition("=")[0].replace("_", "-") for word in command.words}
     is_started = command.words[0] not in _PRINTERS and split_launcher(command.words) is not None
     is_training = is_started and not names.isdisjoint(_TRAINING_OPTIONS)
+    has_variables = any(not UNKNOWN_VALUE.sub("", word) for word in command.words)
+    if not has_variables and names.isdisjoint(_TOLD_TO_TRAIN):
+        is_training = is_training and _TRAINS.search(_find_program(command)) is not None
     return is_training and not _find_other_task(command, folder)
 
 

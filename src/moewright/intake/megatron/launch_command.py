@@ -308,8 +308,10 @@ class _LaunchParser:
         )
         told = {option.partition("=")[0] for option in self.words}
         left_out = []
-        for name in names.keys() - told:
-            if find_harmless(name, (*_FORK_TABLES, "megatron")) is not None:
+        for name in sorted(names.keys() - told):
+            # What a fork calls harmless is said of its own options, not of Megatron-LM's.
+            tables = ("megatron",) if name in self.table else (*_FORK_TABLES, "megatron")
+            if find_harmless(name, tables) is not None:
                 left_out.append(name)
                 continue
             nearest = mention("--set {}=...", unknown.name) or f"--set {name}=null"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 
-from moewright.intake.megatron.unknown import UNKNOWN_VALUE
+from moewright.intake.megatron.unknown import UNKNOWN_VALUE, find_unknown
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import is_whole_number, whole_number
 
@@ -102,12 +102,29 @@ def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
     """Return the words up to the launcher, and those behind it; None for another command."""
     for programs in (LAUNCHERS, RUNNERS):
         for position, word in enumerate(words):
-            if UNKNOWN_VALUE.sub("", word).rpartition("/")[2] in programs:
+            name = _name_program(word, programs)
+            if name in PYTHONS and _starts_another(words[position + 1 : position + 2]):
+                continue
+            if name in programs:
                 arguments = list(words[position + 1 :])
-                if word.endswith("accelerate") and arguments[:1] == ["launch"]:
+                if name == "accelerate" and arguments[:1] == ["launch"]:
                     del arguments[0]
-                return list(words[: position + 1]), arguments
+                return [*words[:position], name], arguments
     return None
+
+
+def _name_program(word: str, programs: Sequence[str]) -> str:
+    """Return the program that a word names; where only running tells, what each branch ends in."""
+    name = UNKNOWN_VALUE.sub("", word).rpartition("/")[2]
+    unknown = find_unknown(word) if not name else None
+    if unknown is None:
+        return name
+    return next((word for word in reversed(unknown.words) if word in programs), "")
+
+
+def _starts_another(following: Sequence[str]) -> bool:
+    """Whether Python runs a launcher's own file: `python /opt/bin/deepspeed train.py`."""
+    return any("/" in word and word.rpartition("/")[2] in LAUNCHERS for word in following)
 
 
 # A launcher that starts a rank on each device that it sees, and what hides others from it.

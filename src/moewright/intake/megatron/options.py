@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -20,12 +20,20 @@ WHOLE_NUMBER = re.compile(r"-?\d+\.0*|\d+e\+?\d")
 class Arguments:
     """A command's options; it remembers which were read, so that the others can be named.
 
+    `is_planned` tells which options may bear on a plan: those without a value yet are asked for
+    together.
+
     The values were checked against the parser's types before (launch.find_launch). To read a value
     that is only known when the script runs raises BadInput.
     """
 
-    def __init__(self, options: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, tuple[str, ...]],
+        is_planned: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         self.options = options
+        self.is_planned = is_planned
         self.read_names: set[str] = set()
 
     def extend(self, options: Mapping[str, tuple[str, ...]]) -> None:
@@ -58,10 +66,33 @@ class Arguments:
         """
         if not self.has(name):
             return default
-        for value in self.options[name]:
-            if unknown := find_unknown(value):
-                raise BadInput(ask_value(name, unknown))
+        if any(map(find_unknown, self.options[name])):
+            raise BadInput(self._ask_values(name))
         return self.options[name]
+
+    def _ask_values(self, first: str) -> Reason:
+        """Return the Reason that asks for the values of all options that bear on a plan.
+
+        `first` is the option that is read; where its value depends on something, it is asked alone.
+        """
+        unknown = {
+            name: value
+            for name, values in self.options.items()
+            if (value := next(filter(None, map(find_unknown, values)), None)) is not None
+        }
+        asked = ask_value(first, unknown[first])
+        others = dict.fromkeys(
+            value.name
+            for name, value in unknown.items()
+            if _is_variable(value) and self.is_planned(name)
+        )
+        if not _is_variable(unknown[first]) or len(others) < 2:
+            return asked
+        names = list(dict.fromkeys((unknown[first].name, *others)))
+        rule = f"takes the value of {names[0]}, which only running the script tells"
+        rule += f"; so do others: {', '.join(names[1:])}"
+        nearest = " ".join(f"--set {name}=..." for name in names)
+        return Reason(field=first, rule=rule, nearest=nearest)
 
     def text(self, name: str, default: str = "") -> str:
         return next(iter(self.values(name)), default)
@@ -88,6 +119,11 @@ class Arguments:
     @property
     def unread_names(self) -> tuple[str, ...]:
         return tuple(name for name in self.options if name not in self.read_names)
+
+
+def _is_variable(unknown: UnknownValue) -> bool:
+    """Whether a value is that of a variable which nothing sets, and no argument of a script."""
+    return bool(unknown.name) and not unknown.origin and not unknown.name.isdecimal()
 
 
 def ask_missing(name: str, typical: str = "...") -> BadInput:

@@ -69,7 +69,7 @@ class TextSettings:
 
 REINFORCED = (
     TextSettings(  # skyrl/train/config/config.py
-        mark="trainer.policy.megatron_config.*",
+        mark="trainer.policy.*",
         prompts=("trainer.policy_mini_batch_size", 256),
         samples=("generator.n_samples_per_prompt", 5),
         micro=("trainer.micro_train_batch_size_per_gpu", 1),

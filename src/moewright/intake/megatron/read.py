@@ -27,7 +27,11 @@ from moewright.intake.megatron.overrides import ScriptOverrides
 from moewright.intake.megatron.settings import SUFFIXES
 from moewright.intake.megatron.trainer import SCHEDULE, read_batch_schedule
 from moewright.intake.megatron.unknown import find_unknown, show_unknown
-from moewright.intake.megatron.unread import account_for_options, load_tables
+from moewright.intake.megatron.unread import (
+    account_for_options,
+    find_harmless,
+    load_tables,
+)
 from moewright.intake.megatron.workload import read_workload
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.extensions import ExtensionPoint, call_extension, list_extensions
@@ -49,6 +53,7 @@ _GLOBAL_BATCH = WORKLOAD_OPTIONS["global_batch"]
 _DATA_PARALLEL = "--data-parallel-size"
 _ACCUMULATION_STEPS = "--gradient-accumulation-steps"
 _NO_OVERRIDES = ScriptOverrides()
+_OUTPUTS = (".log", ".out", ".err", ".txt")
 _CONFIGURATIONS = (*SUFFIXES, ".toml", ".json")
 # Of each of these a plan needs one, or they are at their defaults.
 _SIZES = ("--num-layers",)
@@ -132,9 +137,18 @@ def _read_apart(
         if text is None:
             text = read_text(script)
         told = {**job_variables, **read_directives(text), **environment}
-        reading = read_commands(text, told, arguments, script=script, constants=overrides.variables)
         scheduled = {**told, **overrides.variables}
-        return find_launch(reading, script.parent, overrides, scheduled=scheduled)
+        try:
+            reading = read_commands(
+                text, told, arguments, script=script, constants=overrides.variables
+            )
+            return find_launch(reading, script.parent, overrides, scheduled=scheduled)
+        except BadInput:
+            if script.suffix.lower() not in _OUTPUTS or text.startswith("#!"):
+                raise
+            rule = "is what a run printed, and no command in it trains on Megatron-core"
+            nearest = f"moewright capture --log {script.name}"
+            raise BadInput(Reason(field=script.name, rule=rule, nearest=nearest)) from None
 
 
 def interpret_launch(
@@ -149,7 +163,10 @@ def interpret_launch(
         BadInput: options contradict each other or cannot be planned here.
     """
     notes_on_forks, replaced = _read_foreign_options(command)
-    arguments = Arguments({**command.options, **replaced})
+    arguments = Arguments(
+        {**command.options, **replaced},
+        is_planned=lambda name: find_harmless(name, ("megatron",)) is None,
+    )
     _check_unknown_words(command, arguments, has_model=named_model is not None)
     script_model = read_model(arguments, named_model)
     fine_tuning, adapter_notes = adapters.read_adapters(

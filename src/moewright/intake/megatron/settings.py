@@ -33,7 +33,6 @@ _COMPUTATIONS: Mapping[str, Callable[[float, float], float]] = {
 _RESOLVER = re.compile(r"(?!oc\.env)([a-z][a-z_.]*):(?!-|=).*", re.DOTALL)
 # OmegaConf's own, which reads a text as YAML: what it stands for is a text here.
 _DECODED = "oc.decode:"
-_LAUNCHER = "training."
 _NOTHING = ("", "null", "none", "~", "[]", "{}")
 _STAGE_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _MOST_SETTINGS = 20_000
@@ -159,6 +158,7 @@ def _replace(
 ) -> str:
     """Return a text of at most `most` characters with its references replaced once."""
     length = 0
+    sections = {setting.partition(".")[0] for setting in settings}
 
     def take(match: re.Match[str]) -> str:
         nonlocal length
@@ -181,8 +181,9 @@ def _replace(
             unknown = UNKNOWN_VALUE.search(inner)
             return f"\0{resolver[1]}\0" if unknown is None else unknown[0]
         other = _absolute_name(inner, name)
-        if other not in settings and other.startswith(_LAUNCHER):
-            other = other.removeprefix(_LAUNCHER)  # a file that stands below training there
+        group, _, below = other.partition(".")
+        if other not in settings and below in settings and group not in sections:
+            other = below  # a file that stands below a group of its own where it is composed
         if other in settings and other != name:
             value = settings[other]
             return value if isinstance(value, str) else f"[{','.join(value)}]"
@@ -305,6 +306,7 @@ MISSING_PARENTS = "parents that are not there"
 # Where Primus keeps what a module names, below its repository.
 _PRESETS = (("config", "primus/configs/modules"), ("model", "primus/configs/models"))
 _PRESET_SECTION = "preset"
+_DEFAULTED = re.compile(r"\$\{\w+:-?([^{}]*)\}")  # ${PRIMUS_MODEL:mixtral_8x7B}.yaml
 
 
 def read_settings(path: Path) -> dict[str, Value]:
@@ -414,7 +416,7 @@ def _read_presets(settings: Mapping[str, Value], path: Path) -> dict[str, Value]
             if not (isinstance(framework, str) and isinstance(name, str) and framework):
                 continue
             for above in path.resolve().parents:
-                file = above / folder / framework / name.rpartition(":")[2].rstrip("}")
+                file = above / folder / framework / _DEFAULTED.sub(r"\1", name)
                 if file.is_file():
                     prefix = f"modules.{module}.{_PRESET_SECTION}."
                     for key_inside, value in _read_inherited(file, 1, [], {}).items():

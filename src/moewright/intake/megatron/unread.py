@@ -317,8 +317,12 @@ def sort_settings(
     refused: list[Reason] = []
     noted: list[str] = []
     for name, value in left.items():
-        has_name = is_known(name, tables, sections) or _is_of_core(name, option_sections)
         harmless = find_harmless(name, tables, _group(name, tables))
+        is_listed = (
+            harmless is not None and last_name(name) in harmless.names
+        )  # of a release before
+        has_name = is_known(name, tables, sections) or _is_of_core(name, option_sections)
+        has_name = has_name or is_listed
         if has_name and harmless is not None:
             if harmless.noted and not says_nothing(value):
                 noted.append(f"{name}: {harmless.reason}")
