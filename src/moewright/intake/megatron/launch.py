@@ -83,8 +83,8 @@ _OTHER_MODELS = (
 _WITH_FILES = (
     (
         r"\bprimus/(cli/main|train)\.py\b",
-        "is Primus', which takes its settings from a YAML file: give that file (--config), which is "
-        "read by itself",
+        "is Primus', which takes its settings from a YAML file: give that file (--config), "
+        "which is read by itself",
     ),
 )
 _WITHOUT = "it trains without Megatron-core; name the model and the layout to `estimate`"

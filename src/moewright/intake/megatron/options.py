@@ -80,14 +80,14 @@ class Arguments:
             for name, values in self.options.items()
             if (value := next(filter(None, map(find_unknown, values)), None)) is not None
         }
-        asked = ask_value(first, unknown[first])
+        reason = ask_value(first, unknown[first])
         others = dict.fromkeys(
             value.name
             for name, value in unknown.items()
             if _is_variable(value) and self.is_planned(name)
         )
         if not _is_variable(unknown[first]) or len(others) < 2:
-            return asked
+            return reason
         names = list(dict.fromkeys((unknown[first].name, *others)))
         rule = f"takes the value of {names[0]}, which only running the script tells"
         rule += f"; so do others: {', '.join(names[1:])}"

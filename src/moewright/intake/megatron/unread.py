@@ -318,9 +318,8 @@ def sort_settings(
     noted: list[str] = []
     for name, value in left.items():
         harmless = find_harmless(name, tables, _group(name, tables))
-        is_listed = (
-            harmless is not None and last_name(name) in harmless.names
-        )  # of a release before
+        # A name of an older release, which a note tells of, is in no table of today's names.
+        is_listed = harmless is not None and harmless.noted and last_name(name) in harmless.names
         has_name = is_known(name, tables, sections) or _is_of_core(name, option_sections)
         has_name = has_name or is_listed
         if has_name and harmless is not None:
