@@ -20,6 +20,7 @@ _USED = re.compile(r"\$(\d)|\$\{(\d+)\}")
 _COMPARED = re.compile(r"\[\[?\s+[\"']?\$\{?(\w+)\}?[\"']?\s+={1,2}\s+[\"']?([\w.+-]+)[\"']?\s+\]")
 _ASSIGNED = r"(?m)^\s*(?:export\s+)?{}="
 _UNSET = "takes the value of"  # a variable that no command of the script sets
+_SETTINGS = re.compile(r"--set (\w+)=\.\.\.(?: --set \w+=\.\.\.)*")
 _REQUEST = '--script-args "..."'
 _FEW = 2  # arguments, which a refusal names one by one
 _MOST_VALUES = 12
@@ -78,7 +79,7 @@ def _complete(
 ) -> Reason:
     if reason.nearest == _REQUEST and len(arguments) > _FEW:
         return replace(reason, rule=f"{reason.rule}; {_describe(arguments)}")
-    variable = re.fullmatch(r"--set (\w+)=\.\.\.", reason.nearest)
+    variable = _SETTINGS.fullmatch(reason.nearest)
     if variable is None or not reason.rule.startswith(_UNSET):
         return reason
     if not re.search(_ASSIGNED.format(variable[1]), text):
