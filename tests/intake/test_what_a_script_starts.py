@@ -2,7 +2,8 @@
 
 import pytest
 
-from moewright.intake.megatron.read import LaunchCommand, interpret_launch, read_launch
+from moewright.intake.megatron.launch_command import LaunchCommand
+from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.spec.errors import BadInput
 
 MODEL = (
