@@ -15,7 +15,7 @@ import pytest
 
 from moewright.cost.memory import activations, paired_memory, snapshots
 from moewright.cost.memory.activations import MODULES, ActivationContext
-from moewright.cost.memory.snapshots import Snapshots
+from moewright.cost.memory.snapshots import RankTable, Snapshots
 from moewright.engine.observe.counters import Counters, ForwardKey
 from moewright.rules.job import Job
 from moewright.spec.ledger import Module
@@ -29,12 +29,13 @@ _OF_MICRO_BATCHES = {Module.EMBEDDING, Module.HEAD, Module.MTP}
 class SavedMoments:
     """The bytes by module at the moments of a rank's step.
 
-    `predicted` are those of the walk of pairs or of a timetable's rows, `counted` those that the
-    engine notes. `left` is what each chunk still keeps as its backward ends, when every node of its
+    `predicted` are those of the walk of pairs, or of each row of a timetable: before, while and
+    after it runs, with and without what comes back from the host beside it. `counted` are those
+    that the engine notes. `left` is what each chunk still keeps as its backward ends, when every node of its
     graph is there: the tokens of its micro-batch, and what it received, which has the gradient.
     """
 
-    predicted: list[Moment] = field(default_factory=list)
+    predicted: list[list[Moment]] = field(default_factory=list)
     counted: list[Moment] = field(default_factory=list)
     left: list[Moment] = field(default_factory=list)
 
@@ -50,8 +51,9 @@ class SavedMoments:
         place = 0
         for moment in self.counted:
             later = self.predicted[place:]
-            assert moment in later, (moment, later)
-            place += later.index(moment)
+            rows = [row for row, moments in enumerate(later) if moment in moments]
+            assert rows, (moment, later)
+            place += rows[0]
         for moment in self.left:
             others = [
                 nbytes
@@ -69,6 +71,30 @@ def _name_columns(rows: np.ndarray) -> list[Moment]:
     return [_drop_zeros(zip(MODULES, row, strict=True)) for row in rows.tolist()]
 
 
+def _list_moments(
+    taken: Snapshots,
+    table: RankTable,
+    contents: np.ndarray,
+    item: np.ndarray,
+    owed_contents: np.ndarray | None = None,
+    *_: object,
+) -> list[list[Moment]]:
+    """List the moments of each row of a timetable."""
+    while_it_runs = taken.live + taken.owed
+    states = [while_it_runs]
+    # Rows that run beside each other have moments of their own.
+    if not table.is_paired.any():
+        rows = contents[item]
+        owing = rows if owed_contents is None else owed_contents[item]
+        change = table.is_forward.astype(float) - table.frees
+        debt = table.owes.astype(float) - table.settles
+        after = np.cumsum(rows * change[:, None] + owing * debt[:, None], axis=0)
+        states += [np.concatenate([np.zeros_like(after[:1]), after[:-1]]), after]
+    if len(taken.fetched):
+        states += [state + taken.fetched for state in states]
+    return [list(moments) for moments in zip(*map(_name_columns, states), strict=True)]
+
+
 @contextmanager
 def watch_moments() -> Iterator[SavedMoments]:
     """Watch the moments that are predicted and counted inside."""
@@ -81,16 +107,14 @@ def watch_moments() -> Iterator[SavedMoments]:
     def walk_and_keep(*inputs: object) -> np.ndarray:
         walk: Callable[..., np.ndarray] = walk_pairs
         walked = walk(*inputs)
-        moments.predicted[:] = _name_columns(walked)
+        moments.predicted[:] = [[moment] for moment in _name_columns(walked)]
         return walked
 
     def take_and_keep(*inputs: object) -> Snapshots:
         take: Callable[..., Snapshots] = take_snapshots
+        list_moments: Callable[..., list[list[Moment]]] = _list_moments
         taken = take(*inputs)
-        live = taken.live + taken.owed
-        if len(taken.fetched):
-            live = live + taken.fetched
-        moments.predicted[:] = _name_columns(live)
+        moments.predicted[:] = list_moments(taken, *inputs)
         return taken
 
     def note(counters: Counters) -> None:

@@ -25,6 +25,8 @@ _EMPTY = {
     torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 }
+_REPEAT = torch.ops.aten.repeat_interleave.Tensor
+_ALL_TO_ALL = torch.ops.c10d.alltoall_base_.default
 
 
 class _ZeroedMemory(TorchDispatchMode):
@@ -35,7 +37,15 @@ class _ZeroedMemory(TorchDispatchMode):
         return False  # as of ObservingMode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is _REPEAT and "output_size" in kwargs:
+            # What the host is told of other ranks is not what the counts in memory sum to.
+            return args[0].new_zeros(kwargs["output_size"])
+        if func is _ALL_TO_ALL and not args[1].numel():
+            # torch's fake group has nothing to receive where this rank sends nothing.
+            out, _, group, sizes, _, *rest = args
+            args = (out, torch.zeros_like(out), group, sizes, sizes, *rest)
+        out = func(*args, **kwargs)
         if func.overloadpacket in _EMPTY:
             out.zero_()
         return out

@@ -230,7 +230,7 @@ def test_the_bubble_of_the_timetable_is_the_estimates(studio, open_page):
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)
-    assert page.locator(".tip").inner_text()
+    assert page.locator(".tip:visible").inner_text()
     canvas.focus()
     page.keyboard.press("+")
     page.keyboard.press("ArrowRight")
