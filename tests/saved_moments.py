@@ -31,8 +31,9 @@ class SavedMoments:
 
     `predicted` are those of the walk of pairs, or of each row of a timetable: before, while and
     after it runs, with and without what comes back from the host beside it. `counted` are those
-    that the engine notes. `left` is what each chunk still keeps as its backward ends, when every node of its
-    graph is there: the tokens of its micro-batch, and what it received, which has the gradient.
+    that the engine notes. `left` is what each chunk still keeps as its backward ends, when every
+    node of its graph is there: the tokens of its micro-batch, and what it received, which has the
+    gradient.
     """
 
     predicted: list[list[Moment]] = field(default_factory=list)
@@ -45,9 +46,11 @@ class SavedMoments:
         More are predicted: the ends of segments after which the same pass goes on, and of rows.
         """
         context = ActivationContext(job=job)
-        ids_bytes = (1 + job.model.mtp_layers) * activations.token_id_bytes(context)
+        targets = activations.token_id_bytes(context)
+        ids_bytes = (1 + job.model.mtp_layers) * targets
         received = int(activations.outside_bytes(context)[2].sum())
-        may_stay = [[]] if job.layout.pp == 1 else [[], [received]]
+        # A stage of the head alone keeps what it received as the head's, beside the targets.
+        may_stay = [[]] if job.layout.pp == 1 else [[], [received], [received + targets]]
         place = 0
         for moment in self.counted:
             later = self.predicted[place:]
