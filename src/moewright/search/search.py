@@ -54,6 +54,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import DEFAULT_RULE, Plan, RankingRule, Verdict
+from moewright.spec.record import spread
 from moewright.spec.units import GIB
 from moewright.spec.workload import Workload
 
@@ -105,7 +106,8 @@ class SearchResult:
     proven: Plan | None = None
     optimism: float = 0.0
     proven_optimism: float = 0.0
-    pipelines: PipelineCache = field(repr=False, compare=False)
+    # Tables of this process, of which nothing is written.
+    pipelines: PipelineCache = field(repr=False, compare=False, metadata=spread())
 
 
 @lru_cache(maxsize=16)  # the pages and the tools of a session ask about the same job
