@@ -77,11 +77,12 @@ waiting = $(BIN)/pytest -q -m "$(1) and waits and not thorough" $(WAITS)
 # What takes seconds comes first; what times the machine runs alone afterwards.
 test: lint
 	($(BIN)/mypy && $(call waiting,not slow)) & beside=$$!; $(call spread,not slow); tests=$$?; wait $$beside && exit $$tests
-	$(BIN)/pytest -m "serial and not thorough" $(SERIAL)
+	$(BIN)/pytest -m "serial and not slow and not thorough" $(SERIAL)
 
 # Longer proofs of what `make test` has touched upon: CI runs them after it.
 test-slow: $(VENV)/.dev
 	$(call waiting,slow) & beside=$$!; $(call spread,slow); tests=$$?; wait $$beside && exit $$tests
+	$(BIN)/pytest -m "serial and slow and not thorough" $(SERIAL)
 
 # Which tests are slow: tests/durations.tsv, measured on this machine (half an hour).
 durations: $(VENV)/.dev
