@@ -129,6 +129,8 @@ def _print_answer(
     # may be another job.
     says_switches = verbose or plans.request.workload.precision.is_narrow
     switches = explain_switches(plans.best) if says_switches and plans.best else ()
+    # Read once: an answer may be drawn several times until it fits a screen.
+    starts = tuple(describe_trainers(plans.plans))
     objections = tuple(objections)
 
     def draw(reasons: Sequence[str]) -> None:
@@ -143,7 +145,7 @@ def _print_answer(
             verbose=verbose,
         )
         print_choices(console, plans.choices)
-        for line in describe_trainers(plans.plans):
+        for line in starts:
             console.print(line)
         if plans.best:
             _print_measured_load(console, plans.best, plans.even_routing)
