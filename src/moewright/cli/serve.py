@@ -49,13 +49,10 @@ def studio(
 
     if port is not None and socket is not None:
         raise BadInput(Reason(field="--port", rule="does not go with --socket"))
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    # What was fetched from the hub lies outside of the root, and may be read as well.
-    hub_cache = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
     confinement = Confinement(
         root=root.resolve(),
         folder=(root / folder).resolve(),
-        hub_cache=hub_cache.resolve(),
+        hub_cache=_find_hub_cache(),
         is_read_only=read_only,
     )
     with suppress(KeyboardInterrupt):  # it is how a studio ends
@@ -110,10 +107,8 @@ def mcp(
         )
     if not root.is_dir():
         raise BadInput(Reason(field="--root", value=str(root), rule="no such folder"))
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    hub_cache = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
     confinement = Confinement(
-        root=root.resolve(), folder=root.resolve(), hub_cache=hub_cache.resolve(), is_read_only=True
+        root=root.resolve(), folder=root.resolve(), hub_cache=_find_hub_cache(), is_read_only=True
     )
     with suppress(KeyboardInterrupt):  # it is how a server ends
         if http:
@@ -127,3 +122,9 @@ def mcp(
         else:
             serve_stdio(confinement, time_limit)
     return 0
+
+
+def _find_hub_cache() -> Path:
+    """Return where models of the hub are kept: outside of the root, and read all the same."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser().resolve()

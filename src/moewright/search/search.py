@@ -364,7 +364,7 @@ def _departures(
             0, f"{LEAST_PARALLELISM}: tp x cp x pp of {least}, not {parallel}"
         )
         wishes.insert(0, _wish_for_least(least))
-    # All wishes at once, as a group that several may find theirs in is scored once.
+    # All wishes at once: a group that may hold what several of them ask for is scored once.
     results = iter(pool.find_each(wishes, below_s=below_s))
     followers = [next(results)] if departs_from_least else []
     followers += [

@@ -104,7 +104,7 @@ def _train_session(
     """Train as one rank of those that have met, from its first tensor to its last checkpoint."""
     workload = plan.workload
     rank = context.rank
-    # What is open before the ranks meet is not theirs, and stays where one of them is lost.
+    # Connections that are open before the ranks meet stay open where one of them is lost.
     connections = list_connections()
     device = init_distributed(context)
     comm = build_coordinator(context)

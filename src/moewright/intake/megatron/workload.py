@@ -310,7 +310,7 @@ def _read_losses(arguments: Arguments) -> LossSpec:
     if "quantile_balancing" in kinds:
         rule = "this way to balance cannot be planned here"
         raise BadInput(Reason(field=_BALANCING, value=kinds[0], rule=rule, nearest="aux_loss"))
-    # One coefficient is enough for one kind; several kinds take theirs in order.
+    # One coefficient is enough for one kind; several kinds take one each, in order.
     if len(coefficients) != len(kinds) and len(kinds) > 1:
         rule = f"gives {len(coefficients)} for {len(kinds)} {_BALANCING}"
         raise BadInput(Reason(field="--moe-aux-loss-coeff", rule=rule, nearest="one each"))
