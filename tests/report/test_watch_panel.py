@@ -8,7 +8,7 @@ from rich.console import Console
 
 from moewright.diagnosis.change_points import ChangeKind
 from moewright.diagnosis.run_watch import Alarm, AlarmKind, RunWatch, WatchedChange
-from moewright.report.watch_panel import WatchPanel, build_panel
+from moewright.report.watch_document import WatchPanel, build_panel
 
 WATCH = RunWatch(
     source="run.log",

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="the studio extra is not installed")
 
-from moewright.studio.access import Access
 from moewright.studio.app import build_app
 from moewright.studio.confinement import Confinement, is_below
+from moewright.studio.guard import Access
 
 PORT = 8765
 ACCESS = Access(port=PORT)

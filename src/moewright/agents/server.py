@@ -22,9 +22,8 @@ from moewright.agents.tools import TOOLS
 from moewright.agents.worker import encode_refusal
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
-from moewright.studio.access import Access
 from moewright.studio.confinement import Confinement
-from moewright.studio.guard import LocalGuard
+from moewright.studio.guard import Access, LocalGuard
 from moewright.studio.serve import HOST, listen_at_port
 from moewright.studio.tasks import Workers
 from moewright.version import __version__

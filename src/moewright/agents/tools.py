@@ -5,12 +5,14 @@ An answer is the record that the verb of the same name writes as `--json`.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from moewright.agents.parameters import (
     DESCRIPTIONS,
@@ -28,7 +30,6 @@ from moewright.agents.parameters import (
     WhatIfParameters,
     WhyNotParameters,
 )
-from moewright.agents.schemas import build_schema
 from moewright.api.budgets import compute_budget
 from moewright.api.catalogues import hardware, models
 from moewright.api.checking import check
@@ -48,9 +49,58 @@ from moewright.api.watching import watch
 from moewright.codec import from_data
 from moewright.spec.options import BudgetOptions, DesignOptions, SearchOptions, WorkloadOptions
 from moewright.spec.plan import Plan
-from moewright.spec.record import Record, Row
+from moewright.spec.record import Record, Row, to_plain_data
 
 _Options = TypeVar("_Options", SearchOptions, WorkloadOptions, DesignOptions, BudgetOptions)
+
+# The types of JSON Schema.
+_SIMPLE: Mapping[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    Path: "string",
+}
+
+
+def build_schema(record: type, descriptions: Mapping[str, str]) -> dict[str, Any]:
+    """Return the schema of a dataclass: an object with its fields, and no others.
+
+    Raises:
+        KeyError: a field has no description.
+    """
+    hints = get_type_hints(record)
+    properties = {}
+    required = []
+    for field in fields(cast(Any, record)):
+        schema = _describe_type(hints[field.name])
+        schema["description"] = descriptions[field.name]
+        if field.default is MISSING:
+            required.append(field.name)
+        elif field.default is not None:
+            schema["default"] = to_plain_data(field.default)
+        properties[field.name] = schema
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _describe_type(hint: Any) -> dict[str, Any]:
+    """Return the schema of a type; None beside another is what is left out."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (item for item in get_args(hint) if item is not type(None))
+    if get_origin(hint) is tuple:
+        items = get_args(hint)
+        schema: dict[str, Any] = {"type": "array", "items": _describe_type(items[0])}
+        if items[-1] is not Ellipsis:
+            schema |= {"minItems": len(items), "maxItems": len(items)}
+        return schema
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return {"type": "string", "enum": [member.value for member in hint]}
+    return {"type": _SIMPLE[hint]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

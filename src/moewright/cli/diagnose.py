@@ -1,4 +1,4 @@
-"""Verbs that read a run: what holds it back, what others get, and its page."""
+"""Verbs that read a run: what holds it back, what others get, its experts' loads, its page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moewright.cli.answers import write_answer
 from moewright.cli.option_types import JsonOption
-from moewright.cli.options import BatchOptions, ComparisonOutputs, DiagnosisOutputs
+from moewright.cli.options import AnswerOptions, BatchOptions, ComparisonOutputs, DiagnosisOutputs
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import plural
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from moewright.api.diagnosing import Diagnosis
     from moewright.spec.plan import Plan
+
+_SHORT = AnswerOptions()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +146,7 @@ def _replay(run: Path, outputs: DiagnosisOutputs) -> int:
     """Print what a step of a trace would take under a change."""
     from moewright.api.run_comparisons import what_if
     from moewright.report.document_text import print_document
-    from moewright.report.what_if_document import build_what_if_document
+    from moewright.report.run_comparison_document import build_what_if_document
 
     answer = what_if(run, outputs.what_if)
     document = build_what_if_document(str(run), answer.replays)
@@ -310,3 +312,38 @@ def report(run: Path, /, *others: Path, out: Path | None = None, json: JsonOptio
     # There are no tables: the files alone are named.
     with write_answer((first, *rest) if rest else first, json, written=(page,)):
         return 0
+
+
+def forecast(
+    run: Path,
+    /,
+    *,
+    horizon: int = 1000,
+    answer: AnswerOptions = _SHORT,
+    json: JsonOption = None,
+) -> int:
+    """Forecast the load of a run's experts, and say which placement of them would pay.
+
+    From the router statistics of a run of this engine: the hottest rank's rows over the mean, now
+    and some steps ahead with the interval of 8 in 10, what a placement or replicas for that load
+    would gain of a step, and what moving the experts takes. Exit codes: 0 forecast; 2 bad input.
+
+    Parameters
+    ----------
+    run
+        The folder of a run of this engine.
+    horizon
+        Steps ahead.
+    json
+        Write the forecast (layers, placements) to this file; "-": to standard output, and the text
+        to standard error.
+    """
+    from moewright.api.run_comparisons import forecast_loads
+    from moewright.report.document_text import print_document
+    from moewright.report.run_comparison_document import build_forecast_document
+
+    told = forecast_loads(run, horizon)
+    document = build_forecast_document(str(run), told)
+    with write_answer(told, json, html=answer.html, views=lambda: [document]) as console:
+        print_document(console, document, verbose=answer.verbose)
+    return 0

@@ -11,9 +11,8 @@ from moewright.cli.catalogues import build_completion_verb, hardware, models
 from moewright.cli.chat import chat
 from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
-from moewright.cli.diagnose import compare, diagnose, report
+from moewright.cli.diagnose import compare, diagnose, forecast, report
 from moewright.cli.export import capture, export
-from moewright.cli.forecast import forecast
 from moewright.cli.plan import budget, design, estimate, plan
 from moewright.cli.serve import mcp, studio
 from moewright.cli.train import finetune, train, upcycle

@@ -96,8 +96,7 @@ def _watch(watcher: LogWatcher, watching: WatchOptions, reader: threading.Thread
     """Tell alarms as they come, and the state of the run at the end."""
     from moewright.api.webhook import Webhook
     from moewright.report.document_text import print_document
-    from moewright.report.watch_document import build_watch_document
-    from moewright.report.watch_panel import WatchPanel
+    from moewright.report.watch_document import WatchPanel, build_watch_document
 
     told: set[tuple[str, int]] = set()
     shown: RunWatch | None = None

@@ -1,11 +1,14 @@
-"""A run beside the nearest published runs as a document: at most forty lines on a terminal."""
+"""Runs beside others as documents: published runs, a changed trace, a forecast of loads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import isfinite
 
+from moewright.diagnosis.load_forecast import LoadForecast, PlacementOffer
 from moewright.diagnosis.published import Nearness
 from moewright.diagnosis.run_comparison import ComparedRun, GapCloser, RunComparison
+from moewright.diagnosis.traces.what_if_trace import ALL_RANKS, TraceWhatIf
 from moewright.report.document import (
     Document,
     DocumentSection,
@@ -21,11 +24,13 @@ from moewright.report.document import (
 from moewright.report.estimate_document import job_title
 from moewright.report.finding_sections import build_advice_section, list_fix_runs
 from moewright.spec.units import (
+    format_bytes,
     format_change,
     format_figures,
     format_given,
     format_seconds,
     mention,
+    plural,
 )
 
 _MAX_GAPS = 6  # before -v
@@ -33,7 +38,10 @@ _MAX_CLOSERS = 2  # before -v
 
 
 def build_run_comparison_document(comparison: RunComparison) -> Document:
-    """Build the gap, the published runs beside it with their sources, and what closes it."""
+    """Build the gap, the published runs beside it with their sources, and what closes it.
+
+    At most forty lines on a terminal.
+    """
     return Document(
         subject=job_title(comparison.job),
         heading=comparison.headline,
@@ -137,3 +145,78 @@ def _list_gaps(comparison: RunComparison) -> DocumentSection:
 def _list_closer_runs(closer: GapCloser) -> tuple[str | Phrase, ...]:
     source = mention(" [{}]", closer.source)
     return (f"{closer.gap}: ", *list_fix_runs(closer.fix), source)
+
+
+def build_what_if_document(subject: str, replays: Sequence[TraceWhatIf]) -> Document:
+    """Build a table of the ranks: the step as measured, replayed, and between its two bounds."""
+    rows = (
+        (
+            "all" if item.rank == ALL_RANKS else str(item.rank),
+            format_seconds(item.measured_s),
+            f"{item.replayed_s / item.measured_s - 1:+.2%}",
+            f"{format_seconds(item.low_s)} to {format_seconds(item.high_s)}",
+            f"{item.low_s / item.measured_s - 1:+.1%} to {item.high_s / item.measured_s - 1:+.1%}",
+        )
+        for item in replays
+    )
+    columns = numbers("rank", "a step", "replayed", "with the change", "of the step")
+    note = (
+        "The bounds: kernels wait for other streams where their start shows it, or for all that "
+        "had ended. Ranks are replayed alone: what they wait for each other is in their kernels."
+    )
+    if any(item.rank == ALL_RANKS for item in replays):
+        note = "All ranks are replayed together: each waits for the others as it did in the trace."
+    section = DocumentSection(table=build_table(columns, rows), notes=(note,))
+    return Document(subject=subject, heading=replays[0].title(), sections=(section,))
+
+
+def build_forecast_document(subject: str, forecast: LoadForecast) -> Document:
+    """Build a table of the layers, and one of placements that are made for the load ahead."""
+    layers = build_table(
+        numbers("layer", "hottest rank", "now", "ahead", "8 of 10", "balanced", "a replica each"),
+        (
+            (
+                str(layer.layer),
+                str(layer.hottest_rank),
+                f"{layer.now:.2f}",
+                f"{layer.expected:.2f}",
+                f"{layer.low:.2f} to {layer.high:.2f}",
+                f"{layer.balanced:.2f}",
+                f"{layer.replicated:.2f}",
+            )
+            for layer in forecast.layers
+        ),
+    )
+    offers = build_table(
+        (*words("layout"), *numbers("a step", "gains", "experts moved", "takes", "pays after")),
+        (
+            (
+                offer.layout,
+                format_seconds(offer.step_s),
+                f"{offer.gain_s / forecast.step_s:+.1%}",
+                f"{offer.moved_experts:,}, {format_bytes(offer.moved_bytes)}",
+                format_seconds(offer.move_s),
+                _describe_pay(offer),
+            )
+            for offer in forecast.offers
+        ),
+    )
+    note = (
+        f"With the placement of the run {format_seconds(forecast.step_s)} a step is predicted. A "
+        "move takes the weights and states of the rank that receives most, over the slowest link "
+        "of its group."
+    )
+    return Document(
+        subject=subject,
+        heading=forecast.title(),
+        sections=(
+            DocumentSection(title="Rows of the hottest rank over the mean", table=layers),
+            DocumentSection(title="Placements for that load", table=offers, notes=(note,)),
+        ),
+    )
+
+
+def _describe_pay(offer: PlacementOffer) -> str:
+    if not isfinite(offer.pays_after):
+        return "never"
+    return plural(max(1, round(offer.pays_after)), "step")

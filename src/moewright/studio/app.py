@@ -35,7 +35,6 @@ from moewright.spec.errors import BadInput
 from moewright.spec.quoting import Html
 from moewright.spec.record import Record, format_json
 from moewright.spec.workload import Dtype
-from moewright.studio.access import Access
 from moewright.studio.confinement import Confinement
 from moewright.studio.course import (
     open_chapters,
@@ -55,7 +54,7 @@ from moewright.studio.folder import (
     stamp_log,
     stamp_runs,
 )
-from moewright.studio.guard import LocalGuard
+from moewright.studio.guard import Access, LocalGuard
 from moewright.studio.queries import read_query
 from moewright.studio.tasks import Workers
 from moewright.studio.wire import build_or_refuse, encode_data, encode_failure, encode_record

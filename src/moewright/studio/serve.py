@@ -15,10 +15,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from moewright.spec.errors import BadInput, Reason
-from moewright.studio.access import Access
 from moewright.studio.app import build_app
 from moewright.studio.confinement import Confinement
 from moewright.studio.folder import StudioFolder
+from moewright.studio.guard import Access
 
 HOST = "127.0.0.1"
 _MOST_CONNECTIONS = 64  # one page opens six; this is for one person

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,13 @@ from moewright.engine.comm import collectives
 from moewright.engine.comm.connections import list_connections, shut_connections
 from moewright.engine.data.corpus_rows import CorpusBlend, blend_entropy, open_corpora
 from moewright.engine.data.sampler import SampleOrder, count_whole_batches
-from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.layers import NamedParameter, list_parameters
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.phase_clock import DeviceMeter
 from moewright.engine.observe.profile import ProfilerWindow, merge_traces
 from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
 from moewright.engine.observe.step_timing import StepTimer, WaitClock, add_links
+from moewright.engine.optim.fsdp import local_weight
 from moewright.engine.optim.update_rules import learning_rate
 from moewright.engine.run.build_state import (
     build_coordinator,
@@ -40,7 +44,6 @@ from moewright.engine.run.corpus_loader import (
 from moewright.engine.run.corruption import StateGuard
 from moewright.engine.run.expert_mover import ExpertMover
 from moewright.engine.run.ledger_record import record_ledger
-from moewright.engine.run.nonfinite import report_nonfinite
 from moewright.engine.run.peer_copies import PeerCopies, run_in_sessions
 from moewright.engine.run.rank_checks import (
     refuse_different_ranks,
@@ -59,7 +62,7 @@ from moewright.engine.run.run_records import (
     note_way_on,
     open_recorder,
 )
-from moewright.engine.run.step import compute_heldout_loss, train_step
+from moewright.engine.run.step import StepResult, compute_heldout_loss, train_step
 from moewright.engine.run.stragglers import StragglerWatch
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import (
@@ -72,6 +75,9 @@ from moewright.spec.layout import Overlap
 from moewright.spec.plan import Plan
 from moewright.spec.run import SESSION_WARMUP_STEPS, CopyRecord, EvalRecord, RankTiming
 from moewright.spec.workload import Objective
+
+# More than a dynamic loss scale takes to come down from its start.
+_MAX_CONSECUTIVE_SKIPS = 50
 
 
 def train_rank(
@@ -349,3 +355,63 @@ def _draw_initial_value(
 ) -> torch.Tensor:
     context.note(f"draws {parameter.name}")
     return draw_initial_value(parameter, runtime)
+
+
+def report_nonfinite(
+    state: TrainState, result: StepResult, *, step: int, rank: int, consecutive_skips: int
+) -> None:
+    """Report (on rank 0) what was not finite in a step that was skipped.
+
+    Every rank of the world calls this.
+
+    Raises:
+        FloatingPointError: on the rank that it began with, where skipping cannot help: a weight or
+            the loss is not finite, or too many steps were skipped in a row.
+    """
+    state.optimizer.finish_pending()
+    # What comes first is nearer to the cause: gradients of bad losses reach the ranks that hold the
+    # experts.
+    own_suspects = [
+        next(_find_bad_weights(state), ""),
+        "" if isfinite(result.backward.local_nll) else "the loss",
+        next(_find_bad_gradients(state), ""),
+    ]
+    # Before any rank raises, because all have to take part.
+    suspects = collectives.gather_json(own_suspects)
+    culprit, name = _find_first_suspect(suspects)
+    has_bad_weight = any(names[0] for names in suspects)
+    has_skips_left = consecutive_skips < _MAX_CONSECUTIVE_SKIPS
+    if isfinite(result.backward.loss) and has_skips_left and not has_bad_weight:
+        if rank == 0:
+            message = f"step {step} is skipped: {name} of rank {culprit} is not finite"
+            print(message, file=sys.stderr, flush=True)
+    elif rank == culprit:  # the launcher ends the others, which wait in their next collective
+        after = "" if has_skips_left else f" after {consecutive_skips} skipped steps in a row"
+        raise FloatingPointError(f"{name} is not finite{after}")
+
+
+def _find_first_suspect(suspects: list[list[str]]) -> tuple[int, str]:
+    """Return the rank and the name of the tensor that the trouble began with.
+
+    `suspects` [rank][kind] are names, or "" where all is finite; kinds nearer to the cause come
+    first.
+    """
+    for kind in range(len(suspects[0])):
+        for rank, names in enumerate(suspects):
+            if names[kind]:
+                return rank, names[kind]
+    return 0, "a reduced gradient"
+
+
+def _find_bad_weights(state: TrainState) -> Iterator[str]:
+    for parameter in list_parameters(state.model):
+        if not torch.isfinite(local_weight(parameter)).all():
+            yield f"weight {parameter.name}"
+
+
+def _find_bad_gradients(state: TrainState) -> Iterator[str]:
+    """Look at the sums of this rank's own micro-batches, where the reduction leaves them."""
+    for bucket in state.optimizer.buckets:
+        for parameter, gradient in bucket.grad_views:
+            if not torch.isfinite(gradient).all():
+                yield f"gradient of {parameter.name}"

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.names import closest_match
 from moewright.spec.quoting import Html
 from moewright.spec.units import mention
+from moewright.view.course import (
+    grid_pictures,
+    pipeline_pictures,
+    route_pictures,
+    step_pictures,
+)
 from moewright.view.course.chapter import (
     Block,
     ChapterControl,
@@ -38,7 +47,6 @@ from moewright.view.course.inline import (
 )
 from moewright.view.course.lesson import Lesson
 from moewright.view.course.mathematics import write_mathematics
-from moewright.view.course.pictures import draw_picture
 
 _STUDIO = "http://127.0.0.1:8765"
 # What the commands of chapters find on the disk.
@@ -317,3 +325,40 @@ def _write_run(block: RunBlock) -> Html:
         '<div class="run">{}<pre class="command" tabindex="0"><code>{}</code></pre>{}</div>',
         *(before, block.command, output),
     )
+
+
+PICTURES: Mapping[str, Callable[[Lesson], CoursePicture]] = MappingProxyType(
+    {
+        "device": pipeline_pictures.draw_device,
+        "kept": pipeline_pictures.draw_kept,
+        "recompute": pipeline_pictures.draw_recompute,
+        "dense_shards": grid_pictures.draw_dense_shards,
+        "dense_groups": grid_pictures.draw_dense_groups,
+        "expert_shards": grid_pictures.draw_expert_shards,
+        "all_groups": grid_pictures.draw_all_groups,
+        "timetable": pipeline_pictures.draw_timetable,
+        "router": route_pictures.draw_router,
+        "dispatch": route_pictures.draw_dispatch,
+        "combine": route_pictures.draw_combine,
+        "expert_loads": route_pictures.draw_expert_loads,
+        "load_cost": route_pictures.draw_load_cost,
+        "step": step_pictures.draw_step,
+        "walls": step_pictures.draw_walls,
+        "roofline": step_pictures.draw_roofline,
+        "schedules": pipeline_pictures.draw_schedules,
+    }
+)
+
+
+def draw_picture(lesson: Lesson, name: str) -> CoursePicture:
+    """Return a picture of a lesson.
+
+    Raises:
+        BadInput: there is none of the name, or the job is not legal.
+    """
+    draw = PICTURES.get(name)
+    if draw is None:
+        near = closest_match(name, PICTURES) or ""
+        field = f"chapter {lesson.chapter.name}"
+        raise BadInput(Reason(field=field, value=name, rule="no such picture", nearest=near))
+    return draw(lesson)
