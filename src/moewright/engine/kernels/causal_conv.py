@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moewright.engine.kernels.operations import define_operation
+from moewright.engine.kernels.operations import OperationWork, define_operation
+from moewright.spec.ledger import FlopOp
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -99,13 +100,16 @@ def conv_flops(x: Any, weight: Any) -> int:
     return 2 * int(x.numel()) * int(weight.shape[1])
 
 
+_WORK = OperationWork(op=FlopOp.SCAN, count=lambda x, weight, lengths: conv_flops(x, weight))
 CAUSAL_CONV = define_operation(
     "causal_conv(Tensor x, Tensor weight, int[] lengths) -> Tensor",
     _causal_conv,
     lambda x, weight, lengths: x.new_empty(x.shape),
+    _WORK,
 )
 CAUSAL_CONV_BACKWARD = define_operation(
     "causal_conv_backward(Tensor grad, Tensor x, Tensor weight, int[] lengths) -> (Tensor, Tensor)",
     _causal_conv_backward,
     lambda grad, x, weight, lengths: (x.new_empty(x.shape), torch.empty_like(weight)),
+    _WORK.backward(),
 )

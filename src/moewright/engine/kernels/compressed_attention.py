@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from moewright.engine.kernels.operations import define_operation
+from moewright.engine.kernels.operations import OperationWork, define_operation
+from moewright.spec.ledger import FlopOp
 
 # Scores that lie in memory at a time, and queries that share the keys of their windows.
 _BLOCK_SCORES = 1 << 26
@@ -187,11 +188,18 @@ def _empty_outputs(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor
     return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
+def _count_flops(
+    q: Any, k: Any, blocks: Any, chosen: Any, sinks: Any, bounds: Any, reach: Sequence[int]
+) -> int:
+    return compressed_attention_flops(q, blocks, chosen, *reach)
+
+
 COMPRESSED_ATTENTION = define_operation(
     "compressed_attention(Tensor q, Tensor k, Tensor blocks, Tensor? chosen, Tensor sinks, "
     "Tensor bounds, int[] reach) -> (Tensor, Tensor)",
     _forward,
     _empty_outputs,
+    OperationWork(op=FlopOp.ATTENTION, count=_count_flops),
 )
 COMPRESSED_ATTENTION_BACKWARD = define_operation(
     "compressed_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor blocks, "
@@ -201,10 +209,17 @@ COMPRESSED_ATTENTION_BACKWARD = define_operation(
     lambda grad, q, k, blocks, chosen, sinks, *_: tuple(
         x.new_empty(x.shape) for x in (q, k, blocks, sinks)
     ),
+    OperationWork(
+        op=FlopOp.ATTENTION,
+        count=lambda grad, q, k, blocks, chosen, sinks, lse, dots, bounds, reach: (
+            2 * compressed_attention_flops(q, blocks, chosen, *reach)
+        ),
+    ),
 )
 SUM_BLOCK_SHARES = define_operation(
     "sum_block_shares(Tensor q, Tensor k, Tensor blocks, Tensor chosen, Tensor sinks, "
     "Tensor bounds, int[] reach) -> Tensor",
     _sum_block_shares,
     lambda q, k, blocks, chosen, *_: q.new_empty(chosen.shape, dtype=torch.float32),
+    work=None,
 )

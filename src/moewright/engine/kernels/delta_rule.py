@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from moewright.engine.kernels.causal_conv import Tensors, map_documents, widen
-from moewright.engine.kernels.operations import define_operation
+from moewright.engine.kernels.operations import OperationWork, define_operation
+from moewright.spec.ledger import FlopOp
 
 CHUNK = 64  # flash-linear-attention's, to whose kernels this is equal
 _NORM_EPS = 1e-6  # under the root of a query's or key's square sum (fla's l2norm)
@@ -248,10 +249,15 @@ def scan_flops(mixed: Any, decay: Any, key_dim: int) -> int:
     return 8 * int(batch) * int(tokens) * int(heads) * key_dim * int(width)
 
 
+_WORK = OperationWork(
+    op=FlopOp.SCAN,
+    count=lambda mixed, decay, beta, key_dim, lengths: scan_flops(mixed, decay, key_dim),
+)
 DELTA_RULE = define_operation(
     "delta_rule(Tensor mixed, Tensor decay, Tensor beta, int key_dim, int[] lengths) -> Tensor",
     _delta_rule,
     lambda mixed, decay, beta, key_dim, lengths: mixed.new_empty(_out_shape(mixed, decay, key_dim)),
+    _WORK,
 )
 DELTA_RULE_BACKWARD = define_operation(
     "delta_rule_backward(Tensor grad, Tensor mixed, Tensor decay, Tensor beta, int key_dim, "
@@ -262,10 +268,12 @@ DELTA_RULE_BACKWARD = define_operation(
         torch.empty_like(decay),
         torch.empty_like(beta),
     ),
+    _WORK.backward(),
 )
 # Says how much work somebody else's kernel is about to do on the device of a tensor.
 SCAN_WORK = define_operation(
     "scan_work(Tensor like, int flops) -> ()",
     lambda like, flops: None,
     lambda like, flops: None,
+    OperationWork(op=FlopOp.SCAN, count=lambda like, flops: int(flops)),
 )

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from moewright.engine.kernels.operations import define_operation
+from moewright.engine.kernels.operations import OperationWork, define_operation
+from moewright.spec.ledger import FlopOp
 
 # Scores that lie in memory at a time.
 _BLOCK_SCORES = 1 << 26
@@ -133,11 +134,32 @@ def _backward_shapes(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+def attention_flops(q: Any, v: Any, causal: bool, mask: Any) -> int:
+    """Count the scores and values of q [B,heads,S,Dq] over v [B,kv_heads,K,Dv].
+
+    All pairs of a query and a key count, or the causal half of them, or those that a mask leaves.
+    """
+    batch, heads, queries, q_dim = q.shape
+    q_dim = getattr(q, "true_width", q_dim)
+    v_dim = getattr(v, "true_width", v.shape[3])
+    twice_pairs = (1 if causal else 2) * int(queries) * int(v.shape[2])
+    if mask is not None:
+        twice_pairs = mask.twice_pairs
+    # A pair costs two FLOPs in each dim of its score and of its value.
+    return int(twice_pairs) * int(batch) * int(heads) * (int(q_dim) + int(v_dim))
+
+
 EXACT_ATTENTION = define_operation(
     "exact_attention(Tensor q, Tensor k, Tensor v, float dropout, bool causal, *, "
     "Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor)",
     _forward,
     _forward_shapes,
+    OperationWork(
+        op=FlopOp.ATTENTION,
+        count=lambda q, k, v, dropout, causal, *, attn_mask=None, scale=None: attention_flops(
+            q, v, causal, attn_mask
+        ),
+    ),
 )
 EXACT_ATTENTION_BACKWARD = define_operation(
     "exact_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -145,6 +167,12 @@ EXACT_ATTENTION_BACKWARD = define_operation(
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_shapes,
+    OperationWork(
+        op=FlopOp.ATTENTION,
+        count=lambda grad, q, k, v, out, lse, dropout, causal, *, attn_mask=None, scale=None: (
+            2 * attention_flops(q, v, causal, attn_mask)
+        ),
+    ),
 )
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from moewright.engine.kernels.operations import define_operation
+from moewright.engine.kernels.operations import OperationWork, define_operation
 from moewright.engine.torch_private import ONEDNN_LINEAR
+from moewright.spec.ledger import FlopOp
 
 # Multiplications from which a product is worth the kernel that oneDNN makes for each new shape.
 _MIN_ONEDNN_PRODUCT = 1 << 22
@@ -151,12 +153,22 @@ def _grouped_matmul_on_cpu(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor)
     return out
 
 
+def grouped_flops(a: Any, b: Any) -> int:
+    """Count a grouped product.
+
+    [R,K] x [E,K,N] multiplies each row once; [M,R] x [R,N] (a weight gradient) contracts over all
+    rows once.
+    """
+    return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[-1])
+
+
 # An operation of its own, so that the FLOP counter sees the real rows, not those that pad a shape.
 # The operation's name stands in traces, where moewright.diagnosis looks for it.
 CPU_GROUPED_MATMUL = define_operation(
     "group_by_group(Tensor a, Tensor b, Tensor ends) -> Tensor",
     _grouped_matmul_on_cpu,
     lambda a, b, ends: a.new_empty(_grouped_shape(a, b, ends)),
+    OperationWork(op=FlopOp.GROUPED_GEMM, count=lambda a, b, ends: grouped_flops(a, b)),
     devices=("CPU",),
 )
 

@@ -28,7 +28,7 @@ from moewright.engine.kernels.low_precision import (
     pad_groups,
 )
 from moewright.engine.kernels.matmul import grouped_matmul
-from moewright.engine.kernels.operations import define_operation
+from moewright.engine.kernels.operations import OperationWork, define_operation
 from moewright.engine.kernels.scale_tiles import TILE_BLOCKS, TILE_ROWS, tile_scales
 from moewright.engine.kernels.scaled_products import (
     LINES,
@@ -41,6 +41,7 @@ from moewright.engine.kernels.scaled_products import (
     swizzles_of,
 )
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
+from moewright.spec.ledger import FlopOp
 
 
 def multiply_groups(
@@ -241,5 +242,9 @@ SCALED_WEIGHT_GRAD = define_operation(
     _scaled_weight_grad,
     lambda g, x, g_scales, x_scales, ends, rows: g.new_empty(
         (len(ends), len(g), len(x)), dtype=torch.bfloat16
+    ),
+    OperationWork(
+        op=FlopOp.GROUPED_GEMM,
+        count=lambda g, x, g_scales, x_scales, ends, rows: 2 * int(rows) * len(g) * len(x),
     ),
 )

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from moewright.engine.kernels.operations import define_operation
+from moewright.engine.kernels.operations import OperationWork, define_operation
+from moewright.spec.ledger import FlopOp
 
 # Scores that lie in memory at a time.
 _BLOCK_SCORES = 1 << 26
@@ -258,23 +259,39 @@ CHOOSE_KEYS = define_operation(
     lambda q, k, heads, place, top_k, bounds: q.new_empty(
         (len(q), min(top_k, place[1] // place[2])), dtype=torch.int32
     ),
+    OperationWork(
+        op=FlopOp.GEMM, count=lambda q, k, heads, place, top_k, bounds: choice_flops(q, place)
+    ),
 )
 SPARSE_ATTENTION = define_operation(
     "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor chosen, int counted_width) "
     "-> (Tensor, Tensor)",
     _forward,
     _empty_outputs,
+    OperationWork(
+        op=FlopOp.ATTENTION,
+        count=lambda q, k, v, chosen, counted_width: sparse_attention_flops(
+            q, chosen, counted_width
+        ),
+    ),
 )
 SPARSE_ATTENTION_BACKWARD = define_operation(
     "sparse_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor chosen, int counted_width) -> (Tensor, Tensor, Tensor)",
     _backward,
     lambda grad, q, k, v, *_: _empty_like(q, k, v),
+    OperationWork(
+        op=FlopOp.ATTENTION,
+        count=lambda grad, q, k, v, out, lse, chosen, counted_width: (
+            2 * sparse_attention_flops(q, chosen, counted_width)
+        ),
+    ),
 )
 SUM_SHARES = define_operation(
     "sum_shares(Tensor q, Tensor k, Tensor chosen) -> Tensor",
     _sum_shares,
     lambda q, k, chosen: q.new_empty(chosen.shape, dtype=torch.float32),
+    work=None,
 )
 DIVERGE = define_operation(
     "diverge(Tensor q, Tensor k, Tensor heads, Tensor chosen, Tensor target, "
@@ -284,10 +301,15 @@ DIVERGE = define_operation(
         target.new_empty(len(target)),
         torch.empty_like(target),
     ),
+    work=None,
 )
 SCORE_GRADIENTS = define_operation(
     "score_gradients(Tensor slopes, Tensor q, Tensor k, Tensor heads, Tensor chosen, "
     "int[] place) -> (Tensor, Tensor, Tensor)",
     _score_gradients,
     lambda slopes, q, k, heads, *_: _empty_like(q, k, heads),
+    OperationWork(
+        op=FlopOp.GEMM,
+        count=lambda slopes, q, k, heads, chosen, place: 2 * choice_flops(q, place),
+    ),
 )

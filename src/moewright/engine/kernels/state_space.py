@@ -30,7 +30,8 @@ from moewright.engine.kernels.causal_conv import (
     widen,
 )
 from moewright.engine.kernels.delta_rule import CHUNK, from_chunks, to_chunks
-from moewright.engine.kernels.operations import define_operation
+from moewright.engine.kernels.operations import OperationWork, define_operation
+from moewright.spec.ledger import FlopOp
 
 
 class _StateChunks(NamedTuple):
@@ -213,10 +214,15 @@ def state_space_flops(inputs: Any, step: Any, state: int) -> int:
     return 7 * int(batch) * int(tokens) * int(heads) * int(width) * state
 
 
+_WORK = OperationWork(
+    op=FlopOp.SCAN,
+    count=lambda inputs, step, weights, state, lengths: state_space_flops(inputs, step, state),
+)
 STATE_SPACE = define_operation(
     "state_space(Tensor inputs, Tensor step, Tensor[] weights, int state, int[] lengths) -> Tensor",
     _state_space,
     lambda inputs, step, weights, state, lengths: inputs.new_empty(_out_shape(inputs, step, state)),
+    _WORK,
 )
 STATE_SPACE_BACKWARD = define_operation(
     "state_space_backward(Tensor grad, Tensor inputs, Tensor step, Tensor[] weights, int state, "
@@ -227,4 +233,5 @@ STATE_SPACE_BACKWARD = define_operation(
         step.new_empty(step.shape),
         [torch.empty_like(weight) for weight in weights],
     ),
+    _WORK.backward(),
 )
