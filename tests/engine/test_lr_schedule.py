@@ -30,6 +30,12 @@ def test_wsd_falls_in_the_last_tenth_and_stays_at_the_floor() -> None:
     assert result[50:] == pytest.approx([FLOOR] * 10)
 
 
+def test_a_line_falls_from_the_end_of_the_warm_up() -> None:
+    """By hand: a step of warm-up, four down to the floor, and what is left at the floor."""
+    result = rates(7, warmup_steps=1, decay_steps=5, lr_decay=LrDecay.LINEAR)
+    assert result == pytest.approx([1.0, 0.775, 0.55, 0.325, 0.1, 0.1, 0.1])
+
+
 def test_a_cosine_falls_from_the_end_of_the_warm_up() -> None:
     result = rates(9, warmup_steps=1)
     assert result[0] == PEAK

@@ -40,6 +40,8 @@ from moewright.spec.workload import (
     DataSpec,
     Dtype,
     LossSpec,
+    LrDecay,
+    OptimizerSpec,
     RouterForce,
     RouterTraining,
     TrainerSpec,
@@ -183,6 +185,13 @@ def test_a_recipe_switches_off_what_a_provider_may_bring():
     assert cfg.model.cuda_graph_impl == "none"
     assert cfg.model.mtp_num_layers is None
     assert cfg.optimizer.use_distributed_optimizer is False
+
+
+def test_a_rate_that_stays_and_falls_in_the_end():
+    optimizer = OptimizerSpec(lr_decay=LrDecay.WSD, wsd_decay_steps=25)
+    scheduler = built(planned("ep8,pp8", steps=200, optimizer=optimizer)).scheduler
+    assert (scheduler.lr_decay_style, scheduler.lr_wsd_decay_style) == ("WSD", "linear")
+    assert (scheduler.lr_decay_iters, scheduler.lr_wsd_decay_iters) == (200, 25)
 
 
 def test_narrows_data_and_checkpoints():

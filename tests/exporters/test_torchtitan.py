@@ -203,6 +203,10 @@ def test_a_rate_that_stays_and_falls_in_the_end(written):
     spec = OptimizerSpec(lr_decay=LrDecay.WSD, wsd_decay_steps=25)
     schedule = written("zero3", 16, steps=200, optimizer=spec)["lr_scheduler"]
     assert (schedule["decay_type"], schedule["decay_ratio"]) == ("linear", 0.125)
+    line = OptimizerSpec(lr_decay=LrDecay.LINEAR)
+    schedule = written("zero3", 16, steps=200, optimizer=line)["lr_scheduler"]
+    assert schedule["decay_type"] == "linear"
+    assert "decay_ratio" not in schedule
     plain = written("zero3", 16, steps=200)["lr_scheduler"]
     assert plain["decay_type"] == "cosine"
     assert "decay_ratio" not in plain

@@ -350,7 +350,7 @@ RENAMED = [
     ("--train-tokens 300000000000", "on which no step depends"),
     ("--use-flash-attn-v2", "--use-flash-attn"),
     ("--cpu-optimizer", "--optimizer-cpu-offload"),
-    ("--lr-decay-style linear", "taken for cosine"),
+    ("--lr-decay-style inverse-square-root", "taken for cosine"),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 10", "exponential is taken for linear"),
     ("--optimizer muon --muon-tp-mode blockwise", "taken for duplicated"),
     ("...", "leaves options out"),
@@ -400,6 +400,13 @@ def test_a_learning_rate_that_stays_and_falls_is_read(tmp_path):
     optimizer = result.workload.optimizer
     assert (optimizer.lr_decay, optimizer.wsd_decay_steps) == (LrDecay.WSD, 10)
     assert not any("decay" in note for note in result.notes)
+
+
+def test_a_rate_that_falls_in_a_line_is_read_and_is_the_default_of_megatron(tmp_path):
+    for more in ("", "--lr-decay-style linear"):
+        result = back(QWEN, tmp_path, MORE=more)
+        assert result.workload.optimizer.lr_decay is LrDecay.LINEAR
+        assert not any("decay" in note for note in result.notes)
 
 
 def test_options_of_muon_are_read_as_they_are_written(tmp_path):

@@ -92,8 +92,10 @@ _SECTIONS = {
     ),
     "scheduler": (
         "lr-decay-style",
+        "lr-wsd-decay-style",
         "lr-warmup-iters",
         "lr-decay-iters",
+        "lr-wsd-decay-iters",
     ),
     "optimizer": (
         "lr",

@@ -159,14 +159,14 @@ def _schedule_fields(workload: Workload) -> dict[str, Any]:
     optimizer = workload.optimizer
     fields: dict[str, Any] = {
         "warmup_steps": optimizer.warmup_steps,
-        "decay_type": "cosine",
+        "decay_type": optimizer.lr_decay.facts.torchtitan,
         "min_lr_factor": optimizer.min_lr_fraction,
     }
     if optimizer.lr_decay is LrDecay.WSD:
         steps = workload.steps or optimizer.decay_steps
         # The part of all steps in which the rate falls, after a stable one.
         ratio = wsd_decay_steps(optimizer, steps) / max(1, steps)
-        fields |= {"decay_type": "linear", "decay_ratio": round(ratio, 6)}
+        fields["decay_ratio"] = round(ratio, 6)
     return fields
 
 

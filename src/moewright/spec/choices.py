@@ -147,7 +147,7 @@ def _members_of_type(hint: Any) -> tuple[StrEnum, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NameFacts:
-    """What is known of a member of an enumeration of a layout besides what it does."""
+    """What is known of a member of an enumeration besides what it does."""
 
     megatron: str = ""  # Megatron-LM's word for it, or its option; "" for the member's own, or none
     torchtitan: str = ""  # torchtitan's word; "" for none
@@ -167,6 +167,11 @@ class DescribedName(StrEnum):
         member._value_ = value
         member.facts = facts
         return member
+
+    @property
+    def megatron_word(self) -> str:
+        """The word of Megatron-LM's options for it."""
+        return self.facts.megatron or self.value
 
 
 class Payload(StrEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moewright.spec.choices import DescribedName, NameFacts
 from moewright.spec.record import Record
 
 
@@ -70,11 +71,15 @@ class Routing(StrEnum):
     MEASURED = "measured"  # as many tokens as `load_histogram` counted
 
 
-class LrDecay(StrEnum):
+class LrDecay(DescribedName):
     """The shapes of the learning rate after its warm-up."""
 
-    COSINE = "cosine"  # falls all the way along a half cosine
-    WSD = "wsd"  # stays at its peak, then falls linearly in the last steps (warmup-stable-decay)
+    # falls all the way along a half cosine
+    COSINE = "cosine", NameFacts(torchtitan="cosine")
+    # falls all the way in a line
+    LINEAR = "linear", NameFacts(torchtitan="linear")
+    # stays at its peak, then falls linearly in the last steps (warmup-stable-decay)
+    WSD = "wsd", NameFacts(megatron="WSD", torchtitan="linear")
 
 
 class MatrixUpdate(StrEnum):

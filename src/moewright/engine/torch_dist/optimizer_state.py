@@ -21,7 +21,7 @@ from moewright.codec import from_data
 from moewright.engine.checkpoint import CheckpointIndex, PayloadReader, read_tensor_box
 from moewright.rules.batch_rampup import step_samples
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.workload import BatchRampSpec, LrDecay, OptimizerSpec, Workload
+from moewright.spec.workload import BatchRampSpec, OptimizerSpec, Workload
 
 STATE_PREFIX = "optimizer.state."
 # By the state in Megatron-LM: what our checkpoints put before the name of the tensor.
@@ -35,7 +35,6 @@ UPDATES = "optim/updates"
 LOSS_SCALE = "optim/loss_scale"
 _HYSTERESIS = 2  # --hysteresis, as it is when not given
 _MATRICES = 1.0  # the factor of their weight decay; norms and biases have none
-_DECAY_STYLES = MappingProxyType({LrDecay.COSINE: "cosine", LrDecay.WSD: "WSD"})
 
 
 class ChainedOptimizers(StrEnum):
@@ -133,7 +132,7 @@ def _describe_schedule(workload: Workload, decay: int, step: int) -> dict[str, A
         "min_lr": _min_lr(spec),
         "lr_warmup_steps": step_samples(workload, spec.warmup_steps).first,
         "num_steps": step_samples(workload, step).first,
-        "lr_decay_style": _DECAY_STYLES[spec.lr_decay],
+        "lr_decay_style": spec.lr_decay.megatron_word,
         "lr_decay_steps": step_samples(workload, decay).first,
     }
 

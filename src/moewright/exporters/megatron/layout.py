@@ -75,7 +75,7 @@ def _degree_flags(job: Job) -> Iterator[Flag]:
     if job.layout.cp > 1:
         yield (
             LAYOUT_OPTIONS["cp_comm"],
-            job.layout.cp_comm.facts.megatron or job.layout.cp_comm.value,
+            job.layout.cp_comm.megatron_word,
         )
     if job.layout.cp_comm is CpComm.A2A_P2P:
         yield "--hierarchical-context-parallel-sizes", *map(str, cp_factors(job.layout))
@@ -282,11 +282,9 @@ def _optimizer_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
     yield "--lr", format_number(optimizer.lr)
     # A rate there, a part of the highest rate here.
     yield "--min-lr", format_number(optimizer.lr * optimizer.min_lr_fraction)
+    yield "--lr-decay-style", optimizer.lr_decay.megatron_word
     if optimizer.lr_decay is LrDecay.WSD:
-        yield "--lr-decay-style", "WSD"
         yield "--lr-wsd-decay-style", "linear"
-    else:
-        yield "--lr-decay-style", "cosine"
     yield "--adam-beta1", format_number(optimizer.beta1)
     yield "--adam-beta2", format_number(optimizer.beta2)
     yield "--adam-eps", format_number(optimizer.eps)

@@ -228,20 +228,24 @@ def _read_delayed(arguments: Arguments, precision: Dtype) -> DelayedScalingSpec:
 
 def _note_decay_style(arguments: Arguments) -> tuple[str, ...]:
     style = arguments.text("--lr-decay-style", "linear")
-    if style == "cosine":
-        return ()
-    if style == "WSD":
-        tail = arguments.text("--lr-wsd-decay-style", "exponential")
-        if tail == "linear":
-            return ()
+    taken = _take_decay_style(arguments)
+    if taken.megatron_word != style:
+        return (
+            f"--lr-decay-style {style} is taken for {taken}: no prediction depends on it, "
+            "training here would",
+        )
+    tail = arguments.text("--lr-wsd-decay-style", "exponential")
+    if taken is LrDecay.WSD and tail != "linear":
         return (
             f"--lr-wsd-decay-style {tail} is taken for linear: no prediction depends on it, "
             "training here would",
         )
-    return (
-        f"--lr-decay-style {style} is taken for cosine: no prediction depends on it, "
-        "training here would",
-    )
+    return ()
+
+
+def _take_decay_style(arguments: Arguments) -> LrDecay:
+    style = arguments.text("--lr-decay-style", "linear")
+    return next((decay for decay in LrDecay if decay.megatron_word == style), LrDecay.COSINE)
 
 
 def _read_optimizer(
@@ -285,14 +289,15 @@ def _read_optimizer(
 
 def _read_decay(arguments: Arguments, timed: Workload, decay: int) -> tuple[LrDecay, int]:
     """Return how the learning rate falls, and in how many steps before `decay` WSD does."""
-    if arguments.text("--lr-decay-style", "linear") != "WSD":
-        return LrDecay.COSINE, 0
+    taken = _take_decay_style(arguments)
+    if taken is not LrDecay.WSD:
+        return taken, 0
     steps = arguments.integer("--lr-wsd-decay-iters")
     samples = arguments.integer("--lr-wsd-decay-samples")
     if samples:
         end = arguments.integer("--lr-decay-samples") or arguments.integer("--train-samples")
         steps = decay - _count_steps(timed, max(0, end - samples))
-    return LrDecay.WSD, steps
+    return taken, steps
 
 
 def _read_moment_dtype(arguments: Arguments, flag: str) -> Dtype:
