@@ -316,7 +316,10 @@ def test_a_design_draws_its_shapes_beside_published_models(studio, open_page):
     assert answer.chosen.model.name in text
     assert answer.published
     assert all(shape.model.name in text for shape in answer.published)
-    assert page.locator("main svg.plot circle").count() > len(answer.published)
+    drawn = page.locator("main svg.plot svg path").evaluate_all(
+        "all => all.map(path => (path.getAttribute('d').match(/a/g) || []).length / 2)"
+    )
+    assert sum(drawn) > len(answer.published)  # a circle is two arcs
     page.locator("summary:has-text('Compare attention')").click()
     page.locator("#kv_heads").fill("0")
     page.locator("#design").click()

@@ -14,6 +14,7 @@ from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import (
+    LAYOUT_FIELDS,
     CpComm,
     CudaGraphScope,
     DispatcherKind,
@@ -42,7 +43,7 @@ from moewright.view.course.course_pages import (
     write_questions,
 )
 from moewright.view.course.figures import compute_figure
-from moewright.view.course.glossary import find_term
+from moewright.view.course.glossary import find_term, list_terms
 from moewright.view.course.inline import read_figure
 from moewright.view.course.lesson import open_lesson
 from moewright.view.course.lesson_html import LessonWriter, ReadingPlace
@@ -272,6 +273,15 @@ def test_what_balances_makes_every_layer_more_even(balance):
 def test_every_value_of_an_enum_is_a_word_of_the_glossary(enum, prefix):
     for member in enum:
         assert find_term(f"{prefix}{member.value}").meaning
+
+
+@pytest.mark.parametrize(
+    "field", [field for field in LAYOUT_FIELDS if field.facts.label], ids=lambda field: field.name
+)
+def test_every_control_of_the_studio_is_a_word_of_the_glossary(field):
+    """The name above its values leads there: by its label, or by its key."""
+    terms = list_terms()
+    assert field.facts.label.lower() in terms or field.name in terms
 
 
 def test_no_page_of_the_documentation_has_more_than_four_thousand_words():

@@ -283,8 +283,8 @@ def _encode_names() -> bytes:
     second.
     """
     names = {
-        "models": list_models().to_rows(),
-        "devices": list_hardware().to_rows(),
+        "models": [row["model"] for row in list_models().to_rows()],
+        "devices": [row["device"] for row in list_hardware().to_rows()],
         "precisions": [dtype.value for dtype in Dtype],
         "terms": list_terms(),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -99,6 +99,7 @@ _SCRIPTS = (
     "trace.js",
     "run.js",
 )
+_SHELL_SCRIPT = "shell.js"  # all that the studio's page runs
 PAGES = (  # that scripts fill
     ("plan", "Plan"),
     ("top", "Top plans"),
@@ -132,6 +133,9 @@ def load_assets() -> Mapping[str, Asset]:
     """Return the files that pages need by name, as they are when this is first called."""
     folder = resources.files("moewright.view").joinpath("assets")
     contents = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
+    # One file: of sixteen, a browser's work to ask for them is more than to compile them.
+    scripts = (*_SCRIPTS, *_list_studio_scripts(contents))
+    contents[_SHELL_SCRIPT] = b"\n".join(contents[name] for name in scripts)
     return MappingProxyType(
         {
             name: Asset(content=content, digest=sha256(content).hexdigest()[:16])
@@ -151,16 +155,13 @@ def _read_text(name: str) -> str:
 
 def render_shell() -> Html:
     """Return the studio's page, which asks its server for all that it shows."""
-    scripts = Html.concat(
-        Html.write('<script src="{}" defer></script>\n', _address(name))
-        for name in (*_SCRIPTS, *_studio_scripts())
-    )
     return Html.write(
         """{}<title>moewright studio</title>
 <link rel="icon" href="{}">
 <link rel="stylesheet" href="{}">
+<script src="{}" defer></script>
 <script type="application/json" id="palette">{}</script>
-{}</head>
+</head>
 <body>
 <a class="skip" href="#content">To the answer</a>
 {}
@@ -174,9 +175,8 @@ def render_shell() -> Html:
 </html>
 """,
         _HEAD,
-        *map(_address, ("mark.svg", "style.css")),
+        *map(_address, ("mark.svg", "style.css", _SHELL_SCRIPT)),
         Html.embed(build_palette()),
-        scripts,
         _render_header(),
     )
 
@@ -229,10 +229,11 @@ def render_course_page(title: str, body: Html) -> Html:
     )
 
 
-def _studio_scripts() -> list[str]:
+def _list_studio_scripts(names: Iterable[str]) -> list[str]:
     """Return the scripts of the studio's own pages, the first of which the others extend."""
-    names = (name for name in load_assets() if name.startswith("studio"))
-    return sorted(names, key=lambda name: (len(name), name))
+    return sorted(
+        (name for name in names if name.startswith("studio")), key=lambda name: (len(name), name)
+    )
 
 
 def render_page(records: tuple[Record, ...], title: str) -> Html:

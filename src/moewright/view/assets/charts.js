@@ -3,7 +3,7 @@
    that dark and light need no second drawing, and its texts are texts of the page.
    An axis has `names`, or a range `from` `to`, with `log` as the base of a logarithmic one; `show` writes its values. It ends
    at round values unless it `isExact`; ticks of one that `isWhole` are integers, of one that `isBytes` round in their unit.
-   Marks: bar (at a name), curve (points, `step` for stairs), dot, rule (a line at an x or y), band (a range of y). */
+   Marks: bar (at a name), curve (points, `step` for stairs), dots (points, each with its item), rule (a line at an x or y), band (a range of y). */
 mw.svg = (tag, attributes = {}, ...children) => {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) if (value !== null && value !== undefined) node.setAttribute(name, value);
@@ -150,7 +150,11 @@ mw.drawPlot = (plot, width, height) => {
       for (const [across, up] of mark.dots ? mark.points : []) area.append(mw.svg("circle", {cx: atX(across), cy: atY(up), r: mark.dots, fill: mark.colour}));
       for (const [across, up] of mark.text ? mark.points : []) place(mark.text(up), "ink", [[atX(across) + 4, atY(up) - 8], [atX(across) + 8, atY(up) + 4], [atX(across) + 2, atY(up) + 18]]);
     },
-    dot: mark => area.append(mw.svg("circle", {cx: atX(mark.x), cy: atY(mark.y), r: mark.r, fill: mark.colour, opacity: mark.opacity, stroke: "var(--card)"})),
+    /* One shape for all dots of a mark, each a circle of its own outline: hundreds of elements are slow to lay out. */
+    dots: mark => {
+      const circle = point => `M${(atX(point.x) - mark.r).toFixed(1)} ${atY(point.y).toFixed(1)}a${mark.r} ${mark.r} 0 1 0 ${2 * mark.r} 0a${mark.r} ${mark.r} 0 1 0 ${-2 * mark.r} 0`;
+      area.append(mw.svg("path", {d: mark.points.map(circle).join(""), fill: mark.colour, opacity: mark.opacity, stroke: "var(--card)"}));
+    },
     rule: mark => {
       const isLevel = mark.y !== undefined, at = isLevel ? atY(mark.y) : atX(mark.x);
       area.append(mw.svg("path", {d: isLevel ? `M${left} ${at}H${right}` : `M${at} ${top}V${bottom}`, stroke: mark.colour, "stroke-width": mark.wide || 1, "stroke-dasharray": mark.dash ? "4 3" : null}));
@@ -164,7 +168,7 @@ mw.drawPlot = (plot, width, height) => {
   for (const mark of plot.marks) draw[mark.kind](mark);
   drawing.append(lines, shadow, shapes, area, texts);
   const show = (fromX, fromY, long, high) => { for (const [name, value] of Object.entries({x: fromX, y: fromY, width: long, height: high})) shadow.setAttribute(name, value); };
-  const dots = plot.marks.filter(mark => mark.kind === "dot"), curves = plot.marks.filter(mark => mark.kind === "curve" && !mark.isSilent);
+  const dots = plot.marks.filter(mark => mark.kind === "dots").flatMap(mark => mark.points.map(point => ({...point, r: mark.r}))), curves = plot.marks.filter(mark => mark.kind === "curve" && !mark.isSilent);
   const find = (h, v) => {
     show(0, 0, 0, 0);
     if (v < top || v > bottom || h < (y.names ? 0 : left) || h > (y.names ? width : right)) return null;

@@ -13,7 +13,7 @@ mw.searchChart = (view, pick) => {
     y: mw.range([...held, capacity * 1.03], {name: "peak, GiB", show: mw.digits}),
     marks: [{kind: "rule", y: capacity, colour: "var(--bad)", wide: 2},
       {kind: "curve", points: front.map(item => [item.step_s, item.peak_bytes / gib]), step: true, dash: true, colour: "var(--accent)", isSilent: true},
-      ...Object.entries(kinds).reverse().flatMap(([kind, colour]) => view.ranked.filter(item => item.kind === kind).map(item => ({kind: "dot", x: item.step_s, y: item.peak_bytes / gib, r: kind === "candidate" ? 3.5 : 6.5, colour, opacity: kind === "candidate" ? .6 : 1, item})))],
+      ...Object.entries(kinds).reverse().map(([kind, colour]) => ({kind: "dots", colour, r: kind === "candidate" ? 3.5 : 6.5, opacity: kind === "candidate" ? .6 : 1, points: view.ranked.filter(item => item.kind === kind).map(item => ({x: item.step_s, y: item.peak_bytes / gib, item}))}))],
     tip: item => [mw.tipTitle(item.layout), mw.el("div", {}, `${mw.seconds(item.step_s)} a step, ${mw.bytes(item.peak_bytes)}, fits with a probability of ${mw.percent(item.fit_probability, 0)}`)],
   });
   const holder = mw.chart(`${view.ranked.length} layouts by time of a step and peak memory`, 340, plot);
@@ -152,7 +152,7 @@ mw.render.DesignView = (view, root) => {
     legend: roles.map(([, text, colour]) => ({text, colour})),
     x: mw.range(view.points.map(point => point.total), {log: 10, name: "parameters", show: mw.tokens}),
     y: mw.range(view.points.map(point => point.loss), {name: "predicted loss, nats", show: value => value.toFixed(2)}),
-    marks: roles.toReversed().flatMap(([role, , colour, size]) => view.points.filter(point => point.role === role).map(point => ({kind: "dot", x: point.total, y: point.loss, r: size / 2, colour, item: point}))),
+    marks: roles.toReversed().map(([role, , colour, size]) => ({kind: "dots", colour, r: size / 2, points: view.points.filter(point => point.role === role).map(point => ({x: point.total, y: point.loss, item: point}))})),
     tip: point => [mw.tipTitle(point.name), ...[`${mw.tokens(point.total)} parameters, ${mw.tokens(point.active)} active`, `${mw.tokens(point.tokens)} tokens in ${mw.digits(point.days)} days`, `loss ${point.loss.toFixed(3)} (${point.interval.map(end => end.toFixed(3)).join(" to ")})`].map(line => mw.el("div", {}, line))],
   });
   const answer = mw.el("div");

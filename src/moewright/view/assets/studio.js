@@ -89,11 +89,11 @@ const input = (key, extra) => mw.el("input", {type: "text", id: `in-${key}`, nam
 
 studio.buildForm = () => {
   const {models, devices, precisions} = studio.catalogue;
-  const on = mw.el("select", {id: "in-device", "aria-label": "device", onchange: () => studio.setHardware()}, devices.map(row => mw.el("option", {value: row.device}, row.device)));
+  const on = mw.el("select", {id: "in-device", "aria-label": "device", onchange: () => studio.setHardware()}, devices.map(name => mw.el("option", {value: name}, name)));
   return mw.el("div", {},
     mw.el("div", {class: "fields"},
       field("model", "Model", input("model", {list: "models", placeholder: "a name, an id of the hub, a config.json"}), true),
-      mw.el("datalist", {id: "models"}, models.map(row => mw.el("option", {value: row.model}))),
+      mw.el("datalist", {id: "models"}, models.map(name => mw.el("option", {value: name}))),
       mw.el("div", {}, mw.el("label", {for: "in-devices"}, "Devices"), mw.el("input", {type: "number", id: "in-devices", min: "1", max: "1048576", onchange: () => studio.setHardware()})),
       mw.el("div", {}, mw.el("label", {for: "in-device"}, "of"), on),
       field("global_batch", "Global batch", input("global_batch"), false, "sequences a step"),
@@ -205,7 +205,7 @@ studio.updateControl = (node, control) => {
     chip.setAttribute(control.kind === "set" ? "aria-pressed" : "aria-checked", String(isChosen));
     if (control.kind !== "set") chip.tabIndex = isChosen || (index < 0 && !at) ? 0 : -1;
     chip.classList.toggle("illegal", Boolean(step.rule) && !isChosen);
-    chip.title = step.rule;
+    chip.title = step.rule || (mw.terms[`${control.key}=${step.value}`] || mw.terms[step.value] || {meaning: ""}).meaning;
   });
   const rule = node.querySelector(".rule");
   if (!control.rule) { rule.replaceChildren(); return; }

@@ -1,6 +1,8 @@
 "use strict";
 /* The studio's pages besides Plan. Each fills the content, and may leave something to end. */
 const load = (layout, devices) => studio.load(layout, devices);
+/* An answer that was given up leaves no place that seems to fill itself yet. */
+studio.stopWaiting = () => studio.content().querySelectorAll(".skeleton").forEach(node => node.remove());
 
 studio.pages.top = () => {
   const cancel = new AbortController();
@@ -12,7 +14,7 @@ studio.pages.top = () => {
   studio.fill(head, ...mw.skeleton(180, 380, 500));
   const params = studio.job();
   params.delete("layout");
-  const finish = text => { state.textContent = text; head.hidden = !text; stop.remove(); bar.remove(); };
+  const finish = text => { state.textContent = text; head.hidden = !text; stop.remove(); bar.remove(); studio.stopWaiting(); };
   studio.stream("/api/task/search", params, cancel.signal, view => {
     if (cancel.signal.aborted) return;
     const root = mw.el("div");
@@ -28,7 +30,7 @@ studio.pages.top = () => {
 
 studio.pages.timetable = async () => {
   const params = studio.job();
-  if (!studio.content().querySelector("#timetable")) studio.fill(mw.panel("", mw.el("p", {class: "note"}, "Simulating the timetable …")));
+  if (!studio.content().querySelector("#timetable")) studio.fill(mw.panel("", mw.el("p", {class: "note"}, "Simulating the timetable …")), ...mw.skeleton(90, 520));
   const record = await studio.get("/api/timetable", params);
   if (studio.page() !== "timetable" || params.toString() !== studio.job().toString()) return;
   const trace = mw.el("a", {class: "button", href: `/api/trace?${params}`, download: "timetable.json"}, "Download for Perfetto");
@@ -45,7 +47,7 @@ studio.pages.compare = async () => {
   if (!others.length) { studio.fill(form); return; }
   const params = studio.job();
   for (const other of others) params.append("with", other);
-  studio.fill(form, mw.el("p", {class: "note"}, "comparing …"));
+  studio.fill(form, mw.el("p", {class: "note"}, "comparing …"), ...mw.skeleton(170, 380));
   const record = await studio.get("/api/compare", params);
   if (studio.page() !== "compare") return;
   const root = mw.el("div");
@@ -62,8 +64,8 @@ studio.pages.budget = () => {
     mw.el("div", {}, mw.el("label", {for: "tokens"}, "Tokens, such as 15T or 500B"), tokens), mw.el("div", {}, mw.el("label", {for: "price"}, "Your price of a device-hour (assumed)"), price),
     mw.el("div", {}, mw.el("label", {for: "ramp"}, "Batch ramp: start, increment, samples"), ramp),
     mw.el("div", {class: "row all"}, mw.el("button", {type: "button", class: "primary", id: "budget", onclick: () => studio.go({tokens: tokens.value.trim() || "1T", price: price.value.trim(), rampup_batch_size: ramp.value.trim()})}, "Work it out"), state)));
-  studio.fill(form);
-  if (!studio.query.get("tokens")) return;
+  if (!studio.query.get("tokens")) { studio.fill(form); return; }
+  studio.fill(form, ...mw.skeleton(110, 380, 260));
   const cancel = new AbortController();
   studio.leave = () => cancel.abort();
   const params = studio.job();
@@ -76,7 +78,7 @@ studio.pages.budget = () => {
     mw.render[view.kind](view, root, studio.mend, load);
     state.textContent = view.is_final || view.kind !== "BudgetView" ? "" : "a search for each number of devices …";
     studio.fill(form, ...root.childNodes);
-  }).catch(error => { if (error.name !== "AbortError") state.textContent = error.message; });
+  }).catch(error => { if (error.name !== "AbortError") { state.textContent = error.message; studio.stopWaiting(); } });
 };
 
 /* Shapes of a model: one of days, tokens and a loss is the goal; the model and devices are those of the job. */
@@ -93,8 +95,8 @@ studio.pages.design = () => {
     mw.el("details", {class: "fold", open: axes.some(([name]) => studio.query.get(name)) || null}, mw.el("summary", {}, "Compare attention, vocabularies and shared experts too"),
       mw.el("p", {class: "note"}, "Each with each, besides width, depth and experts; what is left empty is the model's own."), mw.el("div", {class: "fields"}, axes.map(show))),
     mw.el("div", {class: "row all"}, mw.el("button", {type: "button", class: "primary", id: "design", onclick: start}, "Compare shapes"), state));
-  studio.fill(form);
-  if (!["days", "tokens", "until"].some(name => studio.query.get(name))) return;
+  if (!["days", "tokens", "until"].some(name => studio.query.get(name))) { studio.fill(form); return; }
+  studio.fill(form, ...mw.skeleton(70, 380, 260));
   const cancel = new AbortController();
   studio.leave = () => cancel.abort();
   const params = studio.job();
@@ -107,7 +109,7 @@ studio.pages.design = () => {
     mw.render[view.kind](view, root, studio.mend);
     state.textContent = "";
     studio.fill(form, ...root.childNodes);
-  }).catch(error => { if (error.name !== "AbortError") state.textContent = error.message; });
+  }).catch(error => { if (error.name !== "AbortError") { state.textContent = error.message; studio.stopWaiting(); } });
 };
 
 studio.targets = [["megatron", "Megatron-LM script"], ["bridge", "Megatron Bridge recipe"], ["torchtitan", "torchtitan configuration"], ["slurm", "Slurm script"], ["k8s", "Kubernetes TrainJob"], ["torchrun", "torchrun (our engine)"]];
