@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from math import floor
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
@@ -26,8 +28,9 @@ from moewright.diagnosis.checks import (
     Check,
     JobCheck,
     MeasureBudget,
+    find_breaches,
 )
-from moewright.diagnosis.plan_changes import Measure, PlanChanges
+from moewright.diagnosis.plan_changes import Measure, MeasureChange, PlanChanges, compare_plans
 from moewright.report.check_document import render_sarif
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Verdict
@@ -386,6 +389,7 @@ def test_budgets_of_a_file_decide_the_exit_code(
     for text, message in (
         ("[budgets]\nstep = 3\n", "budgets.step: unknown key"),
         ("[budgets]\ncalls = { most = -1 }\n", "budgets.calls.most=-1: must be at least 0"),
+        ("[budgets]\ncalls = { growth = nan }\n", "budgets.calls.growth=nan: must be at least -1"),
         (
             "[budgets]\nverdict = 'good'\n",
             'budgets.verdict="good": must be one of fits, uncertain, oom',
@@ -395,6 +399,22 @@ def test_budgets_of_a_file_decide_the_exit_code(
         capsys.readouterr()
         assert main(command) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_budget_of_growth_is_broken_by_what_is_over_it_alone(seed: int) -> None:
+    """Exactly at the share that the file writes it is kept, and nothing twice keeps any."""
+    rng = random.Random(seed)
+    percent = rng.randint(-100, 300)
+    before = rng.choice((0, rng.randint(1, 10**6)))
+    most = Fraction(before * (100 + percent), 100)
+    budgets = ChangeBudgets(calls=MeasureBudget(growth=percent / 100))
+    plan = mw.estimate("OLMoE-1B-7B-0924", "ep4", on="4xH100")
+    base = compare_plans(plan, plan)
+    for after in {0, before, floor(most), floor(most) + 1}:
+        change = MeasureChange(measure=Measure.CALLS, before=before, after=after)
+        changes = replace(base, measures=(change,))
+        assert bool(list(find_breaches(changes, budgets))) == (after > most)
 
 
 def run_git(folder: Path, *arguments: str) -> str:

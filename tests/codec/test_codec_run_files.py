@@ -176,10 +176,33 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> Non
     assert message in str(refusal.value)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(BadInput, match="no such"):
+def test_a_folder_without_a_run_is_refused_with_the_run_that_is_near(tmp_path: Path) -> None:
+    """Files with names like those of a run are of something else."""
+    (tmp_path / "plans.json").write_text("{}")
+    run = tmp_path / "runs/quickstart"
+    run.mkdir(parents=True)
+    for path, rule in (
+        (tmp_path, "is no run folder, which has plan.json and steps.jsonl: neither is here"),
+        (tmp_path / "nowhere", "no such run folder"),
+        (tmp_path / "plans.json", "is a file, not a run folder"),
+        (tmp_path / "runs/quikstart", "no such run folder"),
+    ):
+        with pytest.raises(BadInput, match=rule) as refusal:
             read_run(path)
+        assert refusal.value.reasons[0].nearest == ""
+    _write(run, format_record(STEP))
+    for path in (tmp_path, tmp_path / "runs", tmp_path / "runs/quikstart"):
+        with pytest.raises(BadInput, match="run folder") as refusal:
+            read_run(path)
+        assert refusal.value.reasons[0].nearest == str(run)
+    (run / "plan.json").unlink()
+    with pytest.raises(BadInput, match="the first is missing"):
+        read_run(run)
+
+
+def test_the_plan_of_a_run_stands_for_its_folder(tmp_path: Path) -> None:
+    _write(tmp_path, format_record(STEP))
+    assert read_run(tmp_path / "plan.json") == read_run(tmp_path)
 
 
 def test_an_edited_plan_is_noted(tmp_path: Path) -> None:

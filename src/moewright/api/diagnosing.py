@@ -10,9 +10,8 @@ from statistics import fmean
 from moewright.api.advising import advise_job, has_times, judge_advised_job
 from moewright.api.launch_scripts import read_flags, read_logged_flags, read_logged_job
 from moewright.api.planning import estimate_request, is_plan_file
-from moewright.api.reporting import find_run_folder
 from moewright.api.requests import read_hardware
-from moewright.codec import PLAN_FILE, read_json
+from moewright.codec import PLAN_FILE, find_run_folder, read_json
 from moewright.codec import read_run as read_run_folder
 from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
 from moewright.diagnosis.advice import Advice, AdvisedJob

@@ -27,11 +27,18 @@ from moewright.api.run_comparisons import (
 from moewright.api.running import export, export_traces, train
 from moewright.api.views import show
 from moewright.api.watching import watch
+from moewright.calibration.score import Score
 from moewright.diagnosis.checks import Check
 from moewright.diagnosis.judgement import Judgement
+from moewright.diagnosis.load_forecast import LoadForecast
 from moewright.diagnosis.run_comparison import RunComparison
 from moewright.diagnosis.run_watch import RunWatch
 from moewright.search.node_places import NodePlaces
+from moewright.spec.hardware import Hardware
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Plan
+from moewright.spec.run import RunRecord
+from moewright.view.plan_view import PlanView, RefusalView
 
 __all__ = [
     "Budget",
@@ -39,14 +46,22 @@ __all__ = [
     "Design",
     "Diagnosis",
     "FitResult",
+    "Hardware",
     "HardwareTable",
     "Judgement",
+    "LoadForecast",
+    "ModelSpec",
     "ModelTable",
     "NodePlaces",
+    "Plan",
     "PlanComparison",
+    "PlanView",
     "Plans",
+    "RefusalView",
     "RunComparison",
+    "RunRecord",
     "RunWatch",
+    "Score",
     "ScriptPlan",
     "StepChanges",
     "SweepResult",

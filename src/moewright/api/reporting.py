@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moewright.codec import PLAN_FILE, read_run, write_text
+from moewright.codec import find_run_folder, read_run, write_text
 from moewright.codec.run_files import COMPARISON_FILE
 from moewright.diagnosis.compare_ledgers import LedgerComparison, compare_ranks
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
@@ -35,13 +35,6 @@ class RunReport(Record):
     def to_rows(self) -> list[Row]:
         """Return the rows of the run."""
         return self.run.to_rows()
-
-
-def find_run_folder(path: Path) -> Path:
-    """Return the folder of a run, of which `path` may also be the plan file."""
-    if path.name == PLAN_FILE and path.is_file():
-        return path.parent
-    return path
 
 
 def build_report(run: Path) -> RunReport:

@@ -38,6 +38,7 @@ from moewright.cost.estimate import estimate
 from moewright.spec.hardware import Constant
 from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate, Verdict
+from moewright.spec.record import Record, Row
 from moewright.spec.units import GB
 
 _NOT_ALLOCATED = (Component.FRAGMENTATION, Component.COMMUNICATION)
@@ -136,12 +137,37 @@ class ScoreSummary:
     contradictions: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Score:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Score(Record):
     """The score of a table: its summary, and every row."""
 
     summary: ScoreSummary
     rows: tuple[ScoredRow, ...]
+
+    def title(self) -> str:
+        """Return how many rows are scored, and how far their speeds are off."""
+        text = f"{self.summary.scored} of {self.summary.rows} rows are scored"
+        speeds = self.summary.all_speeds
+        if speeds is None:
+            return text
+        return f"{text}: error of speeds {speeds.median_error:.1%} median, {speeds.p90_error:.1%} p90"
+
+    def to_rows(self) -> list[Row]:
+        """Return every row of the table with what is predicted of it."""
+        return [
+            {
+                "id": row.id,
+                "publisher": row.publisher,
+                "measured_tokens_per_s_per_gpu": row.measured_tokens_per_s_per_gpu,
+                "predicted_tokens_per_s_per_gpu": row.predicted_tokens_per_s_per_gpu,
+                "measured_peak_memory_gb": row.measured_peak_memory_gb,
+                "predicted_peak_memory_gb": row.predicted_peak_memory_gb,
+                "verdict": row.verdict,
+                "measured_oom": row.measured_oom,
+                "skipped": row.skipped,
+            }
+            for row in self.rows
+        ]
 
 
 def score_table(

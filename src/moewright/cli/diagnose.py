@@ -305,7 +305,8 @@ def report(run: Path, /, *others: Path, out: Path | None = None, json: JsonOptio
         Write what the page shows (run, findings, comparisons) to this file; "-": to standard
         output, and all else to standard error.
     """
-    from moewright.api.reporting import build_report, find_run_folder, write_page
+    from moewright.api.reporting import build_report, write_page
+    from moewright.codec import find_run_folder
 
     first, *rest = (build_report(path) for path in (run, *others))
     page = write_page(first, out or find_run_folder(run) / "report.html", rest)

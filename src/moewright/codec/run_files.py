@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -23,6 +24,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec
+from moewright.spec.names import closest_match
 from moewright.spec.plan import Plan
 from moewright.spec.run import (
     CopyRecord,
@@ -39,6 +41,7 @@ T = TypeVar("T")
 
 # Of a file that is longer, only its end is read: a resumed run has the records of all its steps.
 _MOST_BYTES = 1 << 22
+_MOST_NEAR_RUNS = 200  # among which the nearest to a wrong path is looked for
 _MOST_DAMAGED_LINES = 1000  # of a journal; with more it is none
 
 
@@ -103,8 +106,47 @@ def format_record(record: AnyRecord) -> str:
     return json.dumps({"kind": kind, **to_data(record)}) + "\n"
 
 
+def find_run_folder(path: Path) -> Path:
+    """Return the folder of a run, of which `path` may also be the plan file."""
+    if path.name == PLAN_FILE and path.is_file():
+        return path.parent
+    return path
+
+
+def _refuse_folder(path: Path) -> Reason:
+    """Return why a path is no folder of a run, and the run that is nearest to it.
+
+    A file with a name like those of a run is of something else: only folders of runs are offered.
+    """
+    wanted = f"which has {PLAN_FILE} and {STEPS_FILE}"
+    if path.is_dir():
+        rule = f"is no run folder, {wanted}: neither is here"
+        if (path / STEPS_FILE).exists():
+            rule = f"is no run folder, {wanted}: the first is missing"
+        near = next(_find_runs(path), "")
+    else:
+        rule = "no such run folder"
+        if path.exists():
+            rule = f"is a file, not a run folder, {wanted}"
+        names = {Path(run).name: run for run in _find_runs(path.parent)}
+        near = names.get(closest_match(path.name, names), "")
+    return Reason(field=str(path), rule=rule, nearest=near)
+
+
+def _find_runs(folder: Path) -> Iterator[str]:
+    """Yield the folders of runs in a folder and in those in it, by name; a few hundred are seen."""
+    for pattern in (PLAN_FILE, f"*/{PLAN_FILE}", f"*/*/{PLAN_FILE}"):
+        try:
+            plans = sorted(islice(folder.glob(pattern), _MOST_NEAR_RUNS))
+        except OSError:  # a folder that may not be read
+            return
+        for plan in plans:
+            if (plan.parent / STEPS_FILE).exists():
+                yield str(plan.parent)
+
+
 def read_run(directory: Path) -> RunRecord:
-    """Return what a run left behind, in step order.
+    """Return what a run left behind, in step order; its plan.json stands for the folder.
 
     A last line without its end (the writer was killed) is left out and noted; steps that a later
     session repeated are superseded by it.
@@ -112,8 +154,9 @@ def read_run(directory: Path) -> RunRecord:
     Raises:
         BadInput: The folder holds no run, or the plan or a line of the steps is damaged.
     """
-    if not directory.is_dir():
-        raise BadInput(Reason(field=str(directory), rule="no such run folder"))
+    directory = find_run_folder(directory)
+    if not (directory / PLAN_FILE).exists():
+        raise BadInput(_refuse_folder(directory))
     plan = read_json(Plan, directory / PLAN_FILE)
     sessions: list[Session] = []
     steps: dict[int, StepRecord] = {}

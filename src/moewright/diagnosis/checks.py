@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from math import isinf
 
 from moewright.diagnosis.plan_changes import Measure, MeasureChange, PlanChanges
@@ -49,14 +50,14 @@ class ChangeBudgets:
         return budget
 
     def check(self, where: str) -> None:
-        """Raise BadInput for a budget that is below nothing."""
+        """Raise BadInput for a budget that is below nothing, or no number."""
         for field in fields(self):
             budget = getattr(self, field.name)
             if not isinstance(budget, MeasureBudget):
                 continue
-            if budget.most is not None and budget.most < 0:
+            if budget.most is not None and not budget.most >= 0:
                 raise _refuse(where, f"{field.name}.most", budget.most, "0")
-            if budget.growth is not None and budget.growth < -1:
+            if budget.growth is not None and not budget.growth >= -1:
                 raise _refuse(where, f"{field.name}.growth", budget.growth, "-1")
 
 
@@ -93,7 +94,7 @@ def find_breaches(changes: PlanChanges, budgets: ChangeBudgets) -> Iterator[Budg
             most = format_measure(measure, budget.most)
             text = f"{measure.value} is {value}, over the most of {most}"
             yield BudgetBreach(budget=f"{measure.value}.most", text=text)
-        if budget.growth is not None and change.growth > budget.growth:
+        if budget.growth is not None and not _keeps_growth(change, budget.growth):
             text = (
                 f"{measure.value} grows by {format_growth(change)} to {value}, over the budget "
                 f"of {budget.growth:+.2%}"
@@ -106,6 +107,17 @@ def find_breaches(changes: PlanChanges, budgets: ChangeBudgets) -> Iterator[Budg
     if budgets.keep_training and trained:
         text = f"training changes: {'; '.join(map(str, trained))}"
         yield BudgetBreach(budget="keep_training", text=text)
+
+
+def _keeps_growth(change: MeasureChange, growth: float) -> bool:
+    """Tell whether a measure is at most what it was and its share more, as the file writes that.
+
+    A share of nothing is nothing: what is 0 before and after keeps every budget. In fractions, for
+    115 is 15 % more than 100, and 100 times the float 1.15 is less.
+    """
+    if isinf(growth):
+        return True
+    return Fraction(change.after) <= Fraction(change.before) * (1 + Fraction(str(growth)))
 
 
 def format_measure(measure: Measure, value: float) -> str:

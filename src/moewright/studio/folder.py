@@ -18,9 +18,9 @@ from typing import IO
 from starlette.concurrency import run_in_threadpool
 
 from moewright.api.diagnosing import is_engine_run
-from moewright.api.reporting import build_report, find_run_folder, view_run
+from moewright.api.reporting import build_report, view_run
 from moewright.api.watching import find_log
-from moewright.codec import PLAN_FILE, write_text
+from moewright.codec import PLAN_FILE, find_run_folder, write_text
 from moewright.codec.run_files import STEPS_FILE
 from moewright.diagnosis.traces.event_files import EVENT_FILES
 from moewright.spec.errors import BadInput, Reason
