@@ -389,7 +389,6 @@ def test_budgets_of_a_file_decide_the_exit_code(
     for text, message in (
         ("[budgets]\nstep = 3\n", "budgets.step: unknown key"),
         ("[budgets]\ncalls = { most = -1 }\n", "budgets.calls.most=-1: must be at least 0"),
-        ("[budgets]\ncalls = { growth = nan }\n", "budgets.calls.growth=nan: must be at least -1"),
         (
             "[budgets]\nverdict = 'good'\n",
             'budgets.verdict="good": must be one of fits, uncertain, oom',

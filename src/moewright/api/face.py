@@ -34,10 +34,6 @@ from moewright.diagnosis.load_forecast import LoadForecast
 from moewright.diagnosis.run_comparison import RunComparison
 from moewright.diagnosis.run_watch import RunWatch
 from moewright.search.node_places import NodePlaces
-from moewright.spec.hardware import Hardware
-from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Plan
-from moewright.spec.run import RunRecord
 from moewright.view.plan_view import PlanView, RefusalView
 
 __all__ = [
@@ -46,20 +42,16 @@ __all__ = [
     "Design",
     "Diagnosis",
     "FitResult",
-    "Hardware",
     "HardwareTable",
     "Judgement",
     "LoadForecast",
-    "ModelSpec",
     "ModelTable",
     "NodePlaces",
-    "Plan",
     "PlanComparison",
     "PlanView",
     "Plans",
     "RefusalView",
     "RunComparison",
-    "RunRecord",
     "RunWatch",
     "Score",
     "ScriptPlan",

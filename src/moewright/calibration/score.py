@@ -150,7 +150,9 @@ class Score(Record):
         speeds = self.summary.all_speeds
         if speeds is None:
             return text
-        return f"{text}: error of speeds {speeds.median_error:.1%} median, {speeds.p90_error:.1%} p90"
+        return (
+            f"{text}: error of speeds {speeds.median_error:.1%} median, {speeds.p90_error:.1%} p90"
+        )
 
     def to_rows(self) -> list[Row]:
         """Return every row of the table with what is predicted of it."""

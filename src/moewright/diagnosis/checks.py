@@ -50,14 +50,14 @@ class ChangeBudgets:
         return budget
 
     def check(self, where: str) -> None:
-        """Raise BadInput for a budget that is below nothing, or no number."""
+        """Raise BadInput for a budget that is below nothing."""
         for field in fields(self):
             budget = getattr(self, field.name)
             if not isinstance(budget, MeasureBudget):
                 continue
-            if budget.most is not None and not budget.most >= 0:
+            if budget.most is not None and budget.most < 0:
                 raise _refuse(where, f"{field.name}.most", budget.most, "0")
-            if budget.growth is not None and not budget.growth >= -1:
+            if budget.growth is not None and budget.growth < -1:
                 raise _refuse(where, f"{field.name}.growth", budget.growth, "-1")
 
 
