@@ -48,6 +48,7 @@ from moewright.spec.workload import (
     DropPolicy,
     Dtype,
     FineTuningSpec,
+    Fp8Format,
     FrozenPart,
     LossScalingSpec,
     LossSpec,
@@ -276,6 +277,7 @@ def _draw_workload(rng: random.Random, model: ModelSpec) -> Workload:
             tuple(rng.randrange(1, 100) for _ in range(model.expert_count))
             for _ in range(model.moe_layer_count)
         ),
+        fp8_format=rng.choice([*Fp8Format]),
     )
 
 

@@ -12,6 +12,7 @@ from moewright.spec.workload import (
     DocumentMasking,
     DropPolicy,
     Dtype,
+    Fp8Format,
     LossSpec,
     OptimizerSpec,
     RouterForce,
@@ -168,6 +169,9 @@ PLANS = {
     ),
     "FP8 with delayed scales": in_precision(
         "ep8", 8, precision=Dtype.FP8, tensor_scaling=TensorScaling.DELAYED
+    ),
+    "FP8 whose gradients are E4M3": in_precision(
+        "ep8", 8, precision=Dtype.FP8, fp8_format=Fp8Format.E4M3
     ),
     "MXFP8": in_precision("ep8", 8, device="B200", precision=Dtype.MXFP8),
     "NVFP4": in_precision("ep8", 8, device="B200", precision=Dtype.NVFP4),

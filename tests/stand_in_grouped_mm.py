@@ -138,6 +138,10 @@ def _contract(
         assert size % 16 == 0
         parts = []
         for side, scales in ((a, a_scales), (b, b_scales)):
+            if not block:  # a scale a row, those of all rows anew for each group
+                of_rows = scales[0].view(len(sizes), len(side))[group]
+                parts.append(side[:, start : start + size] * of_rows[:, None])
+                continue
             first = _round_up(len(side), 128) * columns
             read = _read_tiles(scales[0], first, len(side), size // block)
             part = side[:, start : start + size] * read.repeat_interleave(block, 1)
@@ -145,5 +149,5 @@ def _contract(
         if size:
             out[group] = parts[0] @ parts[1].T
         start += size
-        columns += _round_up(size // block, 4)
+        columns += _round_up(size // block, 4) if block else 0
     return out.to(torch.bfloat16)

@@ -26,7 +26,7 @@ from moewright.engine.observe.module_scopes import ObservingMode
 from moewright.rules.delayed_scaling import ScaledLinear
 from moewright.rules.low_precision import NarrowFormat, Recipe, find_recipe
 from moewright.spec.ledger import Module
-from moewright.spec.workload import DelayedScalingSpec, Dtype, TensorScaling, Workload
+from moewright.spec.workload import DelayedScalingSpec, Dtype, Fp8Format, TensorScaling, Workload
 from stand_in_grouped_mm import multiply_by_groups
 
 # The third expert has no rows, the last few; neither width is one of whole tiles.
@@ -41,6 +41,8 @@ PRODUCTS = ("forward", "input_grad", "weight_grad")
 CASES = {
     "fp8": (Dtype.FP8, TensorScaling.CURRENT, ScaledProduct.EXPERT_ROWS, PRODUCTS[:1]),
     "fp8 delayed": (Dtype.FP8, TensorScaling.DELAYED, ScaledProduct.EXPERT_ROWS, PRODUCTS[:1]),
+    "fp8 e4m3": (Dtype.FP8, TensorScaling.CURRENT, ScaledProduct.EXPERT_ROWS, PRODUCTS),
+    "fp8 e4m3 delayed": (Dtype.FP8, TensorScaling.DELAYED, ScaledProduct.EXPERT_ROWS, PRODUCTS),
     "fp8 blocks": (Dtype.FP8, TensorScaling.BLOCKWISE, ScaledProduct.EXPERT_MXFP8, PRODUCTS),
     "mxfp8": (Dtype.MXFP8, TensorScaling.CURRENT, ScaledProduct.EXPERT_MXFP8, PRODUCTS),
     "nvfp4": (Dtype.NVFP4, TensorScaling.CURRENT, ScaledProduct.EXPERT_NVFP4, PRODUCTS),
@@ -50,9 +52,9 @@ CASES = {
 def recipe_of(name: str) -> Recipe:
     """Return a recipe that rounds no number at random."""
     precision, scaling, *_ = CASES[name]
-    recipe = find_recipe(
-        Workload(seq_len=8, global_batch=1, precision=precision, tensor_scaling=scaling)
-    )
+    workload = Workload(seq_len=8, global_batch=1, precision=precision, tensor_scaling=scaling)
+    fp8_format = Fp8Format.E4M3 if "e4m3" in name else Fp8Format.HYBRID
+    recipe = find_recipe(replace(workload, fp8_format=fp8_format))
     assert recipe is not None
     return replace(recipe, gradients=replace(recipe.gradients, rounds_at_random=False))
 
@@ -129,7 +131,7 @@ def test_a_product_of_experts_is_the_emulations(
         assert not bool(result[SIZES.index(0)].any())
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8 e4m3", "mxfp8", "nvfp4"])
 def test_flops_are_those_of_the_rows(
     name: str, used: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

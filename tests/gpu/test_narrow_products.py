@@ -15,8 +15,8 @@ from moewright.engine.kernels.low_precision import ONE_GROUP, Groups, convert, c
 from moewright.engine.kernels.products import NarrowProducts
 from moewright.engine.kernels.scaled_groups import find_gradient_product, find_group_product
 from moewright.engine.kernels.scaled_products import find_product, multiply
-from moewright.rules.low_precision import Recipe, find_recipe
-from moewright.spec.workload import Dtype, TensorScaling, Workload
+from moewright.rules.low_precision import NarrowFormat, Recipe, find_recipe
+from moewright.spec.workload import Dtype, Fp8Format, TensorScaling, Workload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +29,7 @@ TOLERANCE = 2.0**-8
 
 RECIPES = {
     "current": (Dtype.FP8, TensorScaling.CURRENT),
+    "current_e4m3": (Dtype.FP8, TensorScaling.CURRENT),
     "blockwise": (Dtype.FP8, TensorScaling.BLOCKWISE),
     "mxfp8": (Dtype.MXFP8, TensorScaling.CURRENT),
     "nvfp4": (Dtype.NVFP4, TensorScaling.CURRENT),
@@ -38,7 +39,8 @@ RECIPES = {
 def recipe_of(name: str) -> Recipe:
     precision, scaling = RECIPES[name]
     workload = Workload(seq_len=1, global_batch=1, precision=precision, tensor_scaling=scaling)
-    recipe = find_recipe(workload)
+    fp8_format = Fp8Format.E4M3 if name.endswith("e4m3") else Fp8Format.HYBRID
+    recipe = find_recipe(replace(workload, fp8_format=fp8_format))
     assert recipe is not None
     return recipe
 
@@ -121,7 +123,7 @@ def test_the_rows_of_experts_are_multiplied_by_torch(name: str) -> None:
     if find_group_product(a, b, shape, torch.bfloat16) is None:
         pytest.skip("the device has no such product")
     product = find_gradient_product(recipe.gradients, recipe.inputs, OUT, x)
-    assert (product is not None) == (recipe.inputs.block > 0)
+    assert (product is not None) == (recipe.gradients.number is not NarrowFormat.E5M2)
 
 
 @pytest.mark.parametrize("name", list(RECIPES))

@@ -360,7 +360,6 @@ RENAMED = [
     ("--moe-loss-coeff 0.01", "--moe-aux-loss-coeff"),
     ("--use-llama2-rotary-position-embeddings", "--use-rotary-position-embeddings"),
     ("--normalization rmsnorm", "is read as RMSNorm"),
-    ("--fp8-format e4m3", "e4m3 is taken for hybrid with --fp8-recipe delayed"),
     ("--fp8-format hybrid --fp8-recipe mxfp8", "hybrid is taken for e4m3 with --fp8-recipe mxfp8"),
 ]
 
@@ -380,6 +379,9 @@ def test_fp8_without_a_recipe_has_delayed_scales(tmp_path):
     ):
         workload = back(QWEN, tmp_path, MORE=more).workload
         assert (workload.precision, workload.tensor_scaling) == (Dtype.FP8, scaling)
+    for more, chosen in (("--fp8-format hybrid", "hybrid"), ("--fp8-format e4m3", "e4m3")):
+        for recipe in ("", " --fp8-recipe tensorwise"):
+            assert back(QWEN, tmp_path, MORE=more + recipe).workload.fp8_format == chosen
     usual = back(QWEN, tmp_path, MORE="--fp8-format hybrid").workload.delayed
     assert (usual.amax_history_len, usual.amax_compute_algo) == (1, AmaxComputeAlgo.MOST_RECENT)
     options = "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1"

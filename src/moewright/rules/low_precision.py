@@ -5,8 +5,8 @@ tensor or for each block of it, so that the largest number of what shares a scal
 largest of the format. Router, head, norms, attention and communication stay in 16 bits, and so do
 DeepSeek-V4's compressors and its projection by groups of heads, as where they are published.
 
-- fp8, tensor_scaling=current: E4M3 (gradients E5M2), an fp32 scale a tensor, of experts a scale for
-  each; Transformer Engine's Float8CurrentScaling.
+- fp8, tensor_scaling=current: E4M3 (gradients E5M2, unless fp8_format=e4m3), an fp32 scale a
+  tensor, of experts a scale for each; Transformer Engine's Float8CurrentScaling.
 - fp8, tensor_scaling=delayed: the same formats, with scales of the steps before
   (rules.delayed_scaling).
 - fp8, tensor_scaling=blockwise: E4M3, a power of two for 1 x 128 numbers along the contraction, of
@@ -35,7 +35,7 @@ from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Dtype, TensorScaling, Workload
+from moewright.spec.workload import Dtype, Fp8Format, TensorScaling, Workload
 
 
 class NarrowFormat(StrEnum):
@@ -114,6 +114,7 @@ _CURRENT = Recipe(
     weights=_TENSOR,
     gradients=OperandFormat(number=NarrowFormat.E5M2, scale=ScaleFormat.FP32, block=0),
 )
+_CURRENT_E4M3 = replace(_CURRENT, gradients=_TENSOR)
 _BLOCK = OperandFormat(number=NarrowFormat.E4M3, scale=ScaleFormat.POWER_OF_TWO, block=128)
 _BLOCKWISE = Recipe(
     inputs=_BLOCK,
@@ -156,8 +157,9 @@ _FUSED_CONVERTED = frozenset(
 def find_recipe(workload: Workload) -> Recipe | None:
     """Return the recipe of a workload; None where products have 16 bits or more."""
     if workload.precision is Dtype.FP8:
-        is_blockwise = workload.tensor_scaling is TensorScaling.BLOCKWISE
-        return _BLOCKWISE if is_blockwise else _CURRENT
+        if workload.tensor_scaling is TensorScaling.BLOCKWISE:
+            return _BLOCKWISE
+        return _CURRENT if workload.fp8_format is Fp8Format.HYBRID else _CURRENT_E4M3
     return {Dtype.MXFP8: _MXFP8, Dtype.NVFP4: _NVFP4}.get(workload.precision)
 
 
@@ -214,7 +216,7 @@ def megatron_recipe(workload: Workload) -> tuple[str, str]:
     if workload.tensor_scaling is TensorScaling.BLOCKWISE:
         return "e4m3", "blockwise"
     is_delayed = workload.tensor_scaling is TensorScaling.DELAYED
-    return "hybrid", "delayed" if is_delayed else "tensorwise"
+    return workload.fp8_format.value, "delayed" if is_delayed else "tensorwise"
 
 
 def kept_bytes(operand: OperandFormat, rows: Any, width: int, groups: int) -> Any:

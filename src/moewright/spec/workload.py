@@ -43,6 +43,13 @@ class TensorScaling(StrEnum):
     BLOCKWISE = "blockwise"
 
 
+class Fp8Format(StrEnum):
+    """The number formats of FP8 with a scale a tensor, by Megatron-LM's names."""
+
+    HYBRID = "hybrid"  # E4M3 forward, gradients in E5M2: as wide a range as they may need
+    E4M3 = "e4m3"  # gradients too, so that Hopper multiplies those of experts in 8 bits
+
+
 class AmaxComputeAlgo(StrEnum):
     """Which of the largest magnitudes of earlier steps a delayed scale is for."""
 
@@ -516,6 +523,8 @@ class Workload(Record):
     precision: Dtype = Dtype.BF16  # compute and stored weights
     # where the scales of a tensor come from, with precision fp8
     tensor_scaling: TensorScaling = TensorScaling.CURRENT
+    # of fp8 with a scale a tensor; scales of blocks go with E4M3 throughout
+    fp8_format: Fp8Format = Fp8Format.HYBRID
     grad_dtype: Dtype = Dtype.FP32  # accumulation and reduction
     # what runs the operations between matrix products
     fused_kernels: FusedKernels = FusedKernels.AUTO

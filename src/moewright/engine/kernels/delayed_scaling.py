@@ -17,7 +17,6 @@ import torch
 
 from moewright.engine.kernels.columns import NarrowGradient, NarrowInput
 from moewright.engine.kernels.low_precision import Groups, NarrowTensor, NarrowWeight, cast_groups
-from moewright.engine.kernels.matmul import grouped_matmul
 from moewright.engine.kernels.products import (
     NOTHING_KEPT,
     Gradient,
@@ -26,6 +25,7 @@ from moewright.engine.kernels.products import (
     KeptInputs,
     multiply_by_weights,
 )
+from moewright.engine.kernels.scaled_groups import contract_rows
 from moewright.engine.kernels.scaled_products import multiply
 from moewright.engine.kernels.weight_copies import WeightCopies
 from moewright.rules.delayed_scaling import SCALES_OF_LINEAR, ScaledLinear
@@ -147,7 +147,7 @@ class DelayedProducts:
             if ends is None:
                 products.append(multiply(g.transpose(), x.transpose(), dtype))
             else:
-                products.append(grouped_matmul(g.widen(dtype).T, x.widen(dtype), ends))
+                products.append(contract_rows(g, x, ends, dtype))
         return products
 
     def convert_input(self, x_RK: torch.Tensor, ends: torch.Tensor | None = None) -> NarrowTensor:

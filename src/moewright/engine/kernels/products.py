@@ -42,6 +42,7 @@ from moewright.engine.kernels.low_precision import (
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
 from moewright.engine.kernels.scaled_groups import (
     contract_groups,
+    contract_rows,
     find_gradient_product,
     multiply_groups,
     pad_to_tiles,
@@ -381,7 +382,7 @@ class NarrowProducts:
             g = self._convert_gradient(g_RN, Groups(ends=ends))
         if ends is None:
             return multiply(g.transpose(), x_RK.transpose(), dtype)
-        return grouped_matmul(g.widen(dtype).T, x_RK.widen(dtype), ends)
+        return contract_rows(g, x_RK, ends, dtype)
 
     def _find_gradient_product(
         self, width: int, x_RK: Input, ends: torch.Tensor | None

@@ -6,8 +6,9 @@ gradient. Both operands are E4M3 or both E2M1, the result is bf16. By rows (9.x)
 a row's expert; MXFP8 and NVFP4 (10.0) take scales in tiles of 128 rows and 4 blocks, those of each
 expert in tiles of its own. There is none for blocks of 128 on 9.x, nor for E5M2.
 
-A weight gradient by blocks contracts the rows that fill an expert's last tile too: they are zeros.
-An expert without rows gets a tile of them, as torch leaves the result of an empty group unwritten.
+A weight gradient contracts the rows that fill an expert's last tile too: they are zeros. By rows a
+tile is 16 of them. An expert without rows gets one, as torch leaves the result of an empty group
+unwritten.
 
 Shapes: R rows, K contracted, N rows of the second operand, E experts; in a weight gradient N out
 and K in.
@@ -168,16 +169,41 @@ def find_gradient_product(
     """
     product = _find_kind(g, x, x_RK.device, x_RK.dtype)
     is_ragged = width % LINES or x_RK.shape[1] % LINES
-    if product is ScaledProduct.EXPERT_ROWS or is_ragged:
-        return None
-    return product
+    return None if is_ragged else product
 
 
 def pad_to_tiles(ends: torch.Tensor, rows: int, operand: OperandFormat) -> GroupPadding:
     """Plan the padding of the rows of a weight gradient to whole tiles of scales, one at least."""
+    if not operand.block:
+        return pad_groups(ends, rows, LINES, least=LINES)
     is_fours = operand.scale is ScaleFormat.POWER_OF_TWO
     tile = operand.block if is_fours else TILE_BLOCKS * operand.block
     return pad_groups(ends, rows, tile, least=tile)
+
+
+def contract_rows(
+    g_RN: NarrowTensor, x_RK: NarrowTensor, ends: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return g^T x [E,N,K] of the rows of experts, which have a scale for each expert."""
+    kept = NarrowInput(dtype=dtype, rows=x_RK)
+    product = find_gradient_product(g_RN.operand, x_RK.operand, g_RN.columns, kept)
+    if product is None:
+        return grouped_matmul(g_RN.widen(dtype).T, x_RK.widen(dtype), ends)
+    padding = pad_to_tiles(ends, len(kept), x_RK.operand)
+    g, x = (_pad_codes(narrow.codes, padding).T.contiguous() for narrow in (g_RN, x_RK))
+    g_scales, x_scales = (_column_scales(narrow) for narrow in (g_RN, x_RK))
+    return SCALED_WEIGHT_GRAD(g, x, [g_scales], [x_scales], padding.ends, len(kept))
+
+
+def _pad_codes(codes: torch.Tensor, padding: GroupPadding) -> torch.Tensor:
+    # torch copies rows of bytes, but none of 8-bit floats, on a CPU. A byte of 0 is a zero.
+    return padding.pad(codes.view(torch.uint8)).view(codes.dtype)
+
+
+def _column_scales(narrow: NarrowTensor) -> torch.Tensor:
+    """Return the scale of each column, for all columns of an expert, then those of the next."""
+    assert narrow.group_scales is not None
+    return narrow.group_scales.repeat_interleave(narrow.columns)
 
 
 def contract_groups(
@@ -228,7 +254,12 @@ def _scaled_weight_grad(
 ) -> torch.Tensor:
     """Contract codes over the columns of each expert."""
     is_packed = len(g_scales) > 1
-    product = ScaledProduct.EXPERT_NVFP4 if is_packed else ScaledProduct.EXPERT_MXFP8
+    if is_packed:
+        product = ScaledProduct.EXPERT_NVFP4
+    elif g_scales[0].dtype is torch.float32:
+        product = ScaledProduct.EXPERT_ROWS
+    else:
+        product = ScaledProduct.EXPERT_MXFP8
     g_NR, x_KR = g_NR.contiguous(), x_KR.contiguous()
     if is_packed:
         g_NR, x_KR = (codes.view(torch.float4_e2m1fn_x2) for codes in (g_NR, x_KR))

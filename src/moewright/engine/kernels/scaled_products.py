@@ -4,7 +4,7 @@ Elsewhere the operands are widened and multiplied, which is the same to the roun
 numbers to the result's dtype and to the order of the sums. torch offers, on CUDA alone:
 
 - a scale a tensor, dense (8.9 and later; not of two operands in E5M2);
-- a scale a row and expert, grouped, both in E4M3 (9.x);
+- a scale a row and expert, grouped, both in E4M3 (9.x), and so a weight gradient of experts;
 - a scale for 128 numbers or for 128 x 128, dense (9.x, CUDA 12.9);
 - MXFP8 and NVFP4, dense (10.x, CUDA 12.8);
 - MXFP8 and NVFP4, grouped (10.0, builds of torch with MSLK; kernels.scaled_groups).

@@ -47,7 +47,7 @@ from moewright.rules.delayed_scaling import is_delayed
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DocumentMasking, Dtype, MatrixUpdate, Workload
+from moewright.spec.workload import DocumentMasking, Dtype, Fp8Format, MatrixUpdate, Workload
 
 
 def build_identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
@@ -77,6 +77,7 @@ def describe_job(model: ModelSpec, workload: Workload, data_fingerprint: str) ->
     }
     if workload.precision is Dtype.FP8:
         train["tensor_scaling"] = to_data(workload.tensor_scaling)
+        train["fp8_format"] = to_data(workload.fp8_format)
     if is_delayed(workload):
         train["delayed"] = to_data(workload.delayed)
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
@@ -103,6 +104,7 @@ def _identity_defaults(model: ModelSpec, workload: Workload) -> Mapping[str, Any
     return {
         "model": default_values(model),
         "train": {
+            "fp8_format": to_data(Fp8Format.HYBRID),
             "optimizer": default_values(workload.optimizer),
             "loss": default_values(workload.loss),
             "router": default_values(workload.router),

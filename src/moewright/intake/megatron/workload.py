@@ -21,6 +21,7 @@ from moewright.spec.workload import (
     DocumentMasking,
     DropPolicy,
     Dtype,
+    Fp8Format,
     LossScalingSpec,
     LossSpec,
     LrDecay,
@@ -51,6 +52,8 @@ _MATRIX_UPDATES = {
 }
 # What says nothing where scales are not taken from earlier tensors.
 _DELAYED_OPTIONS = ("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin")
+# Recipes with a scale a tensor, in which gradients are E5M2 or E4M3.
+_TENSOR_RECIPES = ("delayed", "tensorwise")
 _MAX_STEPS = 10**9
 _SEED = 1234
 _DEFAULT_EVAL_BATCHES = 8
@@ -96,6 +99,7 @@ def read_workload(
         seed=_read_seed(arguments),
         precision=precision,
         tensor_scaling=_read_tensor_scaling(arguments, precision),
+        fp8_format=_read_fp8_format(arguments, precision),
         grad_dtype=grad_dtype,
         eval_every_steps=arguments.integer("--eval-interval") if data.heldout else 0,
         eval_batches=eval_batches if data.heldout and eval_batches else _DEFAULT_EVAL_BATCHES,
@@ -193,16 +197,23 @@ def _read_precision(arguments: Arguments) -> tuple[Dtype, Dtype]:
 
 
 def _note_fp8_format(arguments: Arguments) -> tuple[str, ...]:
-    """Note a format of gradients that is not the recipe's: one scale a tensor goes with E5M2."""
+    """Note gradients in E5M2 that have a scale a block: such a recipe is planned in E4M3 alone."""
     form = arguments.text("--fp8-format")
     recipe = arguments.text("--fp8-recipe", "delayed")
-    expected = "hybrid" if recipe in ("delayed", "tensorwise") else "e4m3"
-    if form in ("", expected):
+    if form in ("", "e4m3") or recipe in _TENSOR_RECIPES:
         return ()
     return (
-        f"--fp8-format {form} is taken for {expected} with --fp8-recipe {recipe}: no prediction "
+        f"--fp8-format {form} is taken for e4m3 with --fp8-recipe {recipe}: no prediction "
         "depends on it, training here would round gradients otherwise",
     )
+
+
+def _read_fp8_format(arguments: Arguments, precision: Dtype) -> Fp8Format:
+    """Return the format of gradients, where a scale is a tensor's."""
+    recipe = arguments.text("--fp8-recipe", "delayed")
+    form = arguments.text("--fp8-format")
+    has_choice = precision is Dtype.FP8 and recipe in _TENSOR_RECIPES
+    return Fp8Format.E4M3 if has_choice and form == "e4m3" else Fp8Format.HYBRID
 
 
 def _read_tensor_scaling(arguments: Arguments, precision: Dtype) -> TensorScaling:
