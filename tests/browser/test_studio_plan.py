@@ -112,6 +112,25 @@ def test_an_illegal_choice_keeps_the_page_and_shows_its_rule_beside_it(studio, o
     assert page.locator(".stale").count() == 0
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "rule"), [("cp", "32", "tp"), ("overlap", "param", "overlap")]
+)
+def test_a_choice_that_breaks_any_rule_is_told_so_where_it_was_made(
+    studio, open_page, key, value, rule
+):
+    """The rule may be another key's, or of a set, which has no nearest value."""
+    page = open_page(address(studio, LAYOUT))
+    page.wait_for_selector("#layout-text")
+    page.locator(f"#c-{key} button", has_text=re.compile(f"^{value}$")).click()
+    told = page.locator(f"[data-key='{key}'] .rule")
+    told.locator("button").wait_for()
+    assert told.inner_text().startswith(f"{rule}: ")
+    assert page.locator("#content .cards.stale .chart").count() == 2
+    told.locator("button").click()
+    page.wait_for_selector("#layout-text")
+    assert told.inner_text() == ""
+
+
 def test_only_the_newest_answer_is_painted(studio, open_page):
     page = open_page(address(studio, LAYOUT))
     page.wait_for_selector("#layout-text")

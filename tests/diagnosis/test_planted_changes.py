@@ -21,7 +21,7 @@ from moewright.api.launch_scripts import find_better_layouts
 from moewright.codec import parse_layout
 from moewright.diagnosis.advice import Advice, JobChange
 from moewright.exporters.megatron.script import render_megatron_script
-from moewright.report.finding_sections import list_advice_lines
+from moewright.report.finding_sections import build_advice_section
 from moewright.search.search import build_plan
 from moewright.spec.finding import Basis
 from moewright.spec.layout import (
@@ -341,4 +341,5 @@ def test_what_adds_nothing_beside_the_other_changes_is_said(adds, words):
         verdict="fits",
         peak_bytes=1,
     )
-    assert any(line.startswith(words) for line in list_advice_lines(advice))
+    (settings,) = build_advice_section(advice).sections
+    assert any(str(line).startswith(words) for line in settings.lines)

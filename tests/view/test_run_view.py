@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from moewright.api.reporting import RunReport, view_run
 from moewright.diagnosis.compare_ledgers import compare_ledgers
 from moewright.diagnosis.engine_run import (
     build_run_waterfall,
@@ -47,6 +48,18 @@ def test_the_verdict_says_learning_time_and_ledger_in_one_sentence(shown):
     assert "where 1.29 s was predicted, 14.2% too low" in text
     assert text.endswith("the ledger is exact and saved activations are within 3%.")
     assert len(re.findall(r"\.(?!\d)", text)) == 1
+
+
+def test_what_can_be_done_stands_first_and_what_cannot_stands_apart():
+    run = record()
+    view = view_run(RunReport(run=run, findings=diagnose_run(run), comparisons=())).diagnosis
+    assert view.advice.title == "change: nothing that is planned here makes it faster"
+    excluded = []
+    for wall in view.walls:
+        (body,) = wall.sections
+        assert not any("not here" in line for line in body.lines)
+        excluded += [part for part in body.sections if "cannot be made" in part.title]
+    assert any("not here" in line for part in excluded for line in part.lines)
 
 
 def test_a_step_takes_one_time_on_the_whole_page(shown):

@@ -45,7 +45,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.options import DesignOptions, WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row, format_json
-from moewright.spec.units import DAY_S, mention
+from moewright.spec.units import DAY_S, format_count, mention
 from moewright.spec.workload import Workload
 
 _TIMED_A_SIZE = 3  # shapes that are timed in template layouts, for a factor of two in size
@@ -101,12 +101,15 @@ class Design(Record):
     published: tuple[DesignedShape, ...]
 
     def title(self) -> str:
-        """Return the hardware, the time or the tokens, and the shape of least loss."""
+        """Return the time or the tokens, the hardware, and the size and name of the best shape."""
         hardware = self.request.hardware
         goal = mention("{:g} days", self.options.days) or self.options.tokens
         if self.options.until:
             goal = f"to a loss of {self.options.until:g}"
-        return f"{goal} on {hardware.count:,} x {hardware.device.name}: {self.chosen.model.name}"
+        shape = self.chosen
+        size = f"{format_count(shape.total)} parameters, {format_count(shape.active)} active"
+        devices = f"{hardware.count:,} x {hardware.device.name}"
+        return f"{goal} on {devices}: {size} ({shape.model.name})"
 
     def to_rows(self) -> list[Row]:
         """Return a row for each shape of the front, least loss first."""

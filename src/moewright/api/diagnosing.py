@@ -40,7 +40,6 @@ from moewright.diagnosis.traces.worst_step import WorstStep, find_worst_step
 from moewright.diagnosis.utilization import describe_use
 from moewright.diagnosis.waterfall import build_log_waterfall, peak_flops
 from moewright.report.diagnosis_text import describe_log
-from moewright.report.finding_sections import list_advice_lines
 from moewright.report.trace import write_findings_tracks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Finding, Waterfall
@@ -133,18 +132,17 @@ class Diagnosis(Record):
 def view_diagnosis(diagnosis: Diagnosis) -> DiagnosisView:
     """Return a diagnosis as pages show it."""
     measured = describe_log(diagnosis.log) if diagnosis.log is not None else ()
-    advised = () if diagnosis.advice is None else tuple(list_advice_lines(diagnosis.advice))
-    notes = (diagnosis.headline, *advised, *measured, *diagnosis.notes, diagnosis.hint)
+    notes = (diagnosis.headline, *measured, *diagnosis.notes, diagnosis.hint)
     trace = build_trace_view(diagnosis.breakdowns, diagnosis.worst_step)
-    return build_diagnosis_view(
+    view = build_diagnosis_view(
         diagnosis.findings,
         diagnosis.waterfall,
         notes,
-        trace,
+        trace=trace,
+        advice=diagnosis.advice,
         has_headline=bool(diagnosis.headline),
-        judgement=diagnosis.judgement,
-        missing=diagnosis.missing,
     )
+    return replace(view, judgement=diagnosis.judgement, missing=diagnosis.missing)
 
 
 def diagnose(

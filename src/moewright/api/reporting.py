@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moewright.api.advising import advise_job, has_times
 from moewright.codec import find_run_folder, read_run, write_text
 from moewright.codec.run_files import COMPARISON_FILE
 from moewright.diagnosis.compare_ledgers import LedgerComparison, compare_ranks
@@ -91,12 +92,19 @@ def _list_next_steps(run: RunRecord, folder: Path) -> Iterator[str]:
 
 
 def view_run(report: RunReport) -> RunView:
-    """Return what the page of a run shows, with fixes priced by the planner."""
+    """Return what the page of a run shows: what to change first, and its fixes with prices."""
     run = report.run
     waterfall = _build_waterfall(report)
     context = FixContext(job=run.plan, trainer=Trainer.OURS)
     findings = price_findings(report.findings, context)
-    return build_run_view(run, report.comparisons, findings, waterfall, name=report.name)
+    advice = None
+    if has_times(run.plan):
+        trainer = Trainer.OURS
+        advised = advise_job(run.plan, trainer=trainer, findings=findings, waterfall=waterfall)
+        advice = advised.advice
+    return build_run_view(
+        run, report.comparisons, findings, waterfall, advice=advice, name=report.name
+    )
 
 
 def write_comparisons(report: RunReport, folder: Path) -> Path:

@@ -16,7 +16,15 @@ from moewright.diagnosis.traces.step_details import ChangeLevel, StepChange, Ste
 from moewright.report.console import make_table
 from moewright.spec.finding import Waterfall
 from moewright.spec.plan import Plan
-from moewright.spec.units import GB, TERA, format_bytes, format_change, format_seconds, plural
+from moewright.spec.units import (
+    GB,
+    TERA,
+    format_bytes,
+    format_change,
+    format_figures,
+    format_seconds,
+    plural,
+)
 
 _MAX_NAME_WIDTH = 72  # of kernels, which carry their template arguments
 _MAX_TIMERS = 12  # Megatron-LM prints dozens
@@ -112,12 +120,11 @@ def print_waterfall(
     if model_flops_per_device:
         ideal_tflops = model_flops_per_device / ideal_s / TERA
         measured_tflops = model_flops_per_device / measured_s / TERA
-        console.print(
-            Text(
-                f"{measured_tflops:.1f} TFLOP/s a device measured, {ideal_tflops:.1f} at the "
-                f"peak: MFU {measured_tflops / ideal_tflops:.1%}"
-            )
+        rates = (
+            f"{format_figures(measured_tflops)} TFLOP/s a device measured, "
+            f"{format_figures(ideal_tflops)} at the peak"
         )
+        console.print(Text(f"{rates}: MFU {measured_tflops / ideal_tflops:.1%}"))
 
 
 def _waterfall_table(waterfall: Waterfall) -> Table:

@@ -43,6 +43,7 @@ def list_finding_sections(
             short=_FIXES_SHOWN,
         )
         ruled_out = DocumentSection(
+            title="  on already, or cannot be made here",
             lines=tuple(f"  {line}" for line in _list_ruled_out(finding.fixes)),
             extent=Extent.LONG,
         )
@@ -103,13 +104,6 @@ def build_advice_section(advice: Advice) -> DocumentSection:
         items=ItemList(items=changes, is_numbered=True, short=SHOWN_CHANGES),
         sections=(DocumentSection(lines=tuple(_list_settings(advice))),),
     )
-
-
-def list_advice_lines(advice: Advice) -> Iterator[str]:
-    """Yield advice line by line, with the three changes that gain most."""
-    for number, change in enumerate(advice.changes[:SHOWN_CHANGES], 1):
-        yield f"{number}. {format_job_change(change)}"
-    yield from _list_settings(advice)
 
 
 def _list_settings(advice: Advice) -> Iterator[str]:

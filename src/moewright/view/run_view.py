@@ -8,13 +8,14 @@ from itertools import pairwise
 from math import nan
 from statistics import fmean
 
+from moewright.diagnosis.advice import Advice
 from moewright.diagnosis.compare_ledgers import TOTAL, LedgerComparison, Section
 from moewright.diagnosis.judgement import Judgement
 from moewright.diagnosis.traces.breakdown import Breakdown
 from moewright.diagnosis.traces.worst_step import WorstStep
 from moewright.diagnosis.utilization import list_device_use
 from moewright.report.document import DocumentSection, Table, join_runs
-from moewright.report.finding_sections import list_finding_sections
+from moewright.report.finding_sections import build_advice_section, list_finding_sections
 from moewright.report.ledger_document import build_rank_section
 from moewright.report.plan_sections import build_plan_facts, build_source_section
 from moewright.report.run_sections import (
@@ -58,11 +59,11 @@ class TraceView:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DiagnosisView(Record):
-    """The walls of a run, the one to work on first in front, and where its step goes.
+    """What to change in a run, its walls, the one to work on first in front, and where it goes.
 
-    `waterfall` is None where the job is not known. `notes` say what was read otherwise than written
-    and what would give a fuller answer, and `missing` names what of the job is not known. `trace`
-    is where the step of each traced rank goes.
+    `advice` and `waterfall` are None where the job is not known. `notes` say what was read
+    otherwise than written and what would give a fuller answer, and `missing` names what of the job
+    is not known. `trace` is where the step of each traced rank goes.
     """
 
     walls: tuple[DocumentSection, ...]
@@ -71,6 +72,7 @@ class DiagnosisView(Record):
     trace: TraceView | None = None
     judgement: Judgement | None = None
     missing: tuple[str, ...] = ()
+    advice: DocumentSection | None = None
 
     def title(self) -> str:
         """Return the first finding."""
@@ -87,11 +89,10 @@ def build_diagnosis_view(
     findings: Sequence[Finding],
     waterfall: Waterfall | None,
     notes: Sequence[str] = (),
-    trace: TraceView | None = None,
     *,
+    trace: TraceView | None = None,
     has_headline: bool = False,
-    judgement: Judgement | None = None,
-    missing: tuple[str, ...] = (),
+    advice: Advice | None = None,
 ) -> DiagnosisView:
     """Build the record of a diagnosis; empty notes are left out.
 
@@ -102,8 +103,7 @@ def build_diagnosis_view(
         waterfall=waterfall,
         notes=tuple(note for note in notes if note),
         trace=trace,
-        judgement=judgement,
-        missing=missing,
+        advice=None if advice is None else build_advice_section(advice),
     )
 
 
@@ -245,6 +245,7 @@ def build_run_view(
     findings: Sequence[Finding],
     waterfall: Waterfall | None,
     *,
+    advice: Advice | None = None,
     name: str = "",
 ) -> RunView:
     """Build the record of a run's page."""
@@ -257,7 +258,7 @@ def build_run_view(
         verdict=build_verdict(record, comparisons),
         step_s=step_s,
         predicted_step_s=plan.estimate.step_s,
-        diagnosis=build_diagnosis_view(findings, closed),
+        diagnosis=build_diagnosis_view(findings, closed, advice=advice),
         losses=thin_points(
             [(step.step, step.loss if is_number(step.loss) else nan) for step in record.steps]
         ),

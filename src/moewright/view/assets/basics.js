@@ -67,7 +67,7 @@ mw.term = (text, key = text) => {
   return mw.el("a", {class: "term", href: `${mw.glossary}#${entry.anchor}`, title: entry.meaning}, text);
 };
 
-mw.panel = (title, ...children) => mw.el("section", {class: "panel"}, title ? mw.el("div", {class: "head"}, mw.el("h2", {}, title)) : "", ...children);
+mw.panel = (title, ...children) => mw.el("section", {class: "panel"}, title ? mw.el("div", {class: "head"}, mw.el("h2", {}, mw.term(title))) : "", ...children);
 
 mw.wide = node => { node.classList.add("span"); return node; };
 
@@ -87,7 +87,7 @@ mw.shownRows = {table: 12, cards: 4};
 mw.table = (columns, rows, caption, totals = []) => {
   const body = mw.el("tbody", {}, rows.map((row, place) => mw.el("tr", {class: totals[place] ? "total" : null},
     columns.map((column, index) => mw.el("td", {class: column.n ? "n" : null, "data-label": column.t || null}, row[index])))));
-  const head = mw.el("thead", {}, mw.el("tr", {}, columns.map(column => mw.el(column.t ? "th" : "td", {class: column.n ? "n" : null, scope: column.t ? "col" : null}, mw.term(column.t)))));
+  const head = mw.el("thead", {}, mw.el("tr", {}, columns.map(column => mw.el(column.t ? "th" : "td", {class: column.n ? "n" : null, scope: column.t ? "col" : null}, mw.term(column.t, column.key)))));
   return mw.tableBox(mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, caption), head, body));
 };
 mw.tableCopies = table => mw.rowCopies(() => mw.readTable(table), table.caption ? table.caption.textContent : "the table");
@@ -186,7 +186,7 @@ mw.onCard = (width, height, source) => {
   return canvas.toDataURL("image/png");
 };
 /* A drawing alone has no style sheet: what that gives each shape goes with it. */
-mw.drawnStyles = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-family", "font-size", "font-weight", "text-anchor", "dominant-baseline", "display", "visibility"];
+mw.drawnStyles = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "paint-order", "opacity", "font-family", "font-size", "font-weight", "text-anchor", "dominant-baseline", "display", "visibility"];
 mw.standAlone = drawing => {
   const copy = drawing.cloneNode(true), box = drawing.getBoundingClientRect();
   const shapes = [copy, ...copy.querySelectorAll("*")];

@@ -117,7 +117,7 @@ mw.drawPlot = (plot, width, height) => {
       const box = [atLeft, line - 11, atLeft + mw.textWidth(text), line + 3];
       if (box[0] < left || box[2] > width || box[1] < top - 12 || box[3] > bottom || taken.some(other => mw.boxesMeet(box, other))) continue;
       taken.push(box);
-      write(text, atLeft, line, "start", kind);
+      write(text, atLeft, line, "start", `over ${kind}`);
       return;
     }
   };
@@ -160,7 +160,7 @@ mw.drawPlot = (plot, width, height) => {
       area.append(mw.svg("path", {d: isLevel ? `M${left} ${at}H${right}` : `M${at} ${top}V${bottom}`, stroke: mark.colour, "stroke-width": mark.wide || 1, "stroke-dasharray": mark.dash ? "4 3" : null}));
       if (!mark.text) return;
       const long = mw.textWidth(mark.text);
-      place(mark.text, null, isLevel ? [right - long, left + 4].flatMap(start => [[start, at - 5], [start, at + 15]]) : [0, 1, 2, 3].flatMap(line => [[at + 4, top + 12 + 16 * line], [at - 4 - long, top + 12 + 16 * line]]));
+      place(mark.text, "", isLevel ? [right - long, left + 4].flatMap(start => [[start, at - 5], [start, at + 15]]) : [0, 1, 2, 3].flatMap(line => [[at + 4, top + 12 + 16 * line], [at - 4 - long, top + 12 + 16 * line]]));
     },
     band: mark => area.append(mw.svg("rect", {x: left, y: atY(mark.to), width: right - left, height: atY(mark.from) - atY(mark.to), fill: mark.colour, opacity: .16})),
   };

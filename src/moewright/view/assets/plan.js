@@ -48,7 +48,7 @@ mw.gridDrawing = shown => {
 };
 
 /* A layout: in words, as labels, as its ranks, and as text to copy. */
-mw.labels = labels => labels.length ? mw.el("div", {class: "row labels"}, labels.map(label => mw.el("span", {class: "badge"}, label))) : "";
+mw.labels = labels => labels.length ? mw.el("div", {class: "row labels"}, labels.map(label => mw.el("span", {class: "badge"}, mw.term(label)))) : "";
 mw.layoutFace = (shown, id) => [mw.el("p", {class: "words"}, shown.words), mw.labels(shown.labels), mw.gridDrawing(shown),
   mw.el("div", {class: "row layout"}, mw.el("code", {id}, shown.layout), mw.copyButton(shown.layout, "the layout's text"))];
 
@@ -83,7 +83,7 @@ mw.memoryChart = plan => {
   const holder = mw.chart(`Memory of ${plan.stages.length} pipeline ranks by component; the fullest holds ${mw.bytes(plan.peak_bytes)} of ${mw.bytes(plan.capacity_bytes)}`, 330, plot);
   holder.append(mw.el("p", {class: "note"}, mw.el("i", {class: "swatch", style: "background:var(--bad);height:3px;vertical-align:middle"}), ` capacity ${mw.bytes(plan.capacity_bytes)}; a peak inside the band (± ${mw.bytes(plan.peak_sd_bytes)}) is uncertain`));
   holder.append(mw.legend(holder, names, colours));
-  const table = mw.table([{t: "rank"}, {t: "holds"}, ...names.map(name => ({t: mw.words(name), n: true})), {t: "peak, bytes", n: true}],
+  const table = mw.table([{t: "rank"}, {t: "holds"}, ...names.map(name => ({t: mw.words(name), key: `component ${name}`, n: true})), {t: "peak, bytes", key: "peak", n: true}],
     plan.stages.map(stage => [String(stage.pp_rank), stage.holds,
       ...names.map(name => mw.count((stage.components.find(part => part.name === name) || {value: 0}).value)),
       mw.el("span", {"data-stage": stage.pp_rank, "data-value": String(stage.peak_bytes)}, mw.count(stage.peak_bytes))]), "Bytes of every pipeline rank");
@@ -109,7 +109,7 @@ mw.stepChart = plan => {
   const rows = plan.parts.filter(part => part.seconds > 0).length + 1;
   const holder = mw.chart(`Time of a step by part; ${mw.seconds(plan.step_s)} in all`, 40 + 25 * rows, () => mw.waterfall(mw.stepSteps(plan), mw.seconds));
   const table = mw.table([{t: "part"}, {t: "exposed, s", n: true}, {t: "hidden, s", n: true}],
-    plan.parts.map(part => [mw.words(part.part), mw.el("span", {"data-part": part.part, "data-value": String(part.seconds)}, String(part.seconds)), String(part.hidden_s)]), "Seconds of every part of the step");
+    plan.parts.map(part => [mw.term(mw.words(part.part), `time ${part.part}`), mw.el("span", {"data-part": part.part, "data-value": String(part.seconds)}, String(part.seconds)), String(part.hidden_s)]), "Seconds of every part of the step");
   holder.append(mw.el("details", {}, mw.el("summary", {class: "note"}, "Exact seconds"), table));
   return holder;
 };

@@ -22,6 +22,7 @@ mw.waterfallChart = waterfall => {
 mw.diagnosisPanels = view => {
   const panel = mw.panel("What holds it back, and what can be done about it");
   panel.id = "findings";
+  if (view.advice) panel.append(mw.el("h3", {}, "What to change, the most gainful first"), mw.part(view.advice));
   if (view.waterfall) panel.append(view.waterfall.ideal_s > view.waterfall.measured_s ? mw.el("p", {class: "error"}, "The job as described would take longer at the peak rate than was measured: it is not the job that ran.") : mw.waterfallChart(view.waterfall));
   panel.append(...view.walls.map(mw.part));
   if (!view.walls.length) panel.append(mw.el("p", {class: "quiet"}, "No wall was found."));

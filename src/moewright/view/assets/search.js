@@ -46,7 +46,8 @@ mw.searchTable = (view, pick) => {
   const choose = (key, names, label) => mw.el("label", {}, `${label} `, mw.el("select", {style: "width:auto", onchange: event => { state[key] = event.target.value; fill(); }}, names.map(name => mw.el("option", {value: name, selected: state[key] === name}, name))));
   fill();
   const table = mw.tableBox(mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, "Ranked layouts"), mw.el("thead", {}, mw.el("tr", {}, heads)), body));
-  return mw.el("div", {}, mw.el("div", {class: "row no-print"}, choose("verdict", ["all", "fits", "uncertain"], "verdict"), choose("grade", ["all", "measured", "combined", "stacked", "formula"], "evidence"), mw.el("label", {}, "sorted by ", order)), table);
+  return mw.el("div", {}, mw.el("div", {class: "row no-print"}, choose("verdict", ["all", "fits", "uncertain"], "verdict"), choose("grade", ["all", "measured", "combined", "stacked", "formula"], "evidence"), mw.el("label", {}, "sorted by ", order)), table,
+    mw.el("p", {class: "note no-print"}, "Words: ", columns.map(column => column[1]).filter(title => mw.terms[title.toLowerCase()]).flatMap((title, place) => [place ? ", " : "", mw.term(title)]), "."));
 };
 
 /* The fastest layout, and the fastest that somebody ran: what each adds to the other. */
@@ -110,8 +111,8 @@ mw.render.ComparisonView = (view, root, act, pick) => {
         mw.el("div", {}, mw.el("h3", {}, "Time of a step"), mw.chart(`Change of the step from A to ${name}`, 40 + 25 * shown, () => mw.waterfall(steps(), mw.seconds))),
         mw.el("div", {}, mw.el("h3", {}, "Memory of the fullest rank"), mw.chart(`Change of the peak from A to ${name}`, 40 + 25 * shownHeld, () => mw.waterfall(held(), showGib)))),
       mw.el("details", {}, mw.el("summary", {class: "note"}, "Exact changes"),
-        mw.table([{t: "part"}, {t: "seconds", n: true}], plan.step_changes.map(item => [mw.words(item.name), mw.el("span", {"data-change": item.name, "data-plan": name, "data-value": String(item.value)}, String(item.value))]), "Changes of the step"),
-        mw.table([{t: "component"}, {t: "bytes", n: true}], plan.memory_changes.map(item => [mw.words(item.name), mw.count(item.value)]), "Changes of the peak")));
+        mw.table([{t: "part"}, {t: "seconds", n: true}], plan.step_changes.map(item => [mw.term(mw.words(item.name), `time ${item.name}`), mw.el("span", {"data-change": item.name, "data-plan": name, "data-value": String(item.value)}, String(item.value))]), "Changes of the step"),
+        mw.table([{t: "component"}, {t: "bytes", n: true}], plan.memory_changes.map(item => [mw.term(mw.words(item.name), `component ${item.name}`), mw.count(item.value)]), "Changes of the peak")));
     }
     root.append(panel);
   });

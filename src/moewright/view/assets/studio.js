@@ -84,7 +84,7 @@ studio.withKey = (key, value) => {
 };
 
 /* ---- the form of the job ---- */
-const field = (key, label, input, all, unit) => mw.el("div", {class: all ? "all" : "", title: unit}, mw.el("label", {for: `in-${key}`}, label), input);
+const field = (key, label, input, all, unit) => mw.el("div", {class: all ? "all" : "", title: unit}, mw.el("label", {for: `in-${key}`}, mw.term(label)), input);
 const input = (key, extra) => mw.el("input", {type: "text", id: `in-${key}`, name: key, autocomplete: "off", spellcheck: "false", ...extra, onchange: event => studio.go({[key]: event.target.value.trim()})});
 
 studio.buildForm = () => {
@@ -158,6 +158,12 @@ studio.fillForm = () => {
   }
 };
 
+/* What the address leaves open is shown as the planner took it. */
+studio.showDefaults = job => {
+  for (const key of ["global_batch", "seq_len"]) document.getElementById(`in-${key}`).placeholder = String(job[key]);
+  if (!studio.query.get("precision")) document.getElementById("in-precision").value = job.precision;
+};
+
 /* ---- the controls of the layout ---- */
 studio.fillControls = controls => {
   const root = document.getElementById("layout-controls");
@@ -207,14 +213,24 @@ studio.updateControl = (node, control) => {
     chip.classList.toggle("illegal", Boolean(step.rule) && !isChosen);
     chip.title = step.rule || (mw.terms[`${control.key}=${step.value}`] || mw.terms[step.value] || {meaning: ""}).meaning;
   });
-  const rule = node.querySelector(".rule");
-  if (!control.rule) { rule.replaceChildren(); return; }
-  rule.replaceChildren(mw.el("span", {}, control.rule), control.nearest ? mw.el("button", {type: "button", class: "small nearest", onclick: () => studio.go({layout: control.nearest.layout})}, `Use ${control.key} ${control.nearest.value}`) : "");
+  const broken = control.rule ? control : studio.brokenBy(control);
+  const near = broken && broken.nearest;
+  node.querySelector(".rule").replaceChildren(...broken ? [mw.el("span", {}, broken.rule), near ? mw.el("button", {type: "button", class: "small nearest", onclick: () => studio.go({layout: near.layout})}, near.value ? `Use ${control.key} ${near.value}` : "Take it back") : ""] : []);
+};
+/* A choice may break the rule of another key: it is said where the choice was made, with the nearest value that was legal
+   then, as long as the address has what was chosen. */
+studio.brokenBy = control => studio.hand && studio.hand.key === control.key && studio.hand.layout === studio.query.get("layout") ? studio.hand : null;
+studio.noteHand = (control, index) => {
+  const step = control.steps[index], far = place => Math.abs(place - index);
+  const legal = [...control.steps.keys()].filter(place => !control.steps[place].rule);
+  const near = control.kind === "set" || !legal.length ? {value: "", layout: studio.query.get("layout")} : control.steps[legal.reduce((best, place) => far(place) < far(best) ? place : best)];
+  studio.hand = step.rule ? {key: control.key, layout: step.layout, rule: step.rule, nearest: near} : null;
 };
 
 /* Each choice can be taken back by the browser's own button; a key that is held makes one entry. */
 studio.choose = (node, index, isHeld) => {
   const step = node.control.steps[index];
+  studio.noteHand(node.control, index);
   studio.go({layout: step.layout}, undefined, isHeld);
 };
 
@@ -252,6 +268,7 @@ studio.paintPlan = record => {
 studio.take = (record, params) => {
   studio.record = record;
   studio.fillControls(record.controls);
+  if (record.job) studio.showDefaults(record.job);
   document.documentElement.dataset.painted = params.toString();
   if (studio.page() === "plan") { studio.paintPlan(record); studio.judge(); studio.askWhatIf(); }
   document.title = record.job ? `${record.job.layout} · moewright` : "moewright studio";

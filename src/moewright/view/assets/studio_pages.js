@@ -4,6 +4,15 @@ const load = (layout, devices) => studio.load(layout, devices);
 /* An answer that was given up leaves no place that seems to fill itself yet. */
 studio.stopWaiting = () => studio.content().querySelectorAll(".skeleton").forEach(node => node.remove());
 
+/* Answers that grow are painted once a second at most: each is a whole page. The last is painted at once. */
+studio.paced = paint => {
+  let timer = 0, last = -Infinity;
+  return view => {
+    clearTimeout(timer);
+    timer = setTimeout(() => { last = performance.now(); paint(view); }, view.is_final === false ? Math.max(0, last + 1000 - performance.now()) : 0);
+  };
+};
+
 studio.pages.top = () => {
   const cancel = new AbortController();
   studio.leave = () => cancel.abort();
@@ -72,13 +81,13 @@ studio.pages.budget = () => {
   params.set("tokens", studio.query.get("tokens"));
   if (studio.query.get("price")) params.set("price", studio.query.get("price"));
   state.textContent = "a search for each number of devices …";
-  studio.stream("/api/task/budget", params, cancel.signal, view => {
+  studio.stream("/api/task/budget", params, cancel.signal, studio.paced(view => {
     if (cancel.signal.aborted) return;
     const root = mw.el("div");
     mw.render[view.kind](view, root, studio.mend, load);
     state.textContent = view.is_final || view.kind !== "BudgetView" ? "" : "a search for each number of devices …";
     studio.fill(form, ...root.childNodes);
-  }).catch(error => { if (error.name !== "AbortError") { state.textContent = error.message; studio.stopWaiting(); } });
+  })).catch(error => { if (error.name !== "AbortError") { state.textContent = error.message; studio.stopWaiting(); } });
 };
 
 /* Shapes of a model: one of days, tokens and a loss is the goal; the model and devices are those of the job. */
