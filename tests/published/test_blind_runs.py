@@ -2,8 +2,8 @@
 
 No constant is fitted to these rows. The bounds are the figures of 2026-11-24, at commit f8a9c160
 and after cells were completed, and those of 2026-11-27, at commits 4fc68f4a, 83dac63f, f3d6b795,
-dcd08129 and 0652a63e, and of 2026-11-28, at aa41dab3 and 10964b13, for the rows that were collected
-then (docs/log/planner_accuracy.md), rounded up.
+dcd08129 and 0652a63e, and of 2026-11-28, at aa41dab3, 10964b13 and 90ded0c3, for the rows that were
+collected then (docs/log/planner_accuracy.md), rounded up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ TABLE = DATA / "blind_runs.csv"
 
 # torchtitan's selective recompute is no set of modules; Primus does not print a precision; no
 # dispatcher is torchtitan's MinimalAsyncEP, whose graph of an iteration has fixed rows.
-NOT_READ = {"pithuser-001", "primusv4-001", "titangraph-003"}
+NOT_READ = {
+    "pithuser-001",
+    "primusv4-001",
+    "titangraph-003",
+    # graphs of whole iterations with DistMoE's own exchange of fixed rows
+    "distmoe-001",
+    "distmoe-002",
+}
 # The rows of 2026-11-27 at commit 4fc68f4a, and at commit 83dac63f.
 LATER = (
     "mlperfds",
@@ -53,7 +60,10 @@ NEWEST = ("fmsmoe", "verlprac", "balpith")
 EFA = ("awsqwen", "awskimi", "awsdsv")
 # The rows of 2026-11-28 at commit 10964b13: users' own sweeps on GB300, MI355X and GH200.
 SWEEPS = ("rubinuser", "turboqwen", "megamoe", "isamgrid")
-COLLECTIONS = (LATER, LATEST, KEMPNER, HALO, TORCH, NEWEST, EFA, SWEEPS)
+# The rows of 2026-11-28 at commit 90ded0c3: MaxText on MI355X, Nemotron and a dense 32B on GH200,
+# torchtitan on GB300 and H200.
+REPORTS = ("maxdsv", "maxkimi", "isamnano", "distmoe", "oellm", "nebtitan")
+COLLECTIONS = (LATER, LATEST, KEMPNER, HALO, TORCH, NEWEST, EFA, SWEEPS, REPORTS)
 # MLPerf's LoRA runs keep the inputs of the activation in 8 bits and adapt attention alone, which a
 # row cannot say: the planner counts 16-bit inputs of every product.
 SAID_NOT_TO_FIT = {"mlperf-019"}
@@ -84,7 +94,7 @@ def moe_errors() -> tuple[list[float], ...]:
 
 def test_rows_are_read_but_those_whose_facts_are_missing() -> None:
     rows = scored().rows
-    assert len(rows) == len({row.id for row in rows}) == 388
+    assert len(rows) == len({row.id for row in rows}) == 439
     assert {row.id for row in rows if row.skipped} == NOT_READ
 
 
@@ -107,12 +117,14 @@ def test_errors_stay_near_what_they_were_blind() -> None:
     mixers exchange is not hidden and a script's permutes are read, 16.4 and 41.1 %. Of 44 over
     EFA 31.5 and 56.0 %; with ports and latency of its newer cards 27.5 and 44.5 %. Of 21 of users'
     own sweeps 69.3 and 427.6 %; without those of one cluster of GH200 31.9 and 73 % of 14.
+    Of 32 of newer reports 43.9 and 69.8 %, and 7.5 and 21.1 % of 17 dense ones; since nothing hides
+    what MaxText's image joins, and its rows are padded, 14.7 and 46.2 %.
     """
     splits = {(split.by, split.name): split for split in scored().summary.splits}
     moe = splits["moe", "all"]
     dense = splits["dense", "all"]
-    assert moe.speeds.rows == 289
-    earlier, later, latest, kempner, halo, torch, newest, efa, sweeps = moe_errors()
+    assert moe.speeds.rows == 321
+    earlier, later, latest, kempner, halo, torch, newest, efa, sweeps, reports = moe_errors()
     assert (len(earlier), len(later), len(latest)) == (17, 26, 26)
     assert (len(kempner), len(halo), len(torch), len(newest), len(efa)) == (4, 97, 22, 32, 44)
     assert median(earlier) <= 0.25
@@ -125,7 +137,9 @@ def test_errors_stay_near_what_they_were_blind() -> None:
     assert median(efa) <= 0.28
     assert len(sweeps) == 21
     assert median(sweeps) <= 0.7
-    assert dense.speeds.rows == 96
+    assert len(reports) == 32
+    assert median(reports) <= 0.15
+    assert dense.speeds.rows == 113
     assert dense.speeds.median_error <= 0.14
     assert moe.coverage_95 is not None
     assert dense.coverage_95 is not None
@@ -140,8 +154,8 @@ def test_peaks_are_near() -> None:
         if row.measured_peak_memory_gb and row.predicted_peak_memory_gb:
             error = abs(row.predicted_peak_memory_gb / row.measured_peak_memory_gb - 1)
             errors[collection(row.id)].append(error)
-    assert [len(several) for several in errors] == [5, 8, 7, 18, 69, 9, 28, 0, 11]
-    bounds = (0.06, 0.1, 0.12, 0.42, 0.37, 0.11, 0.37, 0.0, 0.03)
+    assert [len(several) for several in errors] == [5, 8, 7, 18, 69, 9, 28, 0, 11, 1]
+    bounds = (0.06, 0.1, 0.12, 0.42, 0.37, 0.11, 0.37, 0.0, 0.03, 0.2)
     assert all(
         median(several) <= bound for several, bound in zip(errors, bounds, strict=False) if several
     )

@@ -214,13 +214,14 @@ class _ConstantParts:
     """The unknowns of a fit: a shift for each (constant, group) in `parts`.
 
     A group of None is the part that all runs share. `priors` holds, by device, the values of the
-    free constants that the shifts start from; `seen` are the groups of the runs.
+    free constants that the shifts start from; `covered` are the groups whose spread the fit has in
+    its covariance: those of its runs, and of the fit that it started from.
     """
 
     free_constants: tuple[FreeConstant, ...]
     parts: tuple[tuple[int, Group | None], ...]
     priors: Mapping[str, tuple[float, ...]]
-    seen: frozenset[Group]
+    covered: frozenset[Group]
 
     def priors_on(self, groups: Sequence[Group]) -> tuple[float, ...]:
         """Return the priors of a device; the neutral ones where no run was measured."""
@@ -362,7 +363,7 @@ class Fit:
     def log_time_sd(self, run: MeasuredRun) -> float:
         """Return the standard deviation of the log of a run's seconds, from the constants alone.
 
-        A group that the fit has no runs of adds the spread of the own part that it would have.
+        A group that the fit knows nothing of adds the spread of the own part that it would have.
         """
         gradient = self.log_time_gradient(run)
         variance = float(gradient @ self._covariance @ gradient)
@@ -371,8 +372,7 @@ class Fit:
             for (index, group), slope in zip(self.parts.parts, gradient, strict=True)
             if group is None
         }
-        unseen = [group for group in run.groups if group not in self.parts.seen]
-        for level, _ in unseen:
+        for level, _ in set(run.groups) - self.parts.covered:
             variance += sum(
                 (slope * self.free_constants[index].own_spread(level)) ** 2
                 for index, slope in by_constant.items()
@@ -544,8 +544,14 @@ def _build_parts(
     for run in runs:
         if run.hardware.name not in priors:
             priors[run.hardware.name] = _prior_values(free_constants, run.hardware, centre)
-    seen = frozenset(group for run in runs for group in run.groups)
-    return _ConstantParts(free_constants=free_constants, parts=parts, priors=priors, seen=seen)
+    # A group that only the start had runs of keeps its own parts, as uncertain as before any run.
+    with_parts = {group for _, group in parts if group is not None}
+    return _ConstantParts(
+        free_constants=free_constants,
+        parts=parts,
+        priors=priors,
+        covered=frozenset(with_parts.union(*(run.groups for run in runs))),
+    )
 
 
 def _list_parts(

@@ -82,7 +82,8 @@ class CandidatePool:
     The pool keeps at least the `keep` best safe candidates, and the best candidate of each of the
     `keep` best sets of degrees. Those of the `picked_from` best, by closed forms, are the ones of
     which a plan is picked: the same ones however many more are kept. `extra_bytes` are amounts of
-    additional device memory, for each of which the best candidates that would be safe are kept too.
+    additional device memory, for each of which the best candidates that would be safe are kept too;
+    so is the best of those that `wish` asks for.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class CandidatePool:
         keep: int,
         picked_from: int = PICKED_FROM,
         extra_bytes: tuple[float, ...] = (),
+        wish: CandidateWish | None = None,
     ) -> None:
         self._space = space
         self._screener = screener
@@ -103,6 +105,8 @@ class CandidatePool:
         self._picked: list[Candidate] = []
         self._gambles: list[Candidate] = []
         self._extra_bytes = extra_bytes
+        self._wish = wish
+        self._wished: Candidate | None = None  # before simulation
         self._groups: list[BoundedGroup] = []
         self.below_s = np.inf  # a candidate with a higher bound cannot be among those kept
         self.picked_below_s = np.inf  # likewise among those that a plan is picked from
@@ -192,10 +196,35 @@ class CandidatePool:
         overlaps = Overlap.EP in scores.base.overlap
         self._keep_best(self.by_overlap, overlaps, scores, safe, scores.bound_s)
         least_s = np.where(safe, scores.bound_s, np.inf).min(initial=np.inf)
+        self._note_wished(scores, safe, least_s)
         for guideline in GUIDELINES:
             if guideline not in self.usual or least_s < self.usual[guideline].bound_s:
                 follows = safe & self.follows(guideline, scores)
                 self._keep_best(self.usual, guideline, scores, follows, scores.bound_s)
+
+    def _note_wished(self, scores: GroupScores, safe: Array, least_s: float) -> None:
+        """Keep the best candidate that the pool's wish asks for, where a group may have it."""
+        if self._wish is None or (self._wished is not None and self._wished.bound_s <= least_s):
+            return
+        bounds = np.where(safe & self._wish.mask(scores), scores.bound_s, np.inf)
+        place = tuple(map(int, np.unravel_index(int(bounds.argmin()), bounds.shape)))
+        known_s = np.inf if self._wished is None else self._wished.bound_s
+        if bounds[place] < known_s:
+            self._wished = self._candidate(scores, place)
+
+    def find_wished(self, *, below_s: float) -> Candidate | None:
+        """Return the best safe candidate of the pool's wish; None where no bound is below that.
+
+        All below `self.below_s` were scored on the way, so that the best of those was noted.
+        """
+        noted = self._wished
+        if self._wish is None or (noted is not None and noted.bound_s <= self.below_s):
+            return None if noted is None or noted.bound_s >= below_s else self._simulate(noted)
+        limit_s = below_s if noted is None else min(below_s, noted.bound_s)
+        (better,) = self.find_each([self._wish], below_s=limit_s)
+        if better is None and noted is not None and noted.bound_s < below_s:
+            return self._simulate(noted)
+        return better
 
     def follows(self, guideline: Guideline, scores: GroupScores) -> Array:
         """Return the mask of a group's candidates that follow a guideline."""

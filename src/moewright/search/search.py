@@ -140,7 +140,9 @@ def search(
     spaces = _list_spaces(space)
     if not _may_hold_states(spaces, rule):
         spaces = spaces[-1:]  # nothing in any is safe: the last one says what is nearest
-    space, screener, pool = _screen(spaces, rule, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
+    space, screener, pool = _screen(
+        spaces, rule, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES, proves=True
+    )
     rejected: Counter[str] = Counter(pool.refused)
     rejected[DOES_NOT_FIT] += pool.without_room
     rejected[NO_HOST_MEMORY] += pool.without_host_room
@@ -175,7 +177,7 @@ def search(
     other_overlap = None
     proven = None
     if plans:
-        proven = _find_proven(plans[0], pool, space, screener)
+        proven = _find_proven(plans[0], pool, space, rule)
         why = (*why, *_departures(plans[0], pool, space, rule))
         other_overlap = _find_other_overlap(plans[0], pool, rule)
     return SearchResult(
@@ -244,11 +246,16 @@ def _screen(
     *,
     keep: int,
     extra_bytes: tuple[float, ...],
+    proves: bool = False,
 ) -> tuple[SearchSpace, Screener, CandidatePool]:
-    """Screen spaces, the next one only where nothing in those before is safe."""
+    """Screen spaces, the next one only where nothing in those before is safe.
+
+    With `proves` the pool notes the best candidate that published runs prove.
+    """
     for tried in spaces:
         screener = Screener(tried, rule)
-        pool = _fill_pool(tried, screener, keep=keep, extra_bytes=extra_bytes)
+        wish = ProvenChoices(tried, screener).wish() if proves else None
+        pool = _fill_pool(tried, screener, keep=keep, extra_bytes=extra_bytes, wish=wish)
         screened = tried, screener, pool
         if pool.ranked():
             break
@@ -278,7 +285,12 @@ def _build_nearest_miss(space: SearchSpace, pool: CandidatePool) -> Plan | None:
 
 
 def _fill_pool(
-    space: SearchSpace, screener: Screener, *, keep: int, extra_bytes: tuple[float, ...]
+    space: SearchSpace,
+    screener: Screener,
+    *,
+    keep: int,
+    extra_bytes: tuple[float, ...],
+    wish: CandidateWish | None,
 ) -> CandidatePool:
     """Screen a space, again with a larger pool while simulation lifts the best over its limit."""
     picked_from = PICKED_FROM
@@ -289,10 +301,11 @@ def _fill_pool(
             keep=max(picked_from, keep),
             picked_from=picked_from,
             extra_bytes=extra_bytes,
+            wish=wish,
         )
         pool.screen_all()
         best_s = min((candidate.bound_s for candidate in pool.picked_from()), default=0.0)
-        # Others were left out by closed forms, to which simulation only adds.
+        # Others were left out by closed forms, to which simulation adds as a rule.
         if best_s <= pool.picked_below_s or picked_from > _MAX_KEPT:
             return pool
         picked_from *= 4
@@ -398,14 +411,12 @@ def _wish_for_least(least: int) -> CandidateWish:
 
 
 def _find_proven(
-    first: Plan, pool: CandidatePool, space: SearchSpace, screener: Screener
+    first: Plan, pool: CandidatePool, space: SearchSpace, rule: RankingRule
 ) -> Plan | None:
     """Return the best safe plan that published runs prove; None where none is nearly as fast."""
     if count_proofs(plan_job(first), first.hardware):
         return first
-    below_s = _WORTH_PROVING * bound_s(first.estimate, screener.rule)
-    wish = ProvenChoices(space, screener).wish()
-    (candidate,) = pool.find_each([wish], below_s=below_s)
+    candidate = pool.find_wished(below_s=_WORTH_PROVING * bound_s(first.estimate, rule))
     if candidate is None:
         return None
     return _build_legal_plan(space, candidate, Counter())
