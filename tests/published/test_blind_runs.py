@@ -118,7 +118,7 @@ def test_errors_stay_near_what_they_were_blind() -> None:
     EFA 31.5 and 56.0 %; with ports and latency of its newer cards 27.5 and 44.5 %. Of 21 of users'
     own sweeps 69.3 and 427.6 %; without those of one cluster of GH200 31.9 and 73 % of 14.
     Of 32 of newer reports 43.9 and 69.8 %, and 7.5 and 21.1 % of 17 dense ones; since nothing hides
-    what MaxText's image joins, and its rows are padded, 14.7 and 46.2 %.
+    what MaxText's image joins, and its rows are padded, 13.6 and 30.0 %.
     """
     splits = {(split.by, split.name): split for split in scored().summary.splits}
     moe = splits["moe", "all"]
@@ -155,7 +155,7 @@ def test_peaks_are_near() -> None:
             error = abs(row.predicted_peak_memory_gb / row.measured_peak_memory_gb - 1)
             errors[collection(row.id)].append(error)
     assert [len(several) for several in errors] == [5, 8, 7, 18, 69, 9, 28, 0, 11, 1]
-    bounds = (0.06, 0.1, 0.12, 0.42, 0.37, 0.11, 0.37, 0.0, 0.03, 0.2)
+    bounds = (0.06, 0.1, 0.12, 0.42, 0.37, 0.11, 0.37, 0.0, 0.03, 0.03)
     assert all(
         median(several) <= bound for several, bound in zip(errors, bounds, strict=False) if several
     )
