@@ -14,10 +14,9 @@ import sample_run
 from moewright.cli.main import main
 from moewright.diagnosis.load_forecast import (
     SURE,
-    choose_trend,
-    forecast_factor,
     forecast_run,
     forecast_shares,
+    weigh_forecasts,
 )
 from moewright.rules.expert_placement import rank_load_factor
 from moewright.spec.errors import BadInput
@@ -52,7 +51,7 @@ def test_noise_alone_is_no_trend() -> None:
     for seed in range(20):
         history = draw_history(seed, 100, drift=0.0)
         mean = history.mean(axis=0)
-        told = forecast_shares(history, 1000, choose_trend(history, 1000, EP)[0])
+        told = weigh_forecasts(history, 1000, EP).shares
         assert np.abs(told - mean / mean.sum()).sum() < 0.05
 
 
@@ -65,10 +64,9 @@ def test_eight_of_ten_outcomes_lie_within_the_interval() -> None:
             rng = np.random.default_rng(seed)
             history = history * np.exp(np.cumsum(rng.normal(0, 0.01, (300, EXPERTS)), axis=0))
         seen = history[:240]
-        trend, error = choose_trend(seen, 60, EP)
-        told = forecast_factor(seen, 60, EP, trend)
+        told = weigh_forecasts(seen, 60, EP)
         came = rank_load_factor(tuple(map(int, history[-1])), EP)
-        inside.append(abs(np.log(told / came)) <= SURE * error)
+        inside.append(abs(np.log(told.factor / came)) <= SURE * told.error)
     assert 0.65 <= np.mean(inside) <= 0.95
 
 
@@ -78,10 +76,32 @@ def test_loads_that_are_pulled_back_are_not_followed() -> None:
     decay = np.exp(-np.arange(240) / 40)[:, None]
     logs = decay * rng.normal(0, 0.5, EXPERTS) + rng.normal(0, 0.05, (240, EXPERTS))
     history = 1e6 * np.exp(logs)
-    trend, error = choose_trend(history[:160], 80, EP)
-    told = forecast_factor(history[:160], 80, EP, trend)
+    told = weigh_forecasts(history[:160], 80, EP)
     came = rank_load_factor(tuple(map(int, history[-1])), EP)
-    assert abs(np.log(told / came)) < max(0.05, SURE * error)
+    assert abs(np.log(told.factor / came)) < max(0.05, SURE * told.error)
+
+
+def single_factors(history: np.ndarray) -> list[float]:
+    return [rank_load_factor(tuple(map(int, row)), EP) for row in history]
+
+
+def test_a_forecast_is_nearer_than_the_latest_and_the_mean() -> None:
+    """Of drifts, noise, and loads that swing around a level: no rival is good at all of them."""
+    errors: dict[str, list[float]] = {"told": [], "latest": [], "mean": []}
+    for seed in range(24):
+        history = draw_history(seed, 400, drift=(0.0, 0.3, 1.0)[seed % 3])
+        if seed % 3 == 0:
+            rng = np.random.default_rng(seed)
+            swing = np.sin(np.arange(400)[:, None] / 25 + rng.uniform(0, 6, EXPERTS))
+            history = history * np.exp(0.1 * swing)
+        factors = single_factors(history)
+        came = float(np.median(factors[300 + AHEAD - 10 :]))
+        told = weigh_forecasts(history[:300], AHEAD, EP).factor
+        rivals = (told, factors[299], float(np.mean(factors[:300])))
+        for name, value in zip(errors, rivals, strict=True):
+            errors[name].append(abs(np.log(value / came)))
+    assert np.mean(errors["told"]) < 0.7 * np.mean(errors["latest"])
+    assert np.mean(errors["told"]) < 0.5 * np.mean(errors["mean"])
 
 
 def hot_run(*, steps: int = 60) -> RunRecord:

@@ -13,7 +13,14 @@ from moewright.rules.expert_moves import MovePrice, expert_nbytes, plan_moves, s
 from moewright.rules.expert_placement import place_balanced, rank_experts, rank_load_factor
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout
-from moewright.spec.workload import Dtype, RouterForce, RouterTraining
+from moewright.spec.workload import (
+    Dtype,
+    FineTuningSpec,
+    FrozenPart,
+    RouterForce,
+    RouterTraining,
+    Task,
+)
 from tiny_jobs import MODEL
 
 
@@ -108,6 +115,12 @@ def test_an_expert_moves_with_its_master_weights_and_moments() -> None:
             replace(WORKLOAD, checkpoint=replace(WORKLOAD.checkpoint, peer_every_steps=2)),
             "checkpoint.peer_every_steps",
         ),
+        (
+            "ep2",
+            replace(WORKLOAD, fine_tuning=FineTuningSpec(freeze=(FrozenPart.ATTENTION,))),
+            "train.freeze",
+        ),
+        ("ep2", replace(WORKLOAD, fine_tuning=FineTuningSpec(task=Task.LORA)), "train.task"),
     ],
 )
 def test_what_experts_do_not_move_beside_is_refused_by_name(
@@ -117,3 +130,4 @@ def test_what_experts_do_not_move_beside_is_refused_by_name(
     moving = replace(workload, rebalance_every=5)  # type: ignore[type-var]
     reasons = unsupported_layout(Job(model=MODEL, workload=moving, layout=layout))
     assert field in {reason.field for reason in reasons}
+    assert all(reason.nearest != reason.value for reason in reasons)

@@ -6,10 +6,13 @@ import importlib.util
 import random
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import moewright as mw
+import sample_run
 from moewright.spec import frames
 from moewright.spec.errors import BadInput
 from moewright.spec.record import Record, Row
@@ -80,6 +83,17 @@ def test_what_is_not_installed_or_has_no_numbers_is_refused(
     monkeypatch.setattr(frames, "find_spec", lambda name: name)
     with pytest.raises(BadInput, match="nearest legal value: step_s"):
         Sample().plot("colour")
+
+
+def test_a_run_and_a_watch_of_it_are_frames_of_steps(tmp_path: Path) -> None:
+    """Their tables in a notebook are short: what was trained, and the alarms."""
+    sample_run.write_run(tmp_path, sample_run.record())
+    run = mw.read_run(tmp_path)
+    assert [row["step"] for row in run.frame_rows()] == [step.step for step in run.steps]
+    assert [row["field"] for row in run.to_rows()][:2] == ["model", "steps"]
+    watch = mw.watch(tmp_path)
+    assert len(watch.frame_rows()) == len(watch.recent) > 0
+    assert frames.build_columns(watch.frame_rows()).keys() == {"step", "step_s", "alarm"}
 
 
 def test_columns_are_plain_values() -> None:

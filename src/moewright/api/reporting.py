@@ -37,6 +37,10 @@ class RunReport(Record):
         """Return the rows of the run."""
         return self.run.to_rows()
 
+    def frame_rows(self) -> list[Row]:
+        """Return the steps of the run."""
+        return self.run.frame_rows()
+
 
 def build_report(run: Path) -> RunReport:
     """Read the folder of a run, and compare and diagnose what it recorded.

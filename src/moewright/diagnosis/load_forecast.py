@@ -1,9 +1,9 @@
 """The load of experts ahead, from the router statistics of a run, and what a new placement pays.
 
-Shares of the experts stay as they are, or go on along the line of the latest half of the run, or
-along a part of it: balancing losses and biases pull most loads back. Which holds, and how far such
-a forecast is off, is measured on the run itself: it is forecast from earlier steps, and held beside
-what came.
+Shares of the experts stay as they are, return to what they were over a longer time, or go on along
+the line of the latest half of the run, or along a part of it: balancing losses and biases pull most
+loads back. How far each such forecast is off is measured on the run itself: it is forecast from
+earlier steps, and held beside what came. The answer is their mean, weighted by that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ Floats = NDArray[np.float64]
 
 LEAST_RECORDS = 12  # steps with loads, from which on something is forecast
 _FLOOR = 0.02  # of the mean share, so that dead experts have a logarithm
-_TRENDS = (0.0, 0.3, 1.0)  # how much of a line is followed
+_LATEST = 0.1  # of the history
+# How much of a line is followed, and of the history, to its end, whose level is taken.
+_METHODS = ((0.0, _LATEST), (0.0, 1 / 3), (0.0, 1.0), (0.3, _LATEST), (1.0, _LATEST))
+_SHARPNESS = 4  # weights fall with this power of the error: two would let bad ones spoil a line
 _DEAD = 1e-6  # tokens of an expert that got none
 _COUNTED = 1_000_000  # tokens that a forecast deals to the experts of a layer
 _ORIGINS = 6  # earlier steps from which the run itself is forecast
@@ -117,14 +120,15 @@ class LoadForecast(Record):
         ]
 
 
-def forecast_shares(history: Floats, ahead: float, trend: float) -> Floats:
+def forecast_shares(history: Floats, ahead: float, trend: float, part: float = _LATEST) -> Floats:
     """Return the shares of experts so many records ahead; `history` is [records, experts].
 
-    `trend` is how much of the line is followed: without any the latest records go on as they are.
+    `trend` is how much of the line is followed: without any the level of the last `part` of the
+    history goes on.
     """
     shares = history / history.sum(axis=1, keepdims=True)
     if not trend:
-        level: Floats = shares[-max(LEAST_RECORDS, len(shares) // 10) :].mean(axis=0)
+        level: Floats = shares[-max(LEAST_RECORDS, int(len(shares) * part)) :].mean(axis=0)
         return level
     logs = np.log(np.maximum(shares, _FLOOR / shares.shape[1]))
     half = logs[len(logs) // 2 :] if len(logs) >= 2 * LEAST_RECORDS else logs
@@ -142,14 +146,19 @@ def forecast_shares(history: Floats, ahead: float, trend: float) -> Floats:
     return ahead_shares
 
 
-def forecast_factor(history: Floats, ahead: float, ep: int, trend: float) -> float:
-    """Return the hottest rank's rows over the mean so many records ahead.
+def forecast_factor(
+    history: Floats, ahead: float, ep: int, trend: float, part: float = _LATEST
+) -> float:
+    """Return the hottest rank's rows over the mean so many records ahead, by one method.
 
     What single steps have more than the mean of steps is what they had in the history.
     """
-    recent = history[-LEAST_RECORDS:]
+    count = LEAST_RECORDS
+    if part > _LATEST:
+        count = max(count, int(len(history) * part))
+    recent = history[-count:]
     together = rank_load_factor(_deal(recent.sum(axis=0)), ep)
-    factor = rank_load_factor(_deal(forecast_shares(history, ahead, trend)), ep)
+    factor = rank_load_factor(_deal(forecast_shares(history, ahead, trend, part)), ep)
     return min(float(ep), factor * _single_factor(recent, ep) / together)
 
 
@@ -162,26 +171,45 @@ def _deal(shares: Floats) -> tuple[int, ...]:
     return tuple(round(_COUNTED * float(share)) for share in shares / shares.sum())
 
 
-def choose_trend(history: Floats, ahead: float, ep: int) -> tuple[float, float]:
-    """Return how much of the line the run itself follows, and how far such forecasts are off.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeighedForecast:
+    """The shares of experts ahead, the hottest rank's rows over the mean, and how far it is off.
 
-    The run is forecast from earlier records with each share of the line, and the one that was
-    least off is taken: the error is the deviation of the logarithm. Where the run is shorter than
-    the horizon, errors grow with its root, as those of a random walk.
+    `error` is the deviation of the logarithm of `factor`.
+    """
+
+    shares: Floats
+    factor: float
+    error: float
+
+
+def weigh_forecasts(history: Floats, ahead: float, ep: int) -> WeighedForecast:
+    """Return the mean of all methods, weighted by how far each was off in the run itself.
+
+    The run is forecast from earlier records by each. Where the run is shorter than the horizon,
+    errors grow with its root, as those of a random walk.
     """
     span = int(min(ahead, max(1, len(history) // 3)))
     last = len(history) - span
     origins = np.unique(np.linspace(max(LEAST_RECORDS // 2, last // 2), last, _ORIGINS).astype(int))
     deviations = []
-    for trend in _TRENDS:
+    for method in _METHODS:
         errors = []
         for origin in origins:
-            told = forecast_factor(history[:origin], span, ep, trend)
+            told = forecast_factor(history[:origin], span, ep, *method)
             came = history[max(origin, origin + span - LEAST_RECORDS // 2) : origin + span]
             errors.append(log(told / _single_factor(came, ep)))
         deviations.append(sqrt(float(np.mean(np.square(errors)))))
-    best = int(np.argmin(deviations))
-    return _TRENDS[best], max(_LEAST_ERROR, deviations[best] * sqrt(max(1.0, ahead / span)))
+    weights = np.maximum(deviations, _LEAST_ERROR) ** -float(_SHARPNESS)
+    weights /= weights.sum()
+    factors = [forecast_factor(history, ahead, ep, *method) for method in _METHODS]
+    shares = np.array([forecast_shares(history, ahead, *method) for method in _METHODS])
+    deviation = sqrt(float(weights @ np.square(deviations)))
+    return WeighedForecast(
+        shares=weights @ shares,
+        factor=exp(float(weights @ np.log(factors))),
+        error=max(_LEAST_ERROR, deviation * sqrt(max(1.0, ahead / span))),
+    )
 
 
 def forecast_run(record: RunRecord, horizon: int) -> LoadForecast:
@@ -232,9 +260,9 @@ def _forecast_layer(
     layer: int, rows: Sequence[Sequence[int]], ahead: float, ep: int
 ) -> LayerForecast:
     history = np.array(rows, dtype=float) + _DEAD
-    trend, error = choose_trend(history, ahead, ep)
-    counts = _deal(forecast_shares(history, ahead, trend))
-    expected = forecast_factor(history, ahead, ep, trend)
+    forecast = weigh_forecasts(history, ahead, ep)
+    counts = _deal(forecast.shares)
+    expected = forecast.factor
     placed = tuple(counts[expert] for expert in place_balanced(counts, ep))
     local = len(counts) // ep
     ranks = [sum(counts[rank * local : (rank + 1) * local]) for rank in range(ep)]
@@ -243,8 +271,8 @@ def _forecast_layer(
         hottest_rank=ranks.index(max(ranks)),
         now=rank_load_factor(_deal(history[-LEAST_RECORDS:].sum(axis=0)), ep),
         expected=expected,
-        low=max(1.0, expected * exp(-SURE * error)),
-        high=min(float(ep), expected * exp(SURE * error)),
+        low=max(1.0, expected * exp(-SURE * forecast.error)),
+        high=min(float(ep), expected * exp(SURE * forecast.error)),
         balanced=rank_load_factor(placed, ep),
         replicated=place_with_replicas(counts, ep, 1).load_factor,
         counts=counts,

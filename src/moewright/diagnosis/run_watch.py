@@ -144,6 +144,14 @@ class RunWatch(Record):
         """Return a row for each alarm."""
         return [{"alarm": item.kind, "step": item.step, "text": item.text} for item in self.alarms]
 
+    def frame_rows(self) -> list[Row]:
+        """Return a row for each of the latest steps, with the alarm that was seen at it."""
+        seen = {item.step: item.text for item in self.alarms}
+        return [
+            {"step": step, "step_s": seconds, "alarm": seen.get(step, "")}
+            for step, seconds in zip(self.recent, self.recent_s, strict=True)
+        ]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedFacts:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moewright.rules.adapters import trains_all
 from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.expert_placement import rank_loads, slot_experts
 from moewright.rules.grid import group_size
@@ -22,7 +21,7 @@ from moewright.rules.shapes.shards import gradient_group
 from moewright.spec.errors import Reason
 from moewright.spec.plan import Plan, TimePart
 from moewright.spec.units import FP32_BYTES
-from moewright.spec.workload import MatrixUpdate, RouterForce
+from moewright.spec.workload import MatrixUpdate, RouterForce, Task
 
 Placement = Mapping[int, tuple[int, ...]]  # by layer, the expert of every slot of all ranks
 
@@ -194,6 +193,7 @@ def check_rebalancing(job: Job) -> Iterator[Reason]:
         rule = "moves experts between ranks: needs ep > 1"
         yield Reason(field="train.rebalance_every", value=value, rule=rule, nearest="0")
         return
+    tuning = workload.fine_tuning
     moments = workload.optimizer.moment_dtypes
     blocked = "+".join(moment for moment in moments if is_scaled(moment))
     choices = (
@@ -203,7 +203,8 @@ def check_rebalancing(job: Job) -> Iterator[Reason]:
          RouterForce.NONE),
         ("train.tensor_scaling", workload.tensor_scaling, is_delayed(workload), "current"),
         ("train.moment_dtype", blocked, bool(blocked), "bf16"),
-        ("train.task", workload.fine_tuning.task, not trains_all(workload.fine_tuning), "pretrain"),
+        ("train.task", tuning.task, tuning.task is Task.LORA, Task.SFT),
+        ("train.freeze", "+".join(tuning.freeze), bool(tuning.freeze), "[]"),
         ("model.mtp_shared", "true", job.model.mtp_shared, "false"),
         ("checkpoint.peer_every_steps", str(workload.checkpoint.peer_every_steps),
          workload.checkpoint.peer_every_steps > 0, "0"),

@@ -41,16 +41,20 @@ class Record:
             if not isinstance(value, tuple | Mapping) and not is_dataclass(value)
         ]
 
+    def frame_rows(self) -> list[Row]:
+        """Return the rows of frames and charts: the table's, or more where it would be too long."""
+        return self.to_rows()
+
     def to_frame(self, library: str = "") -> Any:
-        """Return the table as a frame of pandas or polars; of the one installed when not given.
+        """Return the rows as a frame of pandas or polars; of the one installed when not given.
 
         Raises:
             BadInput: it is not installed.
         """
-        return build_frame(self.to_rows(), library)
+        return build_frame(self.frame_rows(), library)
 
     def plot(self, column: str = "", library: str = "") -> Any:
-        """Draw a column of the table as bars; the first one with numbers when not given.
+        """Draw a column of the frame as bars; the first one with numbers when not given.
 
         Return the axes of matplotlib or the figure of plotly.
 
@@ -58,7 +62,7 @@ class Record:
             BadInput: neither is installed, or the column has no numbers.
         """
         title = self.title().splitlines()[0]
-        return draw_bars(self.to_rows(), title=title, column=column, library=library)
+        return draw_bars(self.frame_rows(), title=title, column=column, library=library)
 
     def title(self) -> str:
         """Return the line above the table."""

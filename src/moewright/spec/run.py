@@ -8,7 +8,7 @@ from enum import StrEnum
 from moewright.spec.errors import NO_TEXT, Paragraph
 from moewright.spec.ledger import Ledger, Selection, TimeRow
 from moewright.spec.plan import Plan
-from moewright.spec.record import Record
+from moewright.spec.record import Record, Row
 from moewright.spec.workload import RouterForce
 
 # In a trace, the names of ranges: this rank waits for a collective, or begins one; each is followed
@@ -283,6 +283,34 @@ class RunRecord(Record):
     notes: tuple[str, ...] = ()  # what had to be left out when reading
     planned_from: int = 1
     copied_step: int = -1  # of the newest copy elsewhere, 0 before the first; -1: none are made
+
+    def to_rows(self) -> list[Row]:
+        """Return what was trained, how many steps, and the losses."""
+        facts: list[tuple[str, object]] = [("model", self.plan.model.name)]
+        facts.append(("steps", len(self.steps)))
+        if self.steps:
+            facts.append(("first loss", self.steps[0].loss))
+            facts.append(("last loss", self.steps[-1].loss))
+        if self.evals:
+            facts.append(("held-out loss", self.evals[-1].heldout_loss))
+        return [{"field": name, "value": value} for name, value in facts]
+
+    def frame_rows(self) -> list[Row]:
+        """Return a row for each step."""
+        return [
+            {
+                "step": step.step,
+                "loss": step.loss,
+                "aux_loss": step.aux_loss,
+                "lr": step.lr,
+                "grad_norm": step.grad_norm,
+                "step_s": step.step_s,
+                "tokens_per_s_per_rank": step.tokens_per_s_per_rank,
+                "mfu": step.mfu,
+                "skipped": step.skipped,
+            }
+            for step in self.steps
+        ]
 
     @property
     def planned_steps(self) -> tuple[StepRecord, ...]:
