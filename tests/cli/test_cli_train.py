@@ -300,6 +300,9 @@ def test_under_torchrun_one_rank_writes(
         ("tarin.lr=1", "nearest legal value: train"),
         ("data.train=nowhere", "nowhere.idx: does not exist"),
         ("train.moment_dtype=fp16", "train.moment_dtype=fp16: fp16 has too little range"),
+        ("train.moment_dtype=nvfp4", "must be fp32 or bf16 or fp8; nearest legal value: fp8"),
+        ("train.second_moment_dtype=mxfp8", "must be fp32 or bf16 or fp8"),
+        ("train.grad_dtype=fp8", "must be fp32 or bf16; nearest legal value: bf16"),
         ("train.lr", "must be section.key=value"),
     ],
 )

@@ -1,8 +1,11 @@
-"""No choice of a layout is lost on the way to another trainer: an export says it, or refuses it."""
+"""No choice of a job is lost on the way to another trainer: an export says it, or refuses it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from enum import StrEnum
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -19,6 +22,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.layout import LAYOUT_FIELDS, Layout, Overlap
 from moewright.spec.plan import Plan
 from moewright.spec.stage_string import StageString
+from moewright.spec.workload import Dtype, LrDecay, MatrixUpdate, OptimizerSpec, TensorScaling
 
 EXPORTS = {
     "megatron": render_megatron_script,
@@ -105,6 +109,51 @@ def test_an_export_says_every_choice_or_refuses_it(export: str) -> None:
     assert not lost
     # Experts need sequence parallelism beside tp, and placement a measured load.
     assert {field.name for field in LAYOUT_FIELDS} - tried == {"sp", "expert_placement", "spare"}
+
+
+# Workloads under which a field means something, beside the layout that has room for it.
+WORKLOADS = (
+    ("ep8,pp2", {}),
+    ("ep8,zero3", {"precision": Dtype.FP8, "tensor_scaling": TensorScaling.DELAYED}),
+    ("ep8,capacity=1.5", {"optimizer": OptimizerSpec(lr_decay=LrDecay.WSD)}),
+    ("zero3,ep8", {"optimizer": OptimizerSpec(lr_decay=LrDecay.LINEAR)}),
+    ("ep8,pp2", {"optimizer": OptimizerSpec(matrix_update=MatrixUpdate.MUON)}),
+)
+
+
+def list_other_values(record: object, names: tuple[str, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """Yield the names that lead to each choice by name of a record, and another member."""
+    hints = get_type_hints(type(record))
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if is_dataclass(value):
+            yield from list_other_values(value, (*names, field.name))
+        for kind in (hints[field.name], *get_args(hints[field.name])):
+            if isinstance(kind, type) and issubclass(kind, StrEnum):
+                choices = [(item,) for item in kind] if isinstance(value, tuple) else kind
+                yield from ((*names, field.name, item) for item in choices if item != value)
+
+
+def put(record: object, names: Sequence[str], value: object) -> object:
+    """Return a record with another value behind these names."""
+    first, *rest = names
+    inner = put(getattr(record, first), rest, value) if rest else value
+    return replace(record, **{first: inner})
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_every_choice_of_a_workload_is_exported_or_refused(export: str) -> None:
+    """What a trainer has no place for is a refusal, and no traceback."""
+    written = set()
+    for layout, changes in WORKLOADS:
+        plan = mw.estimate("Qwen3-30B-A3B", layout, on="16xH100", global_batch=64)
+        loss = replace(plan.workload.loss, aux_coeff=0.0)
+        plan = replace(plan, workload=replace(plan.workload, loss=loss, **changes))
+        for *names, value in list_other_values(plan.workload):
+            workload = put(plan.workload, names, value)
+            if orders(replace(plan, workload=workload), plan.layout, export):
+                written.add(tuple(names))
+    assert len(written) > 10
 
 
 def test_options_are_options_of_megatron() -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from moewright.codec import from_data, read_json_data, read_run, read_text
 from moewright.codec.data_paths import format_data_paths, parse_data_paths
+from moewright.rules.optimizers import GRADIENT_DTYPES, MOMENT_DTYPES
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import MAX_DEVICES
 from moewright.spec.names import closest_match
@@ -422,12 +423,19 @@ def _checkpoint_ranges(checkpoint: CheckpointSpec) -> Iterator[_Range]:
 
 
 def _dtype_faults(workload: Workload, where: str) -> Iterator[Reason]:
+    optimizer = workload.optimizer
     accumulators = (
-        ("grad_dtype", workload.grad_dtype),
-        ("moment_dtype", workload.optimizer.moment_dtype),
-        ("second_moment_dtype", workload.optimizer.second_moment_dtype),
+        ("grad_dtype", workload.grad_dtype, GRADIENT_DTYPES),
+        ("moment_dtype", optimizer.moment_dtype, MOMENT_DTYPES),
+        # None is as the first.
+        ("second_moment_dtype", optimizer.second_moment_dtype or Dtype.FP32, MOMENT_DTYPES),
     )
-    for key, dtype in accumulators:
+    for key, dtype, legal in accumulators:
+        if dtype in legal:
+            continue
+        rule = f"must be {' or '.join(legal)}"
+        nearest = legal[-1]
         if dtype is Dtype.FP16:
             rule = "fp16 has too little range to accumulate in"
-            yield Reason(field=f"{where}: train.{key}", value=dtype, rule=rule, nearest=Dtype.FP32)
+            nearest = Dtype.FP32
+        yield Reason(field=f"{where}: train.{key}", value=dtype, rule=rule, nearest=nearest)

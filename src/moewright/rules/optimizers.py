@@ -27,6 +27,7 @@ from moewright.spec.workload import Dtype, MuonCoefficients, MuonScale, Optimize
 
 MOMENT_BLOCK = 32  # elements with one scale (OCP Microscaling Formats 1.0)
 MOMENT_DTYPES = (Dtype.FP32, Dtype.BF16, Dtype.FP8)
+GRADIENT_DTYPES = (Dtype.FP32, Dtype.BF16)  # in which gradients are summed
 # Shards are of whole blocks, and of the 64 elements with which parameters begin in a bucket.
 _SHARD_ELEMENTS = 64
 _STORED_NBYTES = 2  # checkpoints hold 8-bit moments in bf16

@@ -13,7 +13,7 @@ from moewright.rules.job import Job, micro_batch_tokens
 from moewright.rules.limits.divisibility import divisors, nearest_legal
 from moewright.rules.limits.engine_features import check_graphs, unsupported_features
 from moewright.rules.limits.legality import check_legality
-from moewright.rules.optimizers import MOMENT_DTYPES, is_scaled
+from moewright.rules.optimizers import GRADIENT_DTYPES, MOMENT_DTYPES, is_scaled
 from moewright.rules.packed_base import cuts_blocks, is_packed
 from moewright.rules.saved.recompute import activation_nbytes
 from moewright.rules.shapes.fsdp import is_fsdp_sharded
@@ -381,7 +381,7 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
     # None is as the first, of which one reason is enough.
     second = workload.optimizer.second_moment_dtype
     dtypes = (
-        ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32, Dtype.BF16)),
+        ("train.grad_dtype", workload.grad_dtype, GRADIENT_DTYPES),
         ("train.moment_dtype", workload.optimizer.moment_dtype, MOMENT_DTYPES),
         ("train.second_moment_dtype", second or Dtype.FP32, MOMENT_DTYPES),
     )

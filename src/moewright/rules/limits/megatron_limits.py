@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_features import Feature, unsupported_features
 from moewright.rules.limits.export_limits import missing_choices, unexported_training
+from moewright.rules.optimizers import GRADIENT_DTYPES, MOMENT_DTYPES
 from moewright.spec.choices import Payload
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
@@ -349,7 +350,10 @@ def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
     if workload.weights:
         rule = "starts from its own checkpoints; convert them first"
         yield _refusal("workload.weights", workload.weights, rule, "none")
-    if workload.grad_dtype not in (Dtype.FP32, Dtype.BF16):
+    for dtype in workload.optimizer.moment_dtypes:
+        if dtype not in (*MOMENT_DTYPES, Dtype.FP16):
+            yield _refusal("workload.moment_dtype", dtype, "has no such moments", Dtype.FP8)
+    if workload.grad_dtype not in GRADIENT_DTYPES:
         rule = "reduces gradients in fp32 or bf16"
         yield _refusal("workload.grad_dtype", workload.grad_dtype, rule, Dtype.FP32)
     is_full = workload.precision in (Dtype.FP32, Dtype.FP16)
