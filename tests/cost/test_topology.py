@@ -110,7 +110,8 @@ def cases(draw: st.DrawFn) -> tuple[Fabric, Layout]:
             )
         )
     tp, cp, ep, pp = (draw(st.sampled_from((1, 2, 3))) for _ in range(4))
-    world = grid.min_world_size(tp=tp, cp=cp, pp=pp, ep=ep, etp=1) * draw(st.integers(1, 2))
+    degrees = Layout(world_size=1, tp=tp, cp=cp, pp=pp, ep=ep)
+    world = grid.min_world_size(degrees) * draw(st.integers(1, 2))
     order = draw(st.sampled_from(("", ",order=tp-cp-ep-pp-dp")))
     if order and tp * cp != ep:
         order = ""

@@ -70,7 +70,7 @@ def folded(draw: st.DrawFn) -> Layout:
     degrees = {name: draw(small) for name in ("tp", "cp", "pp", "ep", "etp")}
     exchange = draw(st.sampled_from(CpComm))
     node = draw(st.sampled_from([0, *divisors(degrees["ep"])]))
-    world = min_world_size(**degrees) * draw(st.integers(1, 3))
+    world = min_world_size(Layout(world_size=1, **degrees)) * draw(st.integers(1, 3))
     return Layout(world_size=world, cp_comm=exchange, ep_node=node, **degrees)
 
 

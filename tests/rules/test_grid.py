@@ -134,13 +134,13 @@ def test_a_fabric_gives_the_nodes_of_the_expert_axis(
 
 
 def test_min_world_is_a_least_common_multiple() -> None:
-    assert min_world_size(tp=2, cp=1, pp=1, ep=8, etp=1) == 8
-    assert min_world_size(tp=2, cp=4, pp=1, ep=8, etp=1) == 8
-    assert min_world_size(tp=2, cp=1, pp=2, ep=8, etp=1) == 16
-    assert min_world_size(tp=1, cp=8, pp=1, ep=8, etp=1) == 8
-    assert min_world_size(tp=2, cp=3, pp=1, ep=8, etp=1) == 24
+    assert min_world_size(Layout(world_size=1, tp=2, cp=1, pp=1, ep=8, etp=1)) == 8
+    assert min_world_size(Layout(world_size=1, tp=2, cp=4, pp=1, ep=8, etp=1)) == 8
+    assert min_world_size(Layout(world_size=1, tp=2, cp=1, pp=2, ep=8, etp=1)) == 16
+    assert min_world_size(Layout(world_size=1, tp=1, cp=8, pp=1, ep=8, etp=1)) == 8
+    assert min_world_size(Layout(world_size=1, tp=2, cp=3, pp=1, ep=8, etp=1)) == 24
     unfolded = 8 * 8  # before folding, EP cut attention's data parallelism and CP multiplied on top
-    assert unfolded == 8 * min_world_size(tp=1, cp=8, pp=1, ep=8, etp=1)
+    assert unfolded == 8 * min_world_size(Layout(world_size=1, tp=1, cp=8, pp=1, ep=8, etp=1))
 
 
 def test_a_world_of_100_000_ranks() -> None:

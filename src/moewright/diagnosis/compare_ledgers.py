@@ -192,7 +192,10 @@ def _compare_values(predicted: float, counted: float) -> LineStatus:
         return LineStatus.ONLY_PREDICTED
     if not predicted:
         return LineStatus.ONLY_COUNTED
-    is_within = abs(predicted - counted) <= SAVED_BOUND * abs(counted)
+    return _judge(is_within=abs(predicted - counted) <= SAVED_BOUND * abs(counted))
+
+
+def _judge(*, is_within: bool) -> LineStatus:
     return LineStatus.WITHIN if is_within else LineStatus.DIFFERS
 
 
@@ -209,8 +212,7 @@ def _line(
     if rule is AgreementRule.EXACT and status is LineStatus.WITHIN:
         status = LineStatus.DIFFERS  # near is not equal
     elif rule is AgreementRule.ALLOWANCE and status is not LineStatus.EQUAL:
-        is_within = predicted <= counted <= predicted + allowance
-        status = LineStatus.WITHIN if is_within else LineStatus.DIFFERS
+        status = _judge(is_within=predicted <= counted <= predicted + allowance)
     kept = {AgreementRule.EXACT: (LineStatus.EQUAL,), AgreementRule.LISTED: tuple(LineStatus)}
     return LedgerLine(
         section=section,

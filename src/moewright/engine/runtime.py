@@ -93,7 +93,7 @@ class Runtime:
 
 def stored_dtype(precision: Dtype) -> torch.dtype:
     """Return the dtype of weights and activations; bf16 for narrower products."""
-    return torch.bfloat16 if precision.is_narrow else torch_dtype(precision)
+    return torch_dtype(precision.wide)
 
 
 def router_dtype(dtype: RouterDtype) -> torch.dtype:

@@ -341,7 +341,7 @@ def _workload_ranges(workload: Workload) -> Iterator[_Range]:
     yield "train.global_batch", workload.global_batch, 1, MAX_BATCH
     yield "train.steps", workload.steps, 0, MAX_STEPS
     yield "train.seed", workload.seed, 0, 2**62
-    least_load = 1 if workload.load_factor else 0
+    least_load = int(workload.load_factor != 0)
     yield "train.load_factor", workload.load_factor, least_load, MAX_LOAD_FACTOR
     yield "train.load_skew", workload.load_skew, 0, 1e6
     yield "train.eval_every_steps", workload.eval_every_steps, 0, MAX_STEPS
@@ -358,7 +358,7 @@ def _workload_ranges(workload: Workload) -> Iterator[_Range]:
 
 
 def _profile_ranges(profile: ProfileSpec) -> Iterator[_Range]:
-    first_start = 1 if profile.end else 0
+    first_start = int(profile.end > 0)
     first_end = profile.start + 1 if profile.start else 0
     yield "train.profile.start", profile.start, first_start, MAX_STEPS
     yield "train.profile.end", profile.end, first_end, MAX_STEPS
@@ -410,7 +410,7 @@ def _delayed_ranges(delayed: DelayedScalingSpec) -> Iterator[_Range]:
 
 def _ramp_ranges(ramp: BatchRampSpec, global_batch: int) -> Iterator[_Range]:
     yield "train.ramp_start", ramp.ramp_start, 0, global_batch
-    yield "train.ramp_increment", ramp.ramp_increment, 1 if ramp.ramp_start else 0, global_batch
+    yield "train.ramp_increment", ramp.ramp_increment, int(ramp.ramp_start > 0), global_batch
     yield "train.ramp_samples", ramp.ramp_samples, 0, 2**40
 
 

@@ -327,13 +327,12 @@ def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Pla
     table = make_table(*_RANKING_COLUMNS, text_columns=("layout",))
     for rank, plan in enumerate(plans, 1):
         estimate = plan.estimate
-        is_picked = plan in picked
         # A space behind each comma is where a long layout may wrap.
         layout = format_layout(plan.layout).replace(",", ", ")
         used = estimate.peak_bytes / estimate.capacity_bytes
         table.add_row(
-            f"> {rank}" if is_picked else str(rank),
-            Text(layout, style="bold" if is_picked else ""),
+            _mark_rank(rank, is_picked=plan in picked),
+            Text(layout, style=_style_layout(is_picked=plan in picked)),
             format_seconds(estimate.step_s),
             format_figures(estimate.tokens_per_s_per_device),
             f"{format_figures(estimate.tflops_per_device)}",
@@ -343,6 +342,14 @@ def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Pla
             _verdict_cell(estimate),
         )
     return table
+
+
+def _mark_rank(rank: int, *, is_picked: bool) -> str:
+    return f"> {rank}" if is_picked else str(rank)
+
+
+def _style_layout(*, is_picked: bool) -> str:
+    return "bold" if is_picked else ""
 
 
 def _ranking_lines(plans: Sequence[Plan], picked: Sequence[Plan], width: int) -> Iterable[Text]:
@@ -356,8 +363,7 @@ def _ranking_lines(plans: Sequence[Plan], picked: Sequence[Plan], width: int) ->
         if rank > _SPELLED_PLANS and plan not in picked:
             continue
         estimate = plan.estimate
-        is_picked = plan in picked
-        mark = f"> {rank}" if is_picked else str(rank)
+        mark = _mark_rank(rank, is_picked=plan in picked)
         figures = Text(
             f"{mark:>3}{format_seconds(estimate.step_s):>10}"
             f"{format_figures(estimate.tokens_per_s_per_device):>12}{estimate.mfu:>8.1%}"
@@ -368,7 +374,7 @@ def _ranking_lines(plans: Sequence[Plan], picked: Sequence[Plan], width: int) ->
         if changes:
             yield Text(f"{_INDENT}{changes}")
         for line in _break_at_commas(format_layout(plan.layout), width - len(_INDENT)):
-            yield Text(f"{_INDENT}{line}", style="bold" if is_picked else "")
+            yield Text(f"{_INDENT}{line}", style=_style_layout(is_picked=plan in picked))
     rest = [plan.estimate.step_s for plan in plans[_SPELLED_PLANS:] if plan not in picked]
     if rest:
         # Figures that are written alike are said once.

@@ -218,7 +218,7 @@ class RunPanel:
             for line in lines:
                 self._console.print(_fit_parts(line, width), no_wrap=True, crop=False)
         text = capture.get().replace("\n", f"{_CLEAR_LINE}\n")
-        back = f"\x1b[{self._drawn_lines}A\r" if self._drawn_lines else ""
+        back = mention("\x1b[{}A\r", self._drawn_lines)
         self._stream.write(f"{back}{text}{_CLEAR_BELOW}")
         self._stream.flush()
         self._drawn_lines = len(lines)

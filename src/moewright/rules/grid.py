@@ -176,9 +176,9 @@ def all_groups(layout: Layout, group: str) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def min_world_size(*, tp: int, cp: int, pp: int, ep: int, etp: int) -> int:
+def min_world_size(layout: Layout) -> int:
     """Return the fewest ranks on which both grids fit; legal world sizes are its multiples."""
-    return pp * lcm(tp * cp, etp * ep)
+    return layout.pp * lcm(layout.tp * layout.cp, layout.etp * layout.ep)
 
 
 def with_fabric_nodes(layout: Layout, domain_size: int) -> Layout:

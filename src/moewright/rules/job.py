@@ -95,9 +95,7 @@ def check_batch(workload: Workload, layout: Layout) -> Iterator[Reason]:
     mbs = layout.mbs
     if dp < 1:
         dense_ranks = layout.tp * layout.cp * layout.pp
-        least = min_world_size(
-            tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp
-        )
+        least = min_world_size(layout)
         yield Reason(
             field="layout.world_size",
             value=str(layout.world_size),

@@ -29,6 +29,11 @@ class Dtype(StrEnum):
         """Whether products convert their operands to less than 16 bits; the rest stays in 16."""
         return self in NARROW_FORMATS
 
+    @property
+    def wide(self) -> Dtype:
+        """The format of what is not converted: bf16 under a narrow one, else the format itself."""
+        return Dtype.BF16 if self.is_narrow else self
+
 
 # Formats of fewer than 16 bits, those with a scale a block first.
 NARROW_FORMATS = (Dtype.MXFP8, Dtype.FP8, Dtype.NVFP4)

@@ -242,8 +242,12 @@ def find_latest(directory: Path) -> Path | None:
 
 def latest_step(directory: Path) -> int:
     """Return the step of the newest committed checkpoint, 0 where there is none."""
-    newest = find_latest(directory)
-    return (checkpoint_step(newest.name) or 0) if newest else 0
+    return folder_step(find_latest(directory))
+
+
+def folder_step(checkpoint: Path | None) -> int:
+    """Return the step that the folder of a checkpoint is named by, 0 where there is none."""
+    return (checkpoint_step(checkpoint.name) or 0) if checkpoint else 0
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -33,6 +33,7 @@ from moewright.engine.checkpoint.commit import (
     checkpoint_path,
     checkpoint_step,
     find_latest,
+    folder_step,
 )
 from moewright.engine.checkpoint.files import damage_error, fsync_directory
 from moewright.engine.checkpoint.index import INDEX_FILE, CheckpointIndex, FileEntry, read_index
@@ -342,7 +343,7 @@ def fetch_newer(
 
     with _alone(directory):
         newest = find_newest(directory)
-        local_step = (checkpoint_step(newest.name) or 0) if newest else 0
+        local_step = folder_step(newest)
         try:
             listed = wait_patiently(lambda _: remote.list_steps(), _PROBE_S, tell)
         except Exception as error:  # of any kind: each file system has its own

@@ -31,7 +31,8 @@ from moewright.engine.data.build_corpus import (
     BuildReport,
     Progress,
     RebuildPolicy,
-    read_intact_corpus,
+    describe_data,
+    read_reusable_corpus,
     wrap_write_errors,
 )
 from moewright.engine.data.chat_encoder import ChatEncoder, ChatOptions, ChatSample
@@ -60,7 +61,6 @@ from moewright.engine.data.tokenizer import (
     TokenizerKind,
 )
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.workload import DataSpec
 
 # A part of the stamp: raise it when the same input gives other files.
 _BUILD_VERSION = 3
@@ -105,7 +105,7 @@ def build_chats(
     encoder = ChatEncoder(options)
     text_source = _choose_files(find_source(source, out))
     stamp = _stamp(text_source, options, encoder)
-    corpus = read_intact_corpus(out, stamp) if rebuild is RebuildPolicy.IF_CHANGED else None
+    corpus = read_reusable_corpus(out, stamp, rebuild)
     outcome = BuildOutcome.REUSED
     if corpus is None:
         outcome = BuildOutcome.BUILT
@@ -117,11 +117,7 @@ def build_chats(
         corpus=corpus,
         outcome=outcome,
         seconds=seconds,
-        data=DataSpec(
-            train=str(out / "train"),
-            heldout=str(out / "heldout") if corpus.heldout.documents else "",
-            tokenizer=str(out / TOKENIZER_FILE),
-        ),
+        data=describe_data(corpus, out),
         encode_s=seconds,
     )
 

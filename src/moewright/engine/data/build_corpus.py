@@ -152,7 +152,7 @@ def build_corpus(
     _check_options(options, out)
     text_source = find_source(source, out)
     stamp = _stamp(text_source, options)
-    corpus = read_intact_corpus(out, stamp) if rebuild is RebuildPolicy.IF_CHANGED else None
+    corpus = read_reusable_corpus(out, stamp, rebuild)
     outcome = BuildOutcome.REUSED
     encode_s = 0.0
     resumed_documents = 0
@@ -167,11 +167,7 @@ def build_corpus(
         corpus=corpus,
         outcome=outcome,
         seconds=time.monotonic() - started,
-        data=DataSpec(
-            train=str(out / "train"),
-            heldout=str(out / "heldout") if corpus.heldout.documents else "",
-            tokenizer=str(out / TOKENIZER_FILE),
-        ),
+        data=describe_data(corpus, out),
         encode_s=encode_s,
         resumed_documents=resumed_documents,
     )
@@ -415,7 +411,21 @@ def _read_progress(path: Path, stamp: str) -> _BuildProgress | None:
     return progress if progress.stamp == stamp else None
 
 
-def read_intact_corpus(out: Path, stamp: str) -> Corpus | None:
+def describe_data(corpus: Corpus, out: Path) -> DataSpec:
+    """Return the data of a job that trains on a corpus."""
+    return DataSpec(
+        train=str(out / "train"),
+        heldout=str(out / "heldout") if corpus.heldout.documents else "",
+        tokenizer=str(out / TOKENIZER_FILE),
+    )
+
+
+def read_reusable_corpus(out: Path, stamp: str, rebuild: RebuildPolicy) -> Corpus | None:
+    """Return the corpus of the folder where it need not be built again."""
+    return _read_intact_corpus(out, stamp) if rebuild is RebuildPolicy.IF_CHANGED else None
+
+
+def _read_intact_corpus(out: Path, stamp: str) -> Corpus | None:
     """Read the corpus in the folder, if it is the one of the stamp and its files are intact."""
     try:
         corpus = read_corpus(out)

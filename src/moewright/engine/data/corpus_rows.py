@@ -18,6 +18,7 @@ from moewright.engine.data.indexed import IndexedDataset
 from moewright.engine.data.packing import (
     ChatDataset,
     Float64s,
+    SampleRows,
     build_chat_sampler,
     build_pack_sampler,
     is_chat_pair,
@@ -38,20 +39,6 @@ from moewright.engine.data.sharded import open_stream
 from moewright.rules.packing import IGNORED_TARGET, PackedSequences, packed_share
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DocumentMasking, Objective, Workload
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleRows:
-    """Samples that were read: inputs and targets [rows, seq_len], and the lengths in each row.
-
-    A target is -1 where nothing is learnt. The lengths are those of what attends only itself; ()
-    where documents do not bound attention. `reference` is that of PackedRows; () of text.
-    """
-
-    inputs: Int64s
-    targets: Int64s
-    lengths: tuple[tuple[int, ...], ...]
-    reference: tuple[tuple[float, ...], ...] = ()
 
 
 class CorpusReader(Protocol):
@@ -157,13 +144,7 @@ class ChatCorpus:
 
     def read(self, ids: Int64s, workload: Workload, vocab_size: int) -> SampleRows:
         del workload
-        rows = read_packed(self.chats, self.packs, ids, vocab_size=vocab_size)
-        return SampleRows(
-            inputs=rows.inputs,
-            targets=rows.targets,
-            lengths=rows.lengths,
-            reference=rows.reference,
-        )
+        return read_packed(self.chats, self.packs, ids, vocab_size=vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

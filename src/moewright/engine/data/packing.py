@@ -53,18 +53,20 @@ class ChatDataset:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedRows:
-    """Sequences that were read: inputs and targets [rows, seq_len], and the lengths in each row.
+class SampleRows:
+    """Samples that were read: inputs and targets [rows, seq_len], and the lengths in each row.
 
-    A target is -1 where nothing is learnt. The lengths are those of the documents, then that of the
-    padding, where there is any; padding repeats token 0. Of pairs, `reference` has the
-    log-probability of each answer under the reference, 0 where it is not known yet.
+    A target is -1 where nothing is learnt. The lengths are those of what attends only itself; ()
+    where documents do not bound attention. Where sequences are packed they are those of the
+    documents, then that of the padding, where there is any; padding repeats token 0. Of pairs,
+    `reference` has the log-probability of each answer under the reference, 0 where it is not known
+    yet; () of text.
     """
 
     inputs: Int64s
     targets: Int64s
     lengths: tuple[tuple[int, ...], ...]
-    reference: tuple[tuple[float, ...], ...]
+    reference: tuple[tuple[float, ...], ...] = ()
 
 
 def is_chat_pair(prefix: Path) -> bool:
@@ -143,7 +145,7 @@ def build_chat_sampler(
 
 def read_packed(
     chats: ChatDataset, packs: PackedSequences, ids: Int64s, *, vocab_size: int
-) -> PackedRows:
+) -> SampleRows:
     """Read the sequences `ids`.
 
     Raises:
@@ -175,7 +177,7 @@ def read_packed(
             row_lengths.append(packs.seq_len - stop)
         lengths.append(tuple(row_lengths))
         reference.append(_read_reference(chats, documents))
-    return PackedRows(
+    return SampleRows(
         inputs=inputs, targets=targets, lengths=tuple(lengths), reference=tuple(reference)
     )
 

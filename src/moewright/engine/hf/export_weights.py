@@ -41,6 +41,7 @@ from moewright.engine.hf.names import (
     duplicate_tensors,
     family_name_table,
     find_nesting,
+    join_rows,
     match_names,
 )
 from moewright.engine.hf.packed import PACKED_DTYPES, tensor_error
@@ -347,7 +348,7 @@ def _read_tensors(
             _read_part(plan, reader, entries.get(name), name, hf_tensor).to(dtype)
             for name, hf_tensor in plan.sources[header.name]
         ]
-        yield rows[0] if len(rows) == 1 else torch.cat(rows)
+        yield join_rows(rows)
         on_progress(header.nbytes)
 
 

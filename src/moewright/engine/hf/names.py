@@ -259,4 +259,9 @@ def join_hf_tensors(
     tensors: dict[str, list[torch.Tensor]] = {}
     for name, part in parts:
         tensors.setdefault(name, []).append(part)
-    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in tensors.items()}
+    return {name: join_rows(rows) for name, rows in tensors.items()}
+
+
+def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of parts one after the other; a tensor in one part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

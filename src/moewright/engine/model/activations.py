@@ -79,7 +79,7 @@ class ClampedSwiGlu(ReleasingFunction):
         ctx.limit = limit
         gate, up = x.float().chunk(2, -1)
         active = F.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
-        return (active if weight is None else active.mul_(weight[:, None])).to(x.dtype)
+        return _weigh_rows(active, weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
@@ -99,6 +99,11 @@ class ClampedSwiGlu(ReleasingFunction):
         return torch.cat((grad_gate, grad_up), -1).to(x.dtype), grad_weight, None
 
 
+def _weigh_rows(active: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """Multiply rows in place by their weights, where they have any."""
+    return active if weight is None else active.mul_(weight[:, None])
+
+
 class SquaredRelu(ReleasingFunction):
     """relu(x)^2 * weight for x [R,F], in fp32; `weight` is [R] fp32 or None; keeps x and weight."""
 
@@ -106,7 +111,7 @@ class SquaredRelu(ReleasingFunction):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         active = torch.relu(x.float()).square_()
-        return (active if weight is None else active.mul_(weight[:, None])).to(x.dtype)
+        return _weigh_rows(active, weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -113,7 +113,7 @@ class RmsNorm(ReleasingFunction):
             grad_x, grad_weight = settings.kernels.rms_norm_backward(
                 grad, x, weight, settings.eps, scale, weight_rows
             )
-            return grad_x, None if trained is None else grad_weight.to(trained.dtype), None
+            return grad_x, _weight_gradient(grad_weight, trained), None
         wide = x.float()
         if scale is None:
             scale = _norm_scale(wide, settings.eps, settings.shard_group)
@@ -123,7 +123,12 @@ class RmsNorm(ReleasingFunction):
         grad_normed = wide_grad * weight.float()
         mean = _mean(grad_normed * normed, settings.shard_group)
         grad_x = (grad_normed - normed * mean).mul_(scale)
-        return grad_x.to(x.dtype), None if trained is None else grad_weight.to(trained.dtype), None
+        return grad_x.to(x.dtype), _weight_gradient(grad_weight, trained), None
+
+
+def _weight_gradient(grad: torch.Tensor, trained: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the gradient in the weight's own dtype; None of a norm whose weight is fixed."""
+    return None if trained is None else grad.to(trained.dtype)
 
 
 class LayerNorm(ReleasingFunction):

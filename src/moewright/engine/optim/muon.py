@@ -200,7 +200,7 @@ class MuonUpdate:
                 stacked = torch.stack([wholes[index].reshape(rows, columns) for index in batch])
                 for index, update in zip(batch, self._make_updates(stacked), strict=True):
                     parts[index] = self._own_part(update, matrices[index])
-        return torch.cat(parts) if parts else flat
+        return _join(parts, flat)
 
     def _make_updates(self, matrices: torch.Tensor) -> torch.Tensor:
         spec = self._spec
@@ -289,8 +289,12 @@ def _pick(
     flat: torch.Tensor, matrices: Sequence[Matrix], pieces: Sequence[tuple[Matrix, int, int]]
 ) -> torch.Tensor:
     """Return pieces of matrices one after the other."""
-    parts = [flat[first:last] for first, last in _spans_in(matrices, pieces)]
-    return torch.cat(parts) if parts else flat
+    return _join([flat[first:last] for first, last in _spans_in(matrices, pieces)], flat)
+
+
+def _join(parts: Sequence[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
+    """Return parts one after the other; `empty` where there are none, which cat refuses."""
+    return torch.cat(list(parts)) if parts else empty
 
 
 def _spans_in(matrices: Sequence[Matrix], pieces: Sequence[tuple[Matrix, int, int]]) -> list[_Span]:

@@ -159,7 +159,7 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
     chooses_once = (
         precision is not Dtype.FP32 and job.model.moe is not None and not job.layout.graphs
     )
-    unit = _UNITS[Dtype.BF16 if precision.is_narrow else precision]
+    unit = _UNITS[precision.wide]
     runs: list[TrainedSteps] = []
     # In this order the results are taken apart below.
     plans = [_Run(job=alone), *(_Run(job=alone, noise=unit, seed=seed) for seed in _NOISE_SEEDS)]

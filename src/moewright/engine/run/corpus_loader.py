@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 from moewright.engine.data.blend import StepRows
-from moewright.engine.data.corpus_rows import CorpusBlend, SampleRows, join_lengths
+from moewright.engine.data.corpus_rows import CorpusBlend, join_lengths
+from moewright.engine.data.packing import SampleRows
 from moewright.engine.data.sampler import micro_batch_rows
 from moewright.engine.kernels.attention import build_segments
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -199,14 +199,7 @@ class _MachineWatch:
         return sorted(ranks, key=lambda rank: rank.info.rank)
 
     def _describe(self, rank: int) -> RankInfo:
-        return RankInfo(
-            rank=rank,
-            local_rank=rank - self.info.rank,
-            world_size=self.info.world_size,
-            timeouts=self.info.timeouts,
-            device=self.info.device,
-            rendezvous=self.info.rendezvous,
-        )
+        return replace(self.info, rank=rank, local_rank=rank - self.info.rank)
 
 
 class _OtherMachines:

@@ -239,7 +239,7 @@ def _precision_flags(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
     scaling = workload.scaling
     if precision is Dtype.FP32:
         return
-    yield (f"--{Dtype.BF16 if precision.is_narrow else precision}",)
+    yield (f"--{precision.wide}",)
     if precision is Dtype.NVFP4:
         yield "--fp4-format", "e2m1"
         yield "--fp4-recipe", "nvfp4"

@@ -58,7 +58,7 @@ class ShellGrammar(ShellBranches):
     def block(self, reader: TokenReader, ends: tuple[str, ...], live: bool) -> Iterator[Command]:
         """Run the statements up to one of the words in `ends`, or skip them where not `live`."""
         while (token := reader.peek()) is not None:
-            if (token.text if token.is_operator else token.unquoted) in ends:
+            if token.word in ends:
                 return
             if token.is_separator:
                 reader.take()

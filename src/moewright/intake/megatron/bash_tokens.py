@@ -52,7 +52,7 @@ class TokenReader:
             BadInput: it is another.
         """
         token = self.take()
-        if (token.text if token.is_operator else token.unquoted) != word:
+        if token.word != word:
             raise syntax_refusal(token.line, f"`{word}` is missing")
 
     def skip_separators(self) -> None:
@@ -131,6 +131,11 @@ class ShellToken:
     is_operator: bool = False
     heredoc: str | None = None
     is_literal: bool = False
+
+    @property
+    def word(self) -> str:
+        """What the grammar knows it by: an operator, or a word without its quotes."""
+        return self.text if self.is_operator else self.unquoted
 
     @property
     def unquoted(self) -> str:

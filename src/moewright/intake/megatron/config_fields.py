@@ -13,7 +13,7 @@ from moewright.intake.megatron.options import (
     option_table,
 )
 from moewright.intake.megatron.packaged_tables import read_rows
-from moewright.intake.megatron.settings import Value, is_unset
+from moewright.intake.megatron.settings import Value, is_unset, lower_word
 from moewright.intake.megatron.unknown import find_unknown, show_unknown
 from moewright.intake.megatron.unread import find_topic
 from moewright.spec.errors import BadInput, Reason
@@ -165,12 +165,12 @@ def _read_fields() -> Mapping[str, tuple[str, str]]:
 
 def _is_switch(value: Value) -> bool:
     """Whether a value switches something, or is known only where a variable is set."""
-    text = value.strip().lower() if isinstance(value, str) else ""
+    text = lower_word(value)
     return text in _SWITCHES or "\0" in text
 
 
 def _is_true(name: str, value: Value) -> bool:
-    text = value.strip().lower() if isinstance(value, str) else ""
+    text = lower_word(value)
     if text not in _SWITCHES:
         shown = show_unknown(str(value))[:60]
         rule = "must be true or false"

@@ -34,6 +34,7 @@ from moewright.intake.megatron.settings import (
     find_aliases,
     find_referenced,
     is_unset,
+    lower_word,
     read_override,
     read_overrides,
     read_settings,
@@ -463,7 +464,7 @@ def _take_foreign(name: str, value: Value, chosen: ChosenOptions) -> bool:
     last = last_name(name)
     spellings = (f"--{last}", f"--{last.replace('_', '-')}")
     option = next((spelled for spelled in spellings if spelled in FOREIGN_OPTIONS), "")
-    text = value.strip().lower() if isinstance(value, str) else ""
+    text = lower_word(value)
     if option and not is_unset(value) and text != "false":
         is_switch = text == "true"
         values = (value,) if isinstance(value, str) else tuple(value)
@@ -626,8 +627,9 @@ def _take_nemo_fp8(
             chosen.options.pop(name, None)
         return
     is_e4m3 = tree.take_text("model.fp8_e4m3").lower() == "true"
-    reader.set_values("--fp8-format", "e4m3" if is_e4m3 else "hybrid", chosen)
-    yield f"fp8: true is --fp8-format {'e4m3' if is_e4m3 else 'hybrid'} with delayed scales"
+    form = "e4m3" if is_e4m3 else "hybrid"
+    reader.set_values("--fp8-format", form, chosen)
+    yield f"fp8: true is --fp8-format {form} with delayed scales"
 
 
 def _name_model(dialect: ConfigDialect, tree: SettingTree) -> str:

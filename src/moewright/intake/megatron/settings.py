@@ -229,6 +229,16 @@ def _absolute_name(reference: str, name: str) -> str:
     return ".".join((*parts, reference[dots:]))
 
 
+def spell_value(value: Value) -> str:
+    """Return a value as text; the items of a list with commas between them."""
+    return value if isinstance(value, str) else ",".join(value)
+
+
+def lower_word(value: Value) -> str:
+    """Return the word of a value in small letters; "" for a list."""
+    return value.strip().lower() if isinstance(value, str) else ""
+
+
 class SettingTree:
     """Leaves by their dotted names; a reader cannot look at a value without taking it."""
 
@@ -259,13 +269,11 @@ class SettingTree:
 
     def take_text(self, name: str, default: str = "") -> str:
         """Return the text of a leaf; the items of a list with commas between them."""
-        value = self.take(name, default)
-        return value if isinstance(value, str) else ",".join(value)
+        return spell_value(self.take(name, default))
 
     def peek_text(self, name: str) -> str:
         """Return the text of a leaf without taking it."""
-        value = self._settings.get(name, "")
-        return value if isinstance(value, str) else ",".join(value)
+        return spell_value(self._settings.get(name, ""))
 
     def take_items(self, name: str) -> tuple[str, ...]:
         """Return the items of a leaf that is a list."""

@@ -19,7 +19,7 @@ from typing import Any
 from moewright.intake.megatron.options import list_former_defaults, option_table
 from moewright.intake.megatron.packaged_tables import read_rows
 from moewright.intake.megatron.releases import list_releases
-from moewright.intake.megatron.settings import Value, is_unset
+from moewright.intake.megatron.settings import Value, is_unset, spell_value
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import mention
 
@@ -427,7 +427,7 @@ def _is_default(name: str, value: Value, tables: Sequence[str]) -> bool:
 def _refuse(
     name: str, value: Value, topic: str, trainer: str, has_name: bool, known_names: Iterable[str]
 ) -> Reason:
-    shown = (value if isinstance(value, str) else ",".join(value))[:60].replace("\0", "$")
+    shown = spell_value(value)[:60].replace("\0", "$")
     if has_name:
         rule = f"is about {topic} and cannot be planned here; set to null it is left out"
         return Reason(field=name, value=shown, rule=rule, nearest=f"--set {name}=null")

@@ -305,9 +305,7 @@ def _grid_reason(layout: Layout, choices: dict[str, tuple[int, ...]]) -> Reason:
         if getattr(layout, axis) > 1 and (near := nearest_legal(getattr(layout, axis), legal))
     ]
     if not fixes:
-        least = min_world_size(
-            tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp
-        )
+        least = min_world_size(layout)
         return _reason("world_size", world, rule, nearest_multiples(world, least))
     axis, near = fixes[0]
     also = "".join(f", or {other} {values}" for other, values in fixes[1:])
@@ -383,7 +381,7 @@ def _pp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
 
     If there is none, return those that divide the world.
     """
-    least = min_world_size(tp=layout.tp, cp=layout.cp, pp=1, ep=layout.ep, etp=layout.etp)
+    least = min_world_size(replace(layout, pp=1))
     legal = tuple(
         pp
         for pp in _remaining_degrees(layout.world_size, least)

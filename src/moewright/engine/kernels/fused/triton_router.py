@@ -211,18 +211,19 @@ class RouteTokens(ReleasingFunction):
                 GROUP_SLOTS=triton.next_power_of_2(spec.groups),
                 **_blocks(num_experts, spec.top_k),
             )
+        chosen = experts if forced_Tk is None else forced_Tk
         ctx.mark_non_differentiable(experts)
         # No zeros for scores that no loss reads.
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         ctx.save_for_backward(
             scores,
-            experts if forced_Tk is None else forced_Tk,
+            chosen,
             *((weights, totals) if spec.renormalize else (None, None)),
             # Softmax and sigmoid have slopes that their scores tell.
             logits if spec.score is ScoreFunction.SQRT_SOFTPLUS else None,
         )
-        return experts if forced_Tk is None else forced_Tk, weights, scores
+        return chosen, weights, scores
 
     @staticmethod
     def backward(
