@@ -109,6 +109,7 @@ def _apply_override(data: dict[str, Any], text: str) -> None:
         nearest = closest_match(section, _SECTIONS)
         raise BadInput(Reason(field=f"--set {section}", rule="is no section", nearest=nearest))
     value = _parse_toml_value(value_text)
+    # A count such as 128k is no TOML, and so is text until here.
     if isinstance(value, str) and value[:1].isdigit() and f"{section}.{name}" in count_keys():
         value = parse_count(value, f"--set {section}.{name}")
     outer, dot, inner = name.partition(".")
@@ -119,11 +120,12 @@ def _apply_override(data: dict[str, Any], text: str) -> None:
 
 
 def _parse_toml_value(text: str) -> Any:
+    # As TOML, what follows a line end would set further keys.
     if "\n" in text:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # the latter of a thousand open brackets
         return text.strip()
 
 
@@ -138,12 +140,14 @@ def _read_sections(data: Mapping[str, Any], where: str) -> dict[str, dict[str, A
         if not isinstance(table, dict):
             field = f"{where}: {section}"
             raise BadInput(Reason(field=field, rule="must be a section", nearest=f"[{section}]"))
+    # Copies, of which readers take out what is not theirs to hand on.
     return {section: dict(data.get(section, {})) for section in _SECTIONS}
 
 
 def _pop_weights(table: dict[str, Any], path: Path, where: str) -> str:
     """Take `weights` out of [model], as a path from here; "" for none."""
     weights = table.pop("weights", "")
+    # No path has a NUL: the system's calls answer it by a ValueError, not an OSError.
     if not isinstance(weights, str) or "\0" in weights:
         rule = "must be the path of a Hugging Face folder, or of one with checkpoints"
         field = f"{where}: model.weights"
@@ -168,6 +172,7 @@ def _read_model(table: dict[str, Any], weights: str, path: Path, where: str) -> 
         rule = "must be a path or the name of a model"
         raise BadInput(Reason(field=f"{where}: model.config", rule=rule))
     file = Path(resolve_beside(path, config))
+    # No model is named like a file: a .json that is not there is refused as a path.
     if file.exists() or file.suffix == ".json":
         return hf.read_config(file)
     return catalogue.model(hub.locate_config(config))
@@ -206,9 +211,10 @@ def _format_layout_value(key: str, value: Any, where: str) -> str:
         return "+".join(value) or "none"
     if isinstance(value, bool) and kind is FieldKind.SWITCH:
         return str(int(value))
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool):  # True is an int
         return str(value)
     if isinstance(value, str):
+        # The text of stages has commas, which would end the field.
         return f"'{value}'" if kind is FieldKind.STAGES and "'" not in value else value
     rule = "must be a number, text or a list of texts"
     field = f"{where}: layout.{key[:60]}"
