@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moewright.engine.kernels.attention import Segments, build_segments
-from moewright.engine.kernels.fused.scans import FlaScans, ScanKernels, TorchScans
+from moewright.engine.kernels.fused.scans import FLA_SCANS, TORCH_SCANS, ScanKernels
 
 pytest.importorskip("fla", reason="needs fla-core")
 pytestmark = [
@@ -35,10 +35,10 @@ def run(scans: ScanKernels, segments: Segments | None) -> list[torch.Tensor]:
     beta = torch.sigmoid(draw(ROWS, TOKENS, HEADS))
     grad = draw(ROWS, TOKENS, HEADS, WIDTH).bfloat16()
     return [
-        scans.causal_conv(x, weight, segments),
-        *scans.causal_conv_backward(x, x, weight, segments),
-        scans.delta_rule(x, decay, beta, WIDTH, segments),
-        *scans.delta_rule_backward(grad, x, decay, beta, WIDTH, segments),
+        scans.causal_conv.forward(x, weight, segments),
+        *scans.causal_conv.backward(x, x, weight, segments),
+        scans.delta_rule.forward(x, decay, beta, WIDTH, segments),
+        *scans.delta_rule.backward(grad, x, decay, beta, WIDTH, segments),
     ]
 
 
@@ -55,17 +55,16 @@ def run_state_space(scans: ScanKernels, segments: Segments | None) -> list[torch
     weights = [0.5 * draw(2 * columns, TAPS), draw(16) - 3, draw(16), draw(16), draw(2 * columns)]
     weights = [weight.bfloat16() for weight in weights]
     grad = draw(ROWS, TOKENS, 16, 64).bfloat16()
-    *grads, grad_weights = scans.state_space_backward(grad, inputs, step, weights, WIDTH, segments)
-    out = scans.state_space(inputs, step, weights, WIDTH, segments)
+    *grads, grad_weights = scans.state_space.backward(grad, inputs, step, weights, WIDTH, segments)
+    out = scans.state_space.forward(inputs, step, weights, WIDTH, segments)
     return [out, *grads, *grad_weights]
 
 
 @pytest.mark.parametrize("lengths", [(), LENGTHS])
 def test_fla_computes_what_torch_computes(lengths: tuple[int, ...]) -> None:
     segments = build_segments(lengths, torch.device("cuda")) if lengths else None
-    torch_scans, fla_scans = TorchScans(), FlaScans()
-    own_tensors = run(torch_scans, segments) + run_state_space(torch_scans, segments)
-    fast_tensors = run(fla_scans, segments) + run_state_space(fla_scans, segments)
+    own_tensors = run(TORCH_SCANS, segments) + run_state_space(TORCH_SCANS, segments)
+    fast_tensors = run(FLA_SCANS, segments) + run_state_space(FLA_SCANS, segments)
     for own, fast in zip(own_tensors, fast_tensors, strict=True):
         assert fast.dtype == own.dtype
         # fla multiplies in 16 bits what the reference multiplies in 32.

@@ -95,12 +95,12 @@ def _causal_conv_backward(
     return grad_x, grad_weight.to(weight.dtype)
 
 
-def conv_flops(x: Any, weight: Any) -> int:
+def _conv_flops(x: Any, weight: Any) -> int:
     """Count a multiplication and an addition of each element for each place of the convolution."""
     return 2 * int(x.numel()) * int(weight.shape[1])
 
 
-_WORK = OperationWork(op=FlopOp.SCAN, count=lambda x, weight, lengths: conv_flops(x, weight))
+_WORK = OperationWork(op=FlopOp.SCAN, count=lambda x, weight, lengths: _conv_flops(x, weight))
 CAUSAL_CONV = define_operation(
     "causal_conv(Tensor x, Tensor weight, int[] lengths) -> Tensor",
     _causal_conv,

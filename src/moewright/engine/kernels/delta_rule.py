@@ -243,7 +243,7 @@ def _out_shape(mixed: torch.Tensor, decay: torch.Tensor, key_dim: int) -> tuple[
     return (*decay.shape, values // decay.shape[2])
 
 
-def scan_flops(mixed: Any, decay: Any, key_dim: int) -> int:
+def _scan_flops(mixed: Any, decay: Any, key_dim: int) -> int:
     """Count four products of the state with a vector for each token and head (Megatron-Bridge)."""
     batch, tokens, heads, width = _out_shape(mixed, decay, key_dim)
     return 8 * int(batch) * int(tokens) * int(heads) * key_dim * int(width)
@@ -251,7 +251,7 @@ def scan_flops(mixed: Any, decay: Any, key_dim: int) -> int:
 
 _WORK = OperationWork(
     op=FlopOp.SCAN,
-    count=lambda mixed, decay, beta, key_dim, lengths: scan_flops(mixed, decay, key_dim),
+    count=lambda mixed, decay, beta, key_dim, lengths: _scan_flops(mixed, decay, key_dim),
 )
 DELTA_RULE = define_operation(
     "delta_rule(Tensor mixed, Tensor decay, Tensor beta, int key_dim, int[] lengths) -> Tensor",

@@ -208,7 +208,7 @@ def _out_shape(inputs: Any, step: Any, state: int) -> tuple[int, ...]:
     return (*step.shape, values // int(step.shape[2]))
 
 
-def state_space_flops(inputs: Any, step: Any, state: int) -> int:
+def _state_space_flops(inputs: Any, step: Any, state: int) -> int:
     """Count 7 for each token and element of the state, as Megatron-Bridge does."""
     batch, tokens, heads, width = _out_shape(inputs, step, state)
     return 7 * int(batch) * int(tokens) * int(heads) * int(width) * state
@@ -216,7 +216,7 @@ def state_space_flops(inputs: Any, step: Any, state: int) -> int:
 
 _WORK = OperationWork(
     op=FlopOp.SCAN,
-    count=lambda inputs, step, weights, state, lengths: state_space_flops(inputs, step, state),
+    count=lambda inputs, step, weights, state, lengths: _state_space_flops(inputs, step, state),
 )
 STATE_SPACE = define_operation(
     "state_space(Tensor inputs, Tensor step, Tensor[] weights, int state, int[] lengths) -> Tensor",

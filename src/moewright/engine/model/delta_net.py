@@ -101,14 +101,14 @@ class CausalConv(CountedFunction):
         CountedFunction.save_scope(ctx, settings.counters)
         ctx.settings = settings
         ctx.save_for_backward(x, weight)
-        return settings.scans.causal_conv(x, weight, settings.segments)
+        return settings.scans.causal_conv.forward(x, weight, settings.segments)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         settings: ScanSettings = ctx.settings
         with ctx.counters.scopes.enter(ctx.scope):
-            grads = settings.scans.causal_conv_backward(grad, x, weight, settings.segments)
+            grads = settings.scans.causal_conv.backward(grad, x, weight, settings.segments)
         return *grads, None
 
 
@@ -166,14 +166,16 @@ class DeltaRule(CountedFunction):
         CountedFunction.save_scope(ctx, settings.counters)
         ctx.settings = settings
         ctx.save_for_backward(mixed, decay, beta)
-        return settings.scans.delta_rule(mixed, decay, beta, settings.key_dim, settings.segments)
+        return settings.scans.delta_rule.forward(
+            mixed, decay, beta, settings.key_dim, settings.segments
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         settings: ScanSettings = ctx.settings
         mixed, decay, beta = ctx.saved_tensors
         with ctx.counters.scopes.enter(ctx.scope):
-            grads = settings.scans.delta_rule_backward(
+            grads = settings.scans.delta_rule.backward(
                 grad, mixed, decay, beta, settings.key_dim, settings.segments
             )
         return *grads, None

@@ -107,8 +107,8 @@ class StateSpace(CountedFunction):
         CountedFunction.save_scope(ctx, settings.counters)
         ctx.settings = settings
         ctx.save_for_backward(inputs, step, *weights)
-        return settings.scans.state_space(
-            inputs, step.flatten(2), weights, settings.key_dim, settings.segments
+        return settings.scans.state_space.forward(
+            inputs, step.flatten(2), list(weights), settings.key_dim, settings.segments
         )
 
     @staticmethod
@@ -116,7 +116,7 @@ class StateSpace(CountedFunction):
         inputs, step, *weights = ctx.saved_tensors
         settings: ScanSettings = ctx.settings
         with ctx.counters.scopes.enter(ctx.scope):
-            grad_inputs, grad_step, grad_weights = settings.scans.state_space_backward(
+            grad_inputs, grad_step, grad_weights = settings.scans.state_space.backward(
                 grad, inputs, step.flatten(2), weights, settings.key_dim, settings.segments
             )
         return grad_inputs, grad_step.view(step.shape), None, *grad_weights

@@ -6,272 +6,104 @@ their public functions alone, so that no release of theirs changes what a layer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 import torch
 
 from moewright.engine.kernels.attention import Segments
-from moewright.engine.kernels.causal_conv import (
-    CAUSAL_CONV,
-    CAUSAL_CONV_BACKWARD,
-    conv_flops,
-)
-from moewright.engine.kernels.delta_rule import (
-    DELTA_RULE,
-    DELTA_RULE_BACKWARD,
-    SCAN_WORK,
-    scan_flops,
-)
-from moewright.engine.kernels.state_space import (
-    STATE_SPACE,
-    STATE_SPACE_BACKWARD,
-    state_space_flops,
-)
+from moewright.engine.kernels.causal_conv import CAUSAL_CONV, CAUSAL_CONV_BACKWARD
+from moewright.engine.kernels.delta_rule import DELTA_RULE, DELTA_RULE_BACKWARD, SCAN_WORK
+from moewright.engine.kernels.operations import find_work
+from moewright.engine.kernels.state_space import STATE_SPACE, STATE_SPACE_BACKWARD
 
 # What brings the package fla, newer releases first.
 _DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
 
 
-class ScanKernels(Protocol):
-    """The kernels of recurrent mixers; shapes as in kernels.delta_rule and kernels.state_space.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scan:
+    """A scan, and its backward, which takes the gradient before the same arguments.
 
-    `segments` are the documents that nothing passes between, None for whole sequences.
+    The last of them are the documents that nothing passes between, None for whole sequences.
     """
 
-    def causal_conv(
-        self, x_BSGW: torch.Tensor, weight: torch.Tensor, segments: Segments | None
-    ) -> torch.Tensor:
-        """Return silu of the causal depthwise convolution of x by weight [G*W,K], in fp32."""
-
-    def causal_conv_backward(
-        self,
-        grad: torch.Tensor,
-        x_BSGW: torch.Tensor,
-        weight: torch.Tensor,
-        segments: Segments | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of x and of weight."""
-
-    def delta_rule(
-        self,
-        mixed_BSGW: torch.Tensor,
-        decay_BSH: torch.Tensor,
-        beta_BSH: torch.Tensor,
-        key_dim: int,
-        segments: Segments | None,
-    ) -> torch.Tensor:
-        """Run the gated delta rule over queries, keys and values side by side: [B,S,H,V].
-
-        Queries and keys are normed to unit length. `decay` is a logarithm; it and beta are fp32.
-        """
-
-    def delta_rule_backward(
-        self,
-        grad: torch.Tensor,
-        mixed_BSGW: torch.Tensor,
-        decay_BSH: torch.Tensor,
-        beta_BSH: torch.Tensor,
-        key_dim: int,
-        segments: Segments | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of mixed, decay and beta."""
-
-    def state_space(
-        self,
-        inputs_BSGW: torch.Tensor,
-        step_BSH: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        state: int,
-        segments: Segments | None,
-    ) -> torch.Tensor:
-        """Run Mamba-2's convolution and state space over projected columns and steps: [B,S,H,P].
-
-        Keys are `state` wide.
-        """
-
-    def state_space_backward(
-        self,
-        grad: torch.Tensor,
-        inputs_BSGW: torch.Tensor,
-        step_BSH: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        state: int,
-        segments: Segments | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the gradients of the columns, the steps and the weights."""
+    forward: Callable[..., torch.Tensor]
+    backward: Callable[..., tuple[Any, ...]]
 
 
-class TorchScans:
-    """ScanKernels of plain torch operations."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanKernels:
+    """The scans of recurrent mixers; shapes as in kernels.delta_rule and kernels.state_space."""
 
-    def causal_conv(
-        self, x_BSGW: torch.Tensor, weight: torch.Tensor, segments: Segments | None
-    ) -> torch.Tensor:
-        out: torch.Tensor = CAUSAL_CONV(x_BSGW, weight, _lengths(segments))
-        return out
+    # (x_BSGW, weight, segments): silu of the causal depthwise convolution of x by weight [G*W,K],
+    # in fp32; backward returns the gradients of both.
+    causal_conv: Scan
 
-    def causal_conv_backward(
-        self,
-        grad: torch.Tensor,
-        x_BSGW: torch.Tensor,
-        weight: torch.Tensor,
-        segments: Segments | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        grad_x, grad_weight = CAUSAL_CONV_BACKWARD(grad, x_BSGW, weight, _lengths(segments))
-        return grad_x, grad_weight
+    # (mixed_BSGW, decay_BSH, beta_BSH, key_dim, segments): the gated delta rule over queries, keys
+    # and values side by side: [B,S,H,V]. Queries and keys are normed to unit length. `decay` is a
+    # logarithm; it and beta are fp32. Backward returns the gradients of the three.
+    delta_rule: Scan
 
-    def delta_rule(
-        self,
-        mixed_BSGW: torch.Tensor,
-        decay_BSH: torch.Tensor,
-        beta_BSH: torch.Tensor,
-        key_dim: int,
-        segments: Segments | None,
-    ) -> torch.Tensor:
-        out: torch.Tensor = DELTA_RULE(mixed_BSGW, decay_BSH, beta_BSH, key_dim, _lengths(segments))
-        return out
-
-    def delta_rule_backward(
-        self,
-        grad: torch.Tensor,
-        mixed_BSGW: torch.Tensor,
-        decay_BSH: torch.Tensor,
-        beta_BSH: torch.Tensor,
-        key_dim: int,
-        segments: Segments | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        grad_mixed, grad_decay, grad_beta = DELTA_RULE_BACKWARD(
-            grad, mixed_BSGW, decay_BSH, beta_BSH, key_dim, _lengths(segments)
-        )
-        return grad_mixed, grad_decay, grad_beta
-
-    def state_space(
-        self,
-        inputs_BSGW: torch.Tensor,
-        step_BSH: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        state: int,
-        segments: Segments | None,
-    ) -> torch.Tensor:
-        lengths = _lengths(segments)
-        out: torch.Tensor = STATE_SPACE(inputs_BSGW, step_BSH, list(weights), state, lengths)
-        return out
-
-    def state_space_backward(
-        self,
-        grad: torch.Tensor,
-        inputs_BSGW: torch.Tensor,
-        step_BSH: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        state: int,
-        segments: Segments | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-        grad_inputs, grad_step, grad_weights = STATE_SPACE_BACKWARD(
-            grad, inputs_BSGW, step_BSH, list(weights), state, _lengths(segments)
-        )
-        return grad_inputs, grad_step, grad_weights
+    # (inputs_BSGW, step_BSH, weights, state, segments): Mamba-2's convolution and state space over
+    # projected columns and steps: [B,S,H,P]. Keys are `state` wide; `weights` is a list. Backward
+    # returns the gradients of the columns, the steps and the list of the weights.
+    state_space: Scan
 
 
-def _lengths(segments: Segments | None) -> list[int]:
-    if segments is None:
-        return []
-    return list(segments.lengths)
+def _by_operations(operation: Any, backward: Any) -> Scan:
+    """Return a scan by two operations of this package, which take the lengths of documents."""
+
+    def run(function: Any, args: tuple[Any, ...]) -> Any:
+        *others, segments = args
+        return function(*others, [] if segments is None else list(segments.lengths))
+
+    return Scan(
+        forward=lambda *args: run(operation, args), backward=lambda *args: run(backward, args)
+    )
 
 
-class FlaScans:
-    """ScanKernels of flash-linear-attention, for CUDA devices."""
+def _by_fla(compute: Callable[..., torch.Tensor], operation: Any) -> Scan:
+    """Return a scan by kernels of fla, whose work is that of the operation they are equal to."""
+    work = find_work(operation)
+    assert work is not None  # scans have FLOPs
 
-    def causal_conv(
-        self, x_BSGW: torch.Tensor, weight: torch.Tensor, segments: Segments | None
-    ) -> torch.Tensor:
-        SCAN_WORK(x_BSGW, conv_flops(x_BSGW, weight))
-        return _fla_conv(x_BSGW, weight, segments)
+    def forward(*args: Any) -> torch.Tensor:
+        SCAN_WORK(args[0], work.count(*args))
+        return compute(*args)
 
-    def causal_conv_backward(
-        self,
-        grad: torch.Tensor,
-        x_BSGW: torch.Tensor,
-        weight: torch.Tensor,
-        segments: Segments | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        SCAN_WORK(x_BSGW, 2 * conv_flops(x_BSGW, weight))
-        grad_x, grad_weight = _differentiate(
-            lambda x, taps: _fla_conv(x, taps, segments), grad, x_BSGW, weight
-        )
-        return grad_x, grad_weight
+    def backward(grad: torch.Tensor, *args: Any) -> tuple[Any, ...]:
+        SCAN_WORK(args[0], 2 * work.count(*args))
+        return _differentiate(compute, grad, args)
 
-    def delta_rule(
-        self,
-        mixed_BSGW: torch.Tensor,
-        decay_BSH: torch.Tensor,
-        beta_BSH: torch.Tensor,
-        key_dim: int,
-        segments: Segments | None,
-    ) -> torch.Tensor:
-        SCAN_WORK(mixed_BSGW, scan_flops(mixed_BSGW, decay_BSH, key_dim))
-        return _fla_rule(mixed_BSGW, decay_BSH, beta_BSH, key_dim, segments)
-
-    def delta_rule_backward(
-        self,
-        grad: torch.Tensor,
-        mixed_BSGW: torch.Tensor,
-        decay_BSH: torch.Tensor,
-        beta_BSH: torch.Tensor,
-        key_dim: int,
-        segments: Segments | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        SCAN_WORK(mixed_BSGW, 2 * scan_flops(mixed_BSGW, decay_BSH, key_dim))
-        grad_mixed, grad_decay, grad_beta = _differentiate(
-            lambda mixed, decay, beta: _fla_rule(mixed, decay, beta, key_dim, segments),
-            grad,
-            mixed_BSGW,
-            decay_BSH,
-            beta_BSH,
-        )
-        return grad_mixed, grad_decay, grad_beta
-
-    def state_space(
-        self,
-        inputs_BSGW: torch.Tensor,
-        step_BSH: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        state: int,
-        segments: Segments | None,
-    ) -> torch.Tensor:
-        SCAN_WORK(inputs_BSGW, state_space_flops(inputs_BSGW, step_BSH, state))
-        return _fla_state_space(inputs_BSGW, step_BSH, weights, state, segments)
-
-    def state_space_backward(
-        self,
-        grad: torch.Tensor,
-        inputs_BSGW: torch.Tensor,
-        step_BSH: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        state: int,
-        segments: Segments | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-        SCAN_WORK(inputs_BSGW, 2 * state_space_flops(inputs_BSGW, step_BSH, state))
-        grad_inputs, grad_step, *grad_weights = _differentiate(
-            lambda inputs, step, *own: _fla_state_space(inputs, step, own, state, segments),
-            grad,
-            inputs_BSGW,
-            step_BSH,
-            *weights,
-        )
-        return grad_inputs, grad_step, grad_weights
+    return Scan(forward=forward, backward=backward)
 
 
 def _differentiate(
-    compute: Callable[..., torch.Tensor], grad: torch.Tensor, *tensors: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Run `compute` again and return the gradients of its inputs."""
+    compute: Callable[..., torch.Tensor], grad: torch.Tensor, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Run `compute` again and return the gradients of its tensors, a list for a list of them."""
     with torch.enable_grad():
         # Leaves of this graph alone, so that no other gradient is touched.
-        inputs = [x.detach().requires_grad_() for x in tensors]
-        out = compute(*inputs)
-    return torch.autograd.grad(out, inputs, grad)
+        leaves = [_detach(item) for item in args]
+        out = compute(*leaves)
+    parts = [item for item in leaves if isinstance(item, torch.Tensor | list)]
+    tensors = [tensor for item in parts for tensor in (item if isinstance(item, list) else [item])]
+    grads = iter(torch.autograd.grad(out, tensors, grad))
+    return tuple(_take_gradients(item, grads) for item in parts)
+
+
+def _detach(item: Any) -> Any:
+    if isinstance(item, list):
+        return [_detach(tensor) for tensor in item]
+    return item.detach().requires_grad_() if isinstance(item, torch.Tensor) else item
+
+
+def _take_gradients(item: Any, grads: Iterator[torch.Tensor]) -> Any:
+    return list(islice(grads, len(item))) if isinstance(item, list) else next(grads)
 
 
 def _pack(segments: Segments | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -326,7 +158,7 @@ def _fla_rule(
 def _fla_state_space(
     inputs_BSGW: torch.Tensor,
     step_BSH: torch.Tensor,
-    weights: Sequence[torch.Tensor],
+    weights: list[torch.Tensor],
     state: int,
     segments: Segments | None,
 ) -> torch.Tensor:
@@ -362,6 +194,18 @@ def fla_version() -> str:
     return ""
 
 
-def build_fast_scans() -> ScanKernels:
-    """Build the scans of a CUDA device, by fla where it is installed."""
-    return FlaScans() if fla_version() else TorchScans()
+TORCH_SCANS = ScanKernels(
+    causal_conv=_by_operations(CAUSAL_CONV, CAUSAL_CONV_BACKWARD),
+    delta_rule=_by_operations(DELTA_RULE, DELTA_RULE_BACKWARD),
+    state_space=_by_operations(STATE_SPACE, STATE_SPACE_BACKWARD),
+)
+FLA_SCANS = ScanKernels(
+    causal_conv=_by_fla(_fla_conv, CAUSAL_CONV),
+    delta_rule=_by_fla(_fla_rule, DELTA_RULE),
+    state_space=_by_fla(_fla_state_space, STATE_SPACE),
+)
+
+
+def choose_fast_scans() -> ScanKernels:
+    """Return the scans of a CUDA device, by fla where it is installed."""
+    return FLA_SCANS if fla_version() else TORCH_SCANS

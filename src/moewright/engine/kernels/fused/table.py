@@ -14,7 +14,7 @@ from moewright.engine.kernels import columns, low_precision
 from moewright.engine.kernels.fused import compiled, reference, router_losses
 from moewright.engine.kernels.fused.compiled import Chain, compile_backend, compile_kernel
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.engine.kernels.fused.scans import TorchScans, build_fast_scans, fla_version
+from moewright.engine.kernels.fused.scans import TORCH_SCANS, choose_fast_scans, fla_version
 from moewright.rules.row_blocks import CACHED_NUMEL
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
@@ -126,7 +126,7 @@ def torch_kernels(block_numel: int = 0) -> KernelSet:
     """
     return KernelSet(
         implementation=FusedKernels.PLAIN,
-        scans=TorchScans(),
+        scans=TORCH_SCANS,
         **{kernel.name: _reference(kernel, block_numel) for kernel in KERNELS},
     )
 
@@ -138,7 +138,7 @@ def compiled_kernels(backend: str, block_numel: int = 0) -> KernelSet:
     """
     return KernelSet(
         implementation=FusedKernels.COMPILED,
-        scans=TorchScans(),
+        scans=TORCH_SCANS,
         **{
             kernel.name: _reference(kernel, block_numel)
             if kernel.chain is None
@@ -156,7 +156,7 @@ def triton_kernels() -> KernelSet:
     package = __name__.rpartition(".")[0]
     return KernelSet(
         implementation=FusedKernels.TRITON,
-        scans=build_fast_scans(),
+        scans=choose_fast_scans(),
         **{
             kernel.name: getattr(import_module(f"{package}.{kernel.triton}"), kernel.name)
             for kernel in KERNELS
