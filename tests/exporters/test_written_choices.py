@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -121,7 +121,7 @@ WORKLOADS = (
 )
 
 
-def list_other_values(record: object, names: tuple[str, ...] = ()) -> Iterator[tuple[object, ...]]:
+def list_other_values(record: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[object, ...]]:
     """Yield the names that lead to each choice by name of a record, and another member."""
     hints = get_type_hints(type(record))
     for field in fields(record):
@@ -134,7 +134,7 @@ def list_other_values(record: object, names: tuple[str, ...] = ()) -> Iterator[t
                 yield from ((*names, field.name, item) for item in choices if item != value)
 
 
-def put(record: object, names: Sequence[str], value: object) -> object:
+def put(record: Any, names: Sequence[str], value: object) -> Any:
     """Return a record with another value behind these names."""
     first, *rest = names
     inner = put(getattr(record, first), rest, value) if rest else value
