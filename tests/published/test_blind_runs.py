@@ -61,8 +61,8 @@ EFA = ("awsqwen", "awskimi", "awsdsv")
 # The rows of 2026-11-28 at commit 10964b13: users' own sweeps on GB300, MI355X and GH200.
 SWEEPS = ("rubinuser", "turboqwen", "megamoe", "isamgrid")
 # The rows of 2026-11-28 at commit 90ded0c3: MaxText on MI355X, Nemotron and a dense 32B on GH200,
-# torchtitan on GB300 and H200.
-REPORTS = ("maxdsv", "maxkimi", "isamnano", "distmoe", "oellm", "nebtitan")
+# torchtitan on GB300 and H200; and at dbb52450, MaxText on B200.
+REPORTS = ("maxdsv", "maxkimi", "maxblack", "isamnano", "distmoe", "oellm", "nebtitan")
 COLLECTIONS = (LATER, LATEST, KEMPNER, HALO, TORCH, NEWEST, EFA, SWEEPS, REPORTS)
 # MLPerf's LoRA runs keep the inputs of the activation in 8 bits and adapt attention alone, which a
 # row cannot say: the planner counts 16-bit inputs of every product.
@@ -94,7 +94,7 @@ def moe_errors() -> tuple[list[float], ...]:
 
 def test_rows_are_read_but_those_whose_facts_are_missing() -> None:
     rows = scored().rows
-    assert len(rows) == len({row.id for row in rows}) == 439
+    assert len(rows) == len({row.id for row in rows}) == 458
     assert {row.id for row in rows if row.skipped} == NOT_READ
 
 
@@ -117,13 +117,15 @@ def test_errors_stay_near_what_they_were_blind() -> None:
     mixers exchange is not hidden and a script's permutes are read, 16.4 and 41.1 %. Of 44 over
     EFA 31.5 and 56.0 %; with ports and latency of its newer cards 27.5 and 44.5 %. Of 21 of users'
     own sweeps 69.3 and 427.6 %; without those of one cluster of GH200 31.9 and 73 % of 14.
-    Of 32 of newer reports 43.9 and 69.8 %, and 7.5 and 21.1 % of 17 dense ones; since nothing hides
-    what MaxText's image joins, and its rows are padded, 13.6 and 30.0 %.
+    Of 32 of newer reports 43.9 and 69.8 %, and 7.5 and 21.1 % of 17 dense ones (40.8 and
+    70.7 % with the boards of four that their TP of four ran on); since nothing hides
+    what MaxText's image joins, and its rows are padded, 13.6 and 30.0 %. Of 19 of MaxText on B200
+    9.6 and 27.2 %; since its gradients are reduced in bf16, 8.7 and 27.1 % of these 51.
     """
     splits = {(split.by, split.name): split for split in scored().summary.splits}
     moe = splits["moe", "all"]
     dense = splits["dense", "all"]
-    assert moe.speeds.rows == 321
+    assert moe.speeds.rows == 340
     earlier, later, latest, kempner, halo, torch, newest, efa, sweeps, reports = moe_errors()
     assert (len(earlier), len(later), len(latest)) == (17, 26, 26)
     assert (len(kempner), len(halo), len(torch), len(newest), len(efa)) == (4, 97, 22, 32, 44)
@@ -137,8 +139,8 @@ def test_errors_stay_near_what_they_were_blind() -> None:
     assert median(efa) <= 0.28
     assert len(sweeps) == 21
     assert median(sweeps) <= 0.7
-    assert len(reports) == 32
-    assert median(reports) <= 0.15
+    assert len(reports) == 51
+    assert median(reports) <= 0.09
     assert dense.speeds.rows == 113
     assert dense.speeds.median_error <= 0.14
     assert moe.coverage_95 is not None
