@@ -2,8 +2,8 @@
 
 `make reading-table MATERIAL=DIR LIST=FILE` reads the files that LIST names, one a line, relative to
 DIR; without LIST every script and YAML file below DIR that speaks of a parallel size. Nothing of
-them is kept. A file that asks for a count of devices gets 64. What a refusal says to add is added,
-and the file read again: a refusal that comes again after what it asked for asks for nothing.
+them is kept. What a refusal says to add is added, a typical value where it leaves that open, and
+the file read again: a refusal that comes again after what it asked for asks for nothing.
 """
 
 from __future__ import annotations
@@ -12,86 +12,22 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from moewright.api.launch_scripts import ScriptPlan, read_flags
+from moewright.api.script_requests import ScriptAdditions
 from moewright.codec import format_layout
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import BadInput
 
 _SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml")
 _MARK = re.compile(r"model[-_]parallel[-_]size")
 _DEVICE = "H100"
-_COUNT = 64
 _MOST_BYTES = 200_000
 # Notes that say what a plan leaves out or takes otherwise.
 _REMARKS = ("not read:", "is left out", "is not read", "is of ", "planned as", "counts")
-
-
-# What stands for "..." in what a refusal says to add, by a word of the name that it is for.
-_TYPICAL = (
-    ("num-layers|num_layers", "32"),
-    ("hidden-size|hidden_size", "4096"),
-    ("num-attention-heads|num_attention_heads", "32"),
-    ("seq-length|seq_length|max_length", "4096"),
-    ("global-batch|global_batch", "512"),
-    ("vocab", "128000"),
-    ("parallel-size|parallel_size|micro-batch|micro_batch", "1"),
-)
-_OTHERWISE = "8"
-_MODEL = "meta-llama/Meta-Llama-3-8B"
 _MOST_STEPS = 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Additions:
-    """What is given beside a file: the devices, a model where one is asked for, and --set."""
-
-    devices: str = _DEVICE
-    model: str = ""
-    settings: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
-
-    def add(self, reason: Reason) -> Additions | None:
-        """Return these with what a refusal asks for; None where it asks for nothing."""
-        if reason.field == "--on":
-            return replace(self, devices=f"{_COUNT}x{_DEVICE}")
-        words = _split(reason.nearest)
-        option = reason.field.rpartition(" ")[2] if ": --" in reason.field else reason.field
-        option = option.partition(" ")[0]
-        if words[:1] == ["--script-args"]:
-            return self._add_argument(reason)
-        if words[:1] == ["--set"]:
-            told = (word for word in words if word != "--set")
-            return replace(self, settings=(*self.settings, *map(_fill, told)))
-        if words[:1] in (["--model"], ["estimate"]):
-            return replace(self, model=_MODEL)
-        if option.startswith("--") and words[:1] == [option]:
-            return None
-        if words and words[0].startswith("--") and option.startswith("--"):
-            if len(words) > 1:  # an option that goes with it
-                return replace(self, settings=(*self.settings, "=".join(words[:2])))
-            return None
-        is_name = option.startswith("--") or "." in option
-        if len(words) == 1 and is_name:
-            return replace(self, settings=(*self.settings, f"{option}={words[0]}"))
-        return None
-
-    def _add_argument(self, reason: Reason) -> Additions | None:
-        """Return these with the argument of a script that a refusal asks for by its place."""
-        place = re.search(r"argument (\d+)", reason.rule)
-        if place is None:
-            return None
-        count = int(place[1])
-        arguments = [*self.arguments, *[_OTHERWISE] * (count - len(self.arguments))]
-        arguments[count - 1] = _fill(f"{reason.field}=...").partition("=")[2]
-        return replace(self, arguments=tuple(arguments))
-
-    def __str__(self) -> str:
-        given = f'--script-args "{" ".join(self.arguments)}"' if self.arguments else ""
-        model = f"--model {self.model}" if self.model else ""
-        settings = (f"--set {setting}" for setting in self.settings)
-        return " ".join(filter(None, (f"--on {self.devices}", model, given, *settings)))
+_NO_ADDITIONS = ScriptAdditions(devices=_DEVICE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,20 +41,7 @@ class ReadFile:
     outcome: str
     words: str
     followed: tuple[str, ...] = ()
-    added: Additions = field(default_factory=Additions)
-
-
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return text.split()
-
-
-def _fill(setting: str) -> str:
-    """Return NAME=VALUE with a typical value in the place of three dots."""
-    typical = (value for names, value in _TYPICAL if re.search(names, setting, re.IGNORECASE))
-    return setting.replace("...", next(typical, _OTHERWISE))
+    added: ScriptAdditions = _NO_ADDITIONS
 
 
 def list_material(folder: Path) -> Iterator[Path]:
@@ -133,7 +56,7 @@ def list_material(folder: Path) -> Iterator[Path]:
 
 def read_file(path: Path, name: str) -> ReadFile:
     """Read a file as `estimate --from-flags` does, on H100, with what its refusals ask for."""
-    added = Additions()
+    added = _NO_ADDITIONS
     followed: list[str] = []
     while True:
         try:
@@ -146,7 +69,7 @@ def read_file(path: Path, name: str) -> ReadFile:
             )
         except BadInput as refusal:
             line = str(refusal)
-            more = next(filter(None, map(added.add, refusal.reasons)), None)
+            more = next(filter(None, map(added.follow, refusal.reasons)), None)
             is_again = line in followed
             if more is None or is_again or len(followed) == _MOST_STEPS:
                 outcome = "refused again" if is_again else "refused"

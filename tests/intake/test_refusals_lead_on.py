@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import random
 import re
+import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from docs.tools.reading_table import read_file
+from moewright.api.launch_scripts import read_flags
+from moewright.api.script_requests import ScriptAdditions, gather_requests
+from moewright.spec.errors import BadInput, Reason
 
 OPTIONS = (
     ("--num-layers", "8"),
@@ -33,6 +38,15 @@ OPTIONS = (
 )
 RENAMED = re.compile(r"(--[\w-]+): is no option .*; nearest legal value: (--[\w-]+)(?: \(|$)")
 SWITCHES = "--bf16 --swiglu --group-query-attention --use-distributed-optimizer --moe-grouped-gemm"
+
+
+# What has no default, for which a typical value stands while the rest is asked for.
+NEEDED = (
+    *("--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size"),
+    *("--vocab-size", "--max-position-embeddings"),
+)
+COMPLETE = f"{SWITCHES} --sequence-parallel"
+NO_ADDITIONS = ScriptAdditions(devices="H100")
 
 
 def leave_out(rng: random.Random, words: list[list[str]]) -> None:
@@ -92,3 +106,60 @@ def test_what_a_refusal_asks_for_leads_to_an_answer(seed: int, tmp_path: Path):
         reading = read_file(script, script.name)
     kinds = [fault.__name__ for fault in faults]
     assert reading.outcome.startswith("planned"), (kinds, reading)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_script_lacks_is_asked_for_at_once(seed: int, tmp_path: Path):
+    rng = random.Random(seed)
+    lacking = rng.sample(NEEDED, rng.randint(2, len(NEEDED)))
+    words = []
+    told = {}
+    for name, value in OPTIONS:
+        if name not in lacking:
+            words.append(f"{name} {value}")
+        elif rng.random() < 0.5:
+            variable = name.strip("-").replace("-", "_").upper()
+            words.append(f"{name} ${variable}")
+            told[variable] = value
+        else:
+            told[name] = value
+    script = tmp_path / "run.sh"
+    launcher = rng.choice(("torchrun --nproc_per_node 8", "torchrun --nproc_per_node $GPUS"))
+    script.write_text(f"{launcher} pretrain_gpt.py {COMPLETE} {' '.join(words)}\n")
+    with pytest.raises(BadInput) as refusal:
+        read_flags(script, on="H100")
+    asked = shlex.split(refusal.value.reasons[0].nearest)
+    names = {word.partition("=")[0] for word in asked if "=" in word}
+    assert names == told.keys()
+    count = next((after for word, after in pairwise(asked) if word == "--on"), "H100")
+    assert (count == "8xH100") == ("$GPUS" in launcher)
+    answered = [f"{name}={value}" for name, value in told.items()]
+    plan = read_flags(script, on=count, overrides=answered).plan
+    whole = " ".join(f"{name} {value}" for name, value in OPTIONS)
+    script.write_text(f"torchrun --nproc_per_node 8 pretrain_gpt.py {COMPLETE} {whole}\n")
+    assert plan == read_flags(script, on="H100").plan
+
+
+def test_an_answer_that_changes_nothing_is_not_offered(tmp_path: Path):
+    asked = Reason(field="--num-layers", rule="is missing", nearest="--set --num-layers=...")
+    refusal = gather_requests(BadInput(asked), NO_ADDITIONS, lambda _: BadInput(asked))
+    assert refusal.reasons[0].nearest == ""
+
+
+def test_what_is_wrong_with_a_made_up_value_is_not_asked_for():
+    asked = Reason(field="--hidden-size", rule="is missing", nearest="--set --hidden-size=...")
+    wrong = Reason(field="--num-attention-heads", rule="must divide it", nearest="16")
+    answers = iter((BadInput(wrong), None))
+    refusal = gather_requests(BadInput(asked), NO_ADDITIONS, lambda _: next(answers))
+    assert refusal.reasons == (asked,)
+
+
+def test_a_program_that_no_launcher_starts_is_offered_one_device(tmp_path: Path):
+    script = tmp_path / "run.sh"
+    whole = " ".join(f"{name} {value}" for name, value in OPTIONS if "parallel" not in name)
+    script.write_text(f"python pretrain_gpt.py {SWITCHES} {whole}\n")
+    with pytest.raises(BadInput, match=r"one process.*1xH100"):
+        read_flags(script, on="H100")
+    script.write_text(script.read_text().rstrip() + " --tensor-model-parallel-size 16\n")
+    with pytest.raises(BadInput, match=r"one process.*16xH100"):
+        read_flags(script, on="H100")

@@ -6,14 +6,16 @@ import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import lcm
 from pathlib import Path
 
 from moewright.api.advising import advise_job, has_times, judge_advised_job
 from moewright.api.comparison import summarize_plan
 from moewright.api.requests import read_hardware, translate_fields
+from moewright.api.script_requests import ScriptAdditions, gather_requests
 from moewright.codec import format_layout
 from moewright.codec.foreign import BeyondBudget, budget, read_apart
-from moewright.codec.megatron_options import field_option
+from moewright.codec.megatron_options import LAYOUT_OPTIONS, field_option
 from moewright.diagnosis.advice import Advice
 from moewright.diagnosis.judgement import Judgement, judge_plan
 from moewright.diagnosis.priced_fixes import Trainer
@@ -28,6 +30,7 @@ from moewright.intake.megatron.called_scripts import (
 )
 from moewright.intake.megatron.launch import find_launch, refuse_other_task
 from moewright.intake.megatron.launch_command import LaunchCommand
+from moewright.intake.megatron.launchers import ONE_PROCESS
 from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.model import require_positions
 from moewright.intake.megatron.overrides import ScriptOverrides, parse_script_overrides
@@ -251,24 +254,61 @@ def read_flags(
             field="--script-args", value=arguments[:60], rule=f"cannot be read: {error}"
         )
         raise BadInput(reason) from None
-    path = Path(script)
-    values = parse_script_overrides(overrides)
-    environment = dict(os.environ)
+    inputs = ScriptAdditions(
+        devices=on if isinstance(on, str) else "",
+        model=model,
+        arguments=tuple(words),
+        settings=tuple(overrides),
+    )
+
+    def read(additions: ScriptAdditions) -> ScriptPlan:
+        devices = additions.devices or on
+        return _read_once(Path(script), additions, devices, network, strict=strict)
+
+    def refuse(additions: ScriptAdditions) -> BadInput | None:
+        try:
+            read(additions)
+        except BeyondBudget:
+            raise
+        except BadInput as refused:
+            return refused
+        return None
+
     try:
-        command = read_launch(path, environment, words, values)
-        return _plan_strictly(command, path, model, on, network, strict=strict)
+        return read(inputs)
     except BeyondBudget:
         # A second reading would be stopped as well.
         raise
     except BadInput as refused:
-        refusal = _complete_refusal(refused, path, words)
+        raise gather_requests(refused, inputs, refuse) from None
+
+
+def _read_once(
+    script: Path, additions: ScriptAdditions, on: str | Hardware, network: str, *, strict: bool
+) -> ScriptPlan:
+    """Return the plan of a script with what is given beside it.
+
+    Raises:
+        BadInput: it lacks something, or cannot be planned.
+    """
+    values = parse_script_overrides(additions.settings)
+    environment = dict(os.environ)
+    model = additions.model
+    words = additions.arguments
+    try:
+        command = read_launch(script, environment, words, values)
+        return _plan_strictly(command, script, model, on, network, strict=strict)
+    except BeyondBudget:
+        raise
+    except BadInput as refused:
+        refusal = _complete_refusal(refused, script, words)
         # Only now: a script that is read without Slurm's variables says all by itself.
         cluster = _cluster_variables(on, network)
         if not cluster:
             raise refusal from None
         try:
-            command = read_launch(path, environment, words, values, cluster=cluster)
-            reading = _plan_strictly(command, path, model, on, network, strict=strict)
+            command = read_launch(script, environment, words, values, cluster=cluster)
+            reading = _plan_strictly(command, script, model, on, network, strict=strict)
         except BadInput:
             # The first refusal is of the script as it stands.
             raise refusal from None
@@ -377,7 +417,10 @@ def plan_launch(
     if not states_count:
         if not command.world_size:
             rule = "needs a count: how many devices the script starts is only known where it runs"
-            nearest = f"{hardware.fabric.devices_per_node}x{on}"
+            if command.rank_account == ONE_PROCESS:
+                rule = f"needs a count: {ONE_PROCESS} (WORLD_SIZE)"
+            count = _find_count(command, hardware.fabric.devices_per_node)
+            nearest = f"{count}x{on}"
             raise BadInput(Reason(field="--on", value=str(on)[:60], rule=rule, nearest=nearest))
         hardware = replace(hardware, count=command.world_size)
     rank_notes: tuple[str, ...] = ()
@@ -413,6 +456,23 @@ def plan_launch(
             **{name: (value,) for name, value in command.exported.items()},
         },
     )
+
+
+def _find_count(command: LaunchCommand, node_devices: int) -> int:
+    """Return the least count of devices that the degrees of a command fill: whole nodes, or one.
+
+    A program that no launcher starts is one process, where its degrees leave it so.
+    """
+    degrees = {
+        axis: whole_number("".join(command.options.get(LAYOUT_OPTIONS[axis], ())), otherwise=1)
+        for axis in ("tp", "cp", "pp", "ep", "etp")
+    }
+    dense = degrees["tp"] * degrees["cp"] * degrees["pp"]
+    sparse = degrees["ep"] * degrees["etp"] * degrees["pp"]
+    ranks = lcm(dense, sparse)
+    if ranks == 1 and command.rank_account == ONE_PROCESS:
+        return 1
+    return lcm(ranks, command.nodes or 1, node_devices)
 
 
 def _find_model(name: str, *, is_given: bool) -> ModelSpec:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from moewright.intake.megatron.deepspeed_experts import EXPERT_OPTIONS
 from moewright.intake.megatron.settings import Value
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import whole_number
@@ -175,6 +176,7 @@ class Treatment(StrEnum):
     SHARDING = "sharding"  # it is DeepSpeed's way to say ZeRO
     ADAPTERS = "adapters"  # it is of low-rank adapters beside frozen weights
     DEPENDENT = "dependent"  # what it means depends on others
+    EXPERTS = "experts"  # it is of DeepSpeed's own layer of experts
     REFUSE = "refuse"
 
 
@@ -344,12 +346,6 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--use-legacy-models": _refused("is gone, and legacy models with it; leave it out"),
         "--num-experts-per-token": _refused("is --moe-router-topk", 1),
         "--expert-parallel-size": _refused("is --expert-model-parallel-size", 1),
-        "--moe-expert-parallel-size": ForeignOption(
-            treatment=Treatment.RENAMED,
-            reason="is Megatron-DeepSpeed's; in Megatron-LM it is --expert-model-parallel-size",
-            value_count=1,
-            meanings={"1": {}},
-        ),
         # Of the fork of Megatron-LM that databricks/megablocks' exp/ starts: left out, a model with
         # experts would be planned as a dense one.
         "--moe-num-experts": _refused("is megablocks'; in Megatron-LM it is --num-experts", 1),
@@ -401,6 +397,9 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--swap-optimizer": _renamed(
             "is MindSpeed's, which brings states back in parts", "--optimizer-cpu-offload"
         ),
+        "--pad-vocab-size-to": _renamed(
+            "is of MindSpeed and forks of Megatron-DeepSpeed", "--padded-vocab-size", value_count=1
+        ),
         "--use-qk-norm": _renamed("is of a fork", "--qk-layernorm"),
         "--schedules-method": _refused(
             "is MindSpeed's: its schedules cannot be planned here; left out, the rest is", 1
@@ -429,6 +428,10 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--max-padding-length": _ignored(_PAI, 1),
         "--train-mode": _ignored(_PAI, 1),
         "--dataset": _ignored(_PAI, 1),
+        **{
+            name: ForeignOption(treatment=Treatment.EXPERTS, reason=_DEEPSPEED, value_count=count)
+            for name, count in EXPERT_OPTIONS.items()
+        },
         **{
             name: ForeignOption(treatment=Treatment.DEPENDENT, reason=_MINDSPEED, value_count=count)
             for name, count in DEPENDENT_OPTIONS.items()

@@ -20,12 +20,10 @@ from moewright.intake.megatron.config_files import (
     configure_words,
     is_configured,
 )
-from moewright.intake.megatron.foreign_options import (
-    is_swift,
-    swift_settings,
-)
+from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, is_swift, swift_settings
 from moewright.intake.megatron.launch_command import LaunchCommand, parse_command
-from moewright.intake.megatron.launchers import split_launcher
+from moewright.intake.megatron.launchers import PYTHONS, split_launcher
+from moewright.intake.megatron.options import option_table
 from moewright.intake.megatron.overrides import ScriptOverrides
 from moewright.intake.megatron.post_training import is_slime, slime_words
 from moewright.intake.megatron.unknown import (
@@ -34,9 +32,7 @@ from moewright.intake.megatron.unknown import (
     find_unknown,
     show_unknown,
 )
-from moewright.intake.megatron.unread import (
-    group_names,
-)
+from moewright.intake.megatron.unread import find_fork_option, group_names
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import mention
 
@@ -104,6 +100,10 @@ _OTHER_TRAINERS = (
         "takes its options from a YAML file by yq: give that file, which is read by itself",
     ),
 )
+_YAML_PROGRAM = "what yq prints"
+# Options of launchers behind which the program stands.
+_NO_VALUE = ("--no-python", "--standalone", "--use-env", "--use_env", "--module")
+_SEVERAL = 3  # options of a command, by which its trainer is told
 # A program of Python that a line of a script names.
 _PROGRAM_FILE = re.compile(r"[^\s\"'=;:]+\.py\b")
 # A variable that a script leaves without.
@@ -142,11 +142,13 @@ def find_launch(
             environment = _environment(command)
             configured = configure(swift_settings(command.words, environment))
             return parse_configured(configured, environment, reading.notes, overrides)
-        words = (split_launcher(command.words) or ([], []))[1]
+        started_by, words = split_launcher(command.words) or ([], [])
         if is_configured(words):
             environment = _environment(command)
-            words = [*words, *overrides.settings]
-            configured = configure_words(words, environment, folder or Path())
+            configured = configure_words(
+                [*words, *overrides.settings], environment, folder or Path()
+            )
+            configured = _add_launcher(configured, started_by, words)
             return parse_configured(configured, environment, reading.notes, overrides)
     raise reading.fault or BadInput(_explain_refusal(reading, folder))
 
@@ -200,6 +202,13 @@ def _explain_refusal(reading: ShellReading, folder: Path | None) -> Reason:
     if request is not None and not (missing or other or reading.exit_line):
         return request
     if not (missing or other or reading.exit_line):
+        trainer = next(filter(None, map(_find_trainer, reading.commands)), "")
+        if trainer:
+            rule = (
+                f"starts {show_unknown(trainer)[-80:]} with options that Megatron-LM has not: a "
+                "trainer of its own; name the model and the layout to `estimate`"
+            )
+            return Reason(field="script", rule=rule)
         if programs:
             rule += f"; it starts {show_unknown(programs[0])[-80:]}"
         elif all(command.words[0] in PLAIN_PROGRAMS for command in reading.commands):
@@ -224,19 +233,55 @@ def _explain_refusal(reading: ShellReading, folder: Path | None) -> Reason:
 def _ask_options(command: Command) -> Reason | None:
     """Return what asks for the options of a trainer, where they stand in variables not set here."""
     program = _find_program(command)
-    if not program or _TRAINS.search(program) is None:
+    if not program or _TRAINS.search(program) is None or _has_own_options(command):
         return None
-    whole = (word for word in command.words if not UNKNOWN_VALUE.sub("", word))
-    unknown = [value for value in map(find_unknown, whole) if value is not None]
-    names = list(dict.fromkeys(value.name for value in unknown if value.name))
-    if not names:
-        return None
-    rule = f"{show_unknown(program)[-80:]} takes its options from {', '.join(names)}, not set here"
-    return Reason(
-        field="script",
-        rule=rule[:200],
-        nearest=f'--set {names[-1]}="--num-layers ..."',
+    # Behind an option a variable is its value.
+    whole = (
+        word
+        for before, word in pairwise(command.words)
+        if not UNKNOWN_VALUE.sub("", word) and not _takes_value(before)
     )
+    unknown = [value for value in map(find_unknown, whole) if value is not None]
+    named = {value.name: value for value in unknown if value.name}
+    if not named:
+        return None
+    name, value = list(named.items())[-1]
+    if _YAML_PROGRAM in value.origin:
+        rule = f"{name} is {value.origin}: give that YAML file, which is read by itself"
+        return Reason(field="script", rule=rule[:200])
+    rule = f"{show_unknown(program)[-80:]} takes its options from {', '.join(named)}, not set here"
+    nearest = f'--set {name}="--num-layers ..."'
+    if _is_argument(name):
+        nearest = '--script-args "..."'
+    return Reason(field="script", rule=rule[:200], nearest=nearest)
+
+
+def _takes_value(word: str) -> bool:
+    option = option_table().get(word)
+    is_switch = option is not None and option.value_count == "0"
+    return word.startswith("--") and not is_switch
+
+
+def _find_trainer(command: Command) -> str:
+    """Return the program of a command that trains by options of its own; "" for another."""
+    program = _find_program(command)
+    is_trainer = bool(program) and _TRAINS.search(program) is not None
+    return program if is_trainer and _has_own_options(command) else ""
+
+
+def _has_own_options(command: Command) -> bool:
+    """Whether most options of a command are of no fork of Megatron-LM that is known here."""
+    words = command.words
+    program = _find_program(command)
+    place = words.index(program) if program in words else -1
+    names = {word.partition("=")[0] for word in words[place + 1 :] if word.startswith("--")}
+    known = [
+        name
+        for name in names
+        if name in option_table() or name in FOREIGN_OPTIONS or find_fork_option(name)
+    ]
+    # Every trainer has --bf16 and --seed.
+    return len(names) >= _SEVERAL and len(known) * 2 < len(names)
 
 
 def _is_argument(name: str) -> bool:
@@ -264,6 +309,19 @@ def _last_words(commands: Sequence[Command]) -> str:
     usage = [text for text in printed if "usage" in text.casefold()]
     text = next(iter(usage[-1:] + printed[-1:]), "")
     return " ".join(_COLOURS.sub(" ", show_unknown(text)).split())[:120]
+
+
+def _add_launcher(
+    configured: ConfiguredCommand, started_by: Sequence[str], words: Sequence[str]
+) -> ConfiguredCommand:
+    """Return a configured command with the ranks that its launcher says, where it says none."""
+    is_plain = not started_by or started_by[-1].rpartition("/")[2] in PYTHONS
+    is_told = any(word.startswith(("--nnodes", "--nproc")) for word in configured.words)
+    if is_plain or is_told:
+        return configured
+    is_program = (word.endswith(".py") or word == "-m" for word in words)
+    place = next((at for at, is_there in enumerate(is_program) if is_there), 0)
+    return replace(configured, words=(*words[:place], *configured.words))
 
 
 def parse_configured(
@@ -350,13 +408,17 @@ def _find_program(command: Command) -> str:
     if words[0] in _PRINTERS:
         return ""
     suffixes = (".py", ".sh") if "--no-python" in words else (".py",)
-    files = (word for word in words if word.endswith(suffixes))
-    modules = (
-        following
-        for word, following in pairwise(words)
-        if word == "-m" and not following.startswith("torch.")
-    )
-    return next(files, "") or next(modules, "")
+    for before, word in pairwise(("", *words)):
+        is_module = before == "-m" and not word.startswith("torch.")
+        # Behind an option of the trainer a file is its value.
+        is_file = word.endswith(suffixes) and not _is_trainer_option(before)
+        if is_module or is_file:
+            return word
+    return next((word for word in words if word.endswith(suffixes)), "")
+
+
+def _is_trainer_option(word: str) -> bool:
+    return word.startswith("--") and "=" not in word and word not in _NO_VALUE
 
 
 def _match_command(command: Command, rules: Sequence[tuple[str, str]]) -> str:

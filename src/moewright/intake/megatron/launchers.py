@@ -23,6 +23,7 @@ LAUNCHERS = ("torchrun", "dlrover-run", "deepspeed", "accelerate", *PYTHONS)
 RUNNERS = ("uv",)  # of modules, where they start no program of those
 SCHEDULERS = ("srun", "mpirun", "mpiexec", "prun", "jsrun", "aprun", "flux")
 _DISTRIBUTED = "torch.distributed"
+ONE_PROCESS = "python starts one process, and nothing says of how many"
 _ANY_COUNT = ("gpu", "auto", "cpu", "xpu")  # torchrun counts the devices itself
 # What a launcher is told in the environment; torchrun's agent reads these.
 _VARIABLES = MappingProxyType({"nnodes": "PET_NNODES", "nproc-per-node": "PET_NPROC_PER_NODE"})
@@ -70,6 +71,7 @@ _TASK_OPTIONS = MappingProxyType(
         ),
     }
 )
+_RANK_WORD = re.compile(r"--?n(nodes|proc[-_]per[-_]node)\b")
 _MAPPING = re.compile(r"ppr:(\d+):node")
 _SLOTS = re.compile(r"[^,:]+:(\d+)")
 
@@ -110,6 +112,14 @@ def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
                 if name == "accelerate" and arguments[:1] == ["launch"]:
                     del arguments[0]
                 return [*words[:position], name], arguments
+    return _split_other_launcher(words)
+
+
+def _split_other_launcher(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """Return a launcher that is not known, by its own words: ranks in front of a program."""
+    program = next((at for at, word in enumerate(words) if word.endswith(".py")), 0)
+    if any(_RANK_WORD.match(word) for word in words[1:program]):
+        return [words[0]], list(words[1:])
     return None
 
 
@@ -192,7 +202,7 @@ def _count_plain(tasks: _Tasks, variables: Mapping[str, str], world_size: str) -
     total = world_size or variables.get("WORLD_SIZE", "")
     if whole_number(total):
         return RankCount(nodes=1, per_node=int(total), account="by WORLD_SIZE")
-    return RankCount(nodes=1, account="python starts one process, and nothing says of how many")
+    return RankCount(nodes=1, account=ONE_PROCESS)
 
 
 def _count_visible(variables: Mapping[str, str]) -> int:

@@ -15,6 +15,7 @@ from moewright.intake.megatron import adapters
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.config_files import configure_file
 from moewright.intake.megatron.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
+from moewright.intake.megatron.deepspeed_experts import translate_experts
 from moewright.intake.megatron.directives import read_directives
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment, translate_options
 from moewright.intake.megatron.launch import find_launch, parse_configured
@@ -221,11 +222,17 @@ def _read_foreign_options(
     notes: list[str] = []
     dependent: dict[str, tuple[str, ...]] = {}
     replaced: dict[str, tuple[str, ...]] = {}
+    experts: dict[str, tuple[str, ...]] = {}
+    is_deepspeed = False
     for name, values in command.foreign_options.items():
         option = FOREIGN_OPTIONS[name]
         if option.treatment is Treatment.REFUSE:
             raise BadInput(Reason(field=name, rule=option.reason))
         if option.treatment is Treatment.ADAPTERS:
+            continue
+        is_deepspeed = is_deepspeed or option.treatment is Treatment.SHARDING
+        if option.treatment is Treatment.EXPERTS:
+            experts[name] = values
             continue
         if option.treatment is Treatment.DEPENDENT:
             dependent[name] = values
@@ -244,7 +251,12 @@ def _read_foreign_options(
             replaced |= stood_for
         notes.append(note)
     translated, more = translate_options(dependent, {**command.options, **replaced})
-    return [*notes, *more], {**replaced, **translated}
+    notes += more
+    if experts or is_deepspeed:
+        of_experts, more = translate_experts(experts, command.options)
+        translated |= of_experts
+        notes += more
+    return notes, {**replaced, **translated}
 
 
 def _name_adapters(options: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -21,6 +21,7 @@ _COMPARED = re.compile(r"\[\[?\s+[\"']?\$\{?(\w+)\}?[\"']?\s+={1,2}\s+[\"']?([\w
 _ASSIGNED = r"(?m)^\s*(?:export\s+)?{}="
 _UNSET = "takes the value of"  # a variable that no command of the script sets
 _SETTINGS = re.compile(r"--set (\w+)=\.\.\.(?: --set \w+=\.\.\.)*")
+_LEAVES = "the script leaves at line"
 _REQUEST = '--script-args "..."'
 _FEW = 2  # arguments, which a refusal names one by one
 _MOST_VALUES = 12
@@ -79,6 +80,9 @@ def _complete(
 ) -> Reason:
     if reason.nearest == _REQUEST and len(arguments) > _FEW:
         return replace(reason, rule=f"{reason.rule}; {_describe(arguments)}")
+    is_choice = any(len(item.values) > 1 and item.place > len(words) for item in arguments)
+    if _LEAVES in reason.rule and is_choice:
+        return replace(reason, rule=f"{reason.rule}; {_describe(arguments)}", nearest=_REQUEST)
     variable = _SETTINGS.fullmatch(reason.nearest)
     if variable is None or not reason.rule.startswith(_UNSET):
         return reason
@@ -93,7 +97,7 @@ def _complete(
         )
         name = argument.name or f"argument {argument.place}"
         return Reason(field=name, value=value[:60], rule=rule, nearest=argument.values[0])
-    if any(len(item.values) > 1 and item.place > len(words) for item in arguments):
+    if is_choice:
         rule = f"is {variable[1]}, which an argument decides; {_describe(arguments)}"
         return Reason(field=reason.field, rule=rule, nearest=_REQUEST)
     return reason

@@ -26,8 +26,9 @@ from moewright.spec.units import mention
 _DATA = "moewright.intake.megatron"
 # What words are about, by what stands in their names between underscores.
 _TOPICS = {
-    "parallelism": r"parallel\w*|pipeline\w*|pipe|shard\w*|zero\d?|fsdp\w*|tp|pp|cp|ep|etp|dp|vpp"
-    r"|stage|stages|world_size|nnodes|num_nodes|nproc\w*|devices|overlap\w*|hetero|mesh|meshes",
+    "parallelism": r"parallel\w*|pipeline\w*|pipe|shard\w*|fsdp\w*|tp|pp|cp|ep|etp|dp|vpp"
+    # Not what is zero: means, centred gammas, gradients.
+    r"|zero(?!_(mean|init|cent|grad|loss|shot))\d?|stage|stages|world_size|nnodes|num_nodes|nproc\w*|devices|overlap\w*|hetero|mesh|meshes",
     "precision": r"fp\d+\w*|bf16|mxfp\w*|nvfp\w*|float\d*|half|int8|\w*dtype|precision|amp"
     r"|quant\w*",
     "the optimizer": r"optim\w*|adam\w*|muon|moment\w*|ddp|main_params|main_grads|lora\w*|peft",
@@ -39,6 +40,16 @@ _TOPICS = {
     "the model": r"layers?|hidden|ffn|intermediate|vocab\w*|norm\w*|bias|embed\w*|mtp|gated?|width"
     r"|swiglu|glu|mamba|hybrid|residual|kernels?|fus\w+|dropout",
 }
+# Topics that a name only sounds of where it is about a value of training, and about no size.
+_VALUED_TOPICS = ("the optimizer", "experts", "attention", "the model")
+_OF_VALUES = re.compile(
+    r"(?<![a-z0-9])(lr|rate|init\w*|std|mean|loss\w*|coeff?|coefficient|update|decay|warmup|eps"
+    r"|epsilon|betas?\d?|temperature|clip\w*|log\w*|metrics?|seed)(?![a-z0-9])"
+)
+_OF_SIZES = re.compile(
+    r"(?<![a-z0-9])(num|size|sizes|layers?|dims?|hidden|width|heads?|experts|topk|rank|ranks|dtype"
+    r"|offload\w*|fus\w+|kernels?|freq)(?![a-z0-9])"
+)
 # Last parts of names that say nothing without the part before them.
 _GENERIC = (
     *("name", "type", "enabled", "enable", "stage", "value", "kind", "impl", "size", "mode"),
@@ -283,7 +294,10 @@ def find_topic(name: str) -> str:
     if last.casefold() in _GENERIC and len(parts) > 1:
         last = f"{parts[-2]}_{last}"
     spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", last).casefold()
+    is_value = _OF_VALUES.search(spelled) is not None and _OF_SIZES.search(spelled) is None
     for topic, words in _TOPICS.items():
+        if is_value and topic in _VALUED_TOPICS:
+            continue
         if re.search(rf"(?<![a-z0-9])(?:{words})(?![a-z0-9])", spelled):
             return topic
     return ""
