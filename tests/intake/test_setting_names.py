@@ -100,3 +100,58 @@ def test_each_dialect_has_its_table():
     for dialect in list_dialects():
         for table in dialect.tables:
             assert len(read_table(table)) > 50
+
+
+# Numbers that a plan does not depend on although they stand beside what it is read from, by the
+# last part of their names, with the reason.
+WITHOUT_EFFECT = {
+    "ranks, which this test gives beside the file": (
+        *("nnodes", "nproc_per_node", "num_nodes", "devices", "num_npus"),
+        *("num_gpus_per_node", "policy_num_nodes", "policy_num_gpus_per_node"),
+    ),
+    "how often something is printed, checked or swept": (
+        *("log_interval", "log_every_n_steps", "val_check_interval", "limit_val_batches"),
+        "gc_interval",
+    ),
+    "of saves, where no folder is given": ("save_interval", "save_steps"),
+    "of the data and its draws": ("split", "seed", "dataset_num_proc"),
+    "of the ranks that generate": ("infer_tensor_parallel_size",),
+    "of a rollout, of which the actor takes mini-batches of their own size": (
+        *("global_batch_size", "seq_length", "rollout_batch_size"),
+    ),
+}
+# Files in which the last of these holds: elsewhere they are the batch that is planned.
+OF_ROLLOUTS = ("mindspeed_rl.yaml", "roll.yaml")
+
+
+def double_numbers(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (the name, the text with the number twice as large) for each whole number of a text."""
+    is_script = text.startswith("#!")
+    pattern = r"(--[\w-]+)[ =](\d+)(?=\s)" if is_script else r"([\w-]+): (\d+)(?=\s*(?:#.*)?$)"
+    for match in re.finditer(pattern, text, re.MULTILINE):
+        if int(match[2]):
+            twice = str(int(match[2]) * 2)
+            yield match[1], text[: match.start(2)] + twice + text[match.end(2) :]
+
+
+def list_unsaid(name: str, folder: Path) -> Iterator[str]:
+    """Yield the numbers of a golden configuration that change nothing and are not named."""
+    text = (CONFIGURATIONS / name).read_text()
+    right = read(text, folder / name)
+    answer = (right.model, right.workload, right.layout)
+    for word, doubled in double_numbers(text):
+        try:
+            job = read(doubled, folder / name)
+        except BadInput:
+            continue
+        is_named = any(word.strip("-") in note for note in job.notes) or job.notes != right.notes
+        if (job.model, job.workload, job.layout) == answer and not is_named:
+            yield word
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_number_changes_the_answer_or_is_known_to_change_none(name, tmp_path):
+    reasons = list(WITHOUT_EFFECT.values())
+    known = {word for words in reasons[: None if name in OF_ROLLOUTS else -1] for word in words}
+    unsaid = {word.strip("-").replace("-", "_") for word in list_unsaid(name, tmp_path)}
+    assert unsaid <= known

@@ -115,3 +115,100 @@ def test_the_output_of_a_run_is_no_script(tmp_path):
 def test_the_version_of_bash_is_known(tmp_path):
     text = f'if [ "${{BASH_VERSION%%.*}}" -lt 4 ]; then exit 1; fi\n{TRAINING}'
     assert read(text, tmp_path).world_size == 8
+
+
+def test_a_launcher_that_nobody_knows_is_told_by_its_ranks(tmp_path):
+    text = f"exec podrun --nnodes=2 --nproc-per-node=4 --tee=3 pretrain_gpt.py {MODEL}"
+    assert read(text, tmp_path).world_size == 8
+
+
+def test_a_trainer_that_nobody_knows_is_named_and_not_offered_megatrons_options(tmp_path):
+    text = (
+        "torchrun --nproc_per_node 8 train/train.py --model_name_or_path llama --bf16 --do_train "
+        "--per_device_train_batch_size 1 --data_cache_dir $CACHE --reward_url score.py"
+    )
+    with pytest.raises(BadInput, match=r"train/train.py with options that .*; name the model"):
+        read(text, tmp_path)
+
+
+def test_a_file_behind_an_option_is_no_program(tmp_path):
+    text = (
+        "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --reward_url score.py "
+        "--actor_num_nodes 1 --ref_num_nodes 1 --bf16 --micro_train_batch_size 8"
+    )
+    with pytest.raises(BadInput, match=r"starts openrlhf.cli.train_ppo_ray with"):
+        read(text, tmp_path)
+
+
+def test_options_that_yq_takes_from_a_file_are_in_that_file(tmp_path):
+    text = (
+        'ARGS=$(yq ".MODEL_ARGS | to_entries" model.yaml | tr "\\n" " ")\n'
+        "srun -n8 python pretrain_gpt.py --moe-pad-expert-input-to-capacity $ARGS"
+    )
+    with pytest.raises(BadInput, match="give that YAML file"):
+        read(text, tmp_path)
+
+
+def test_ranks_of_a_launcher_in_front_of_settings_are_read(tmp_path):
+    text = (
+        "torchrun --nproc_per_node 8 --nnodes 4 recipe.py train.train_iters=10 "
+        "dist.tensor_model_parallel_size=2 dist.pipeline_model_parallel_size=2"
+    )
+    assert read(text, tmp_path).world_size == 32
+
+
+@pytest.mark.parametrize("test", ["[[ $OUT =~ (P=[0-9]+).*(R=[0-9]+) ]]", '[ "$OUT" = done ]'])
+def test_a_test_alone_decides_nothing(test, tmp_path):
+    text = f"OUT=$(scontrol show jobid 7)\n{test}\necho ${{BASH_REMATCH[1]}}\n{TRAINING}"
+    assert read(text, tmp_path).world_size == 8
+
+
+def test_a_test_in_front_of_the_training_still_decides(tmp_path):
+    text = f"OUT=$(scontrol show jobid 7)\n[[ $OUT =~ P=1 ]] && {TRAINING} || {TRAINING} --bf16"
+    with pytest.raises(BadInput, match="scontrol"):
+        read(text, tmp_path)
+
+
+def test_lines_of_a_run_are_no_script_though_they_print_its_command(tmp_path):
+    text = f"[2024-04-18 20:44:00,618] [INFO] cmd = {TRAINING}\n"
+    with pytest.raises(BadInput, match="is what a run printed, and no script"):
+        read(text, tmp_path, "run.log")
+
+
+def test_options_of_training_values_refuse_no_script(tmp_path):
+    command = read(f"{TRAINING} --bias-zero-mean-update --router-z-loss-decay 0.1", tmp_path)
+    left_out = [note for note in command.notes if "is left out" in note]
+    assert len(left_out) == 2
+    for size in ("--router-hidden-size 8", "--experts-fused-bias", "--lr-shards 2"):
+        with pytest.raises(BadInput, match="sounds of"):
+            read(f"{TRAINING} {size}", tmp_path)
+
+
+def read_experts(words: str, tmp_path):
+    text = f"deepspeed --num_gpus 8 pretrain_gpt.py {MODEL} --num-experts 8 --zero-stage 1 {words}"
+    job = interpret_launch(read(text, tmp_path), world_size=8, folder=tmp_path)
+    return job.model, job.layout
+
+
+def test_experts_of_deepspeeds_own_layer_are_read(tmp_path):
+    model, layout = read_experts("--moe-expert-parallel-size 4 --topk 2", tmp_path)
+    assert model.moe is not None
+    assert (model.moe.experts, model.moe.router.top_k) == (8, 2)
+    assert model.moe_layers == (False, True, False, True)
+    assert (layout.ep, layout.etp, layout.capacity) == (4, 1, 1.0)
+    whole, kept = read_experts(
+        "--expert-interval 1 --disable-moe-token-dropping --create-moe-param-group", tmp_path
+    )
+    assert all(whole.moe_layers)
+    assert (kept.ep, kept.capacity) == (1, 0.0)
+
+
+def test_a_dense_layer_beside_deepspeeds_experts_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"--mlp-type=residual: .*standard"):
+        read_experts("--mlp-type residual", tmp_path)
+
+
+def test_rows_that_are_fewer_than_the_vocabulary_are_refused(tmp_path):
+    command = read(f"{TRAINING} --pad-vocab-size-to 1000", tmp_path)
+    with pytest.raises(BadInput, match=r"--padded-vocab-size=1000: .*1024"):
+        interpret_launch(command, world_size=8, folder=tmp_path)

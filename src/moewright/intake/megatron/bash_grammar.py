@@ -33,6 +33,12 @@ _MAX_ROUNDS = 10_000  # of a loop
 _CASE_ENDS = (";;", ";&", ";;&", "esac")
 
 
+# Statements that do nothing but test, and the words behind a block whose status is a condition.
+_TESTS = ("[[", "[", "test")
+_BEHIND_CONDITIONS = {"then", "do"}
+_MOST_GROUPS = 10  # of an expression: what a script asks of one
+
+
 class ShellGrammar(ShellBranches):
     """A reader of statements, which runs or skips them; what a simple command does is a subclass's.
 
@@ -62,10 +68,27 @@ class ShellGrammar(ShellBranches):
                 return
             if token.is_separator:
                 reader.take()
+            elif token.unquoted in _TESTS and not set(ends) & _BEHIND_CONDITIONS:
+                yield from self._test_alone(reader, live)
             else:
                 yield from self._list(reader, live)
         if ends:
             raise syntax_refusal(reader.line, f"`{ends[-1]}` is missing")
+
+    def _test_alone(self, reader: TokenReader, live: bool) -> Iterator[Command]:
+        """Run a test that decides nothing by itself: what it finds may stay unknown."""
+        begin = reader.position
+        try:
+            yield from self._list(reader, live)
+        except DecisionNeeded as error:
+            reader.position = begin
+            for _ in self._pipeline(reader, False):
+                pass
+            if _is_joint(reader):
+                raise
+            self.status, self.decision = None, error.unknown
+            # What an expression would have taken apart is as unknown as the whole.
+            self.variables.arrays["BASH_REMATCH"] = (error.unknown.mark(),) * _MOST_GROUPS
 
     def _list(self, reader: TokenReader, live: bool) -> Iterator[Command]:
         """Run pipelines joined by && and ||."""

@@ -101,7 +101,8 @@ class DeepSpeedConfig:
             other = "--bf16" if option == "--fp16" else "--fp16"
             if self.leaves.get(name) == "true" and other in options and option not in options:
                 rule = f"the options say {other}"
-                raise BadInput(self._contradiction(name, "true", rule, f"--set {other}=null"))
+                nearest = f"--set {other}=null --set {option}=true"
+                raise BadInput(self._contradiction(name, "true", rule, nearest))
 
     def check_batch(self, batch: int, micro_batch: int, dp: int) -> None:
         """Check that the options have the batch that the configuration has.

@@ -45,7 +45,7 @@ _OTHER_TASKS = re.compile(
 )
 # What names of programs say that change, test or serve a model; _TRAINS is of those that train too.
 _OTHER_VERBS = re.compile(
-    r"(?<![a-z])(convert\w*|conversion|roundtrip|split|merge|preprocess|tokenize|eval\w*|infer\w*"
+    r"(?<![a-z])(convert\w*|conversion|roundtrip|split|merge|preprocess|tokenize|eval\w*|inf(?:er\w*)?"
     r"|hf2\w*|\w*2hf|\w*2mcore|mcore2\w*|\w*2megatron|megatron2\w*|\w*2mg|mg2\w*"
     r"|generate\w*|generation\w*|generating|serve\w*|score\w*|predict\w*|export\w*|download\w*|upload\w*|prepare\w*)(?![a-z])"
 )

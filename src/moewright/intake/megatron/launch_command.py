@@ -89,6 +89,7 @@ _TOKENIZER = "--tokenizer-type"
 _LAYERS_MARK = "--num-layers"
 _LAYERS = "--transformer-impl"
 _DEEPSPEED_MARKS = ("--deepspeed", "--deepspeed-config", "--deepspeed_config", "--zero-stage")
+_OF_DEEPSPEED = "--moe-expert-parallel-size"  # an option of its parser alone
 _FORK_TABLES = ("pai", "mindspeed", "mindspeed_core", "slime", "miles", "megatron_deepspeed")
 # Options that a fork hands on to an engine of generation, whatever their names are.
 _HANDED_ON = ("--sglang-", "--vllm-")
@@ -457,7 +458,8 @@ class _LaunchParser:
         return find_release(word.partition("=")[0] for word in self.words)
 
     def _is_deepspeed(self) -> bool:
-        return not self.foreign_options.keys().isdisjoint(_DEEPSPEED_MARKS)
+        is_told = not self.foreign_options.keys().isdisjoint(_DEEPSPEED_MARKS)
+        return is_told or _OF_DEEPSPEED in self.own_source.options
 
     def _list_own_defaults(self) -> Mapping[str, str]:
         """Return the defaults of the script's own trainer, by option.

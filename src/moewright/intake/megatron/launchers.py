@@ -118,9 +118,10 @@ def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
 def _split_other_launcher(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
     """Return a launcher that is not known, by its own words: ranks in front of a program."""
     program = next((at for at, word in enumerate(words) if word.endswith(".py")), 0)
-    if any(_RANK_WORD.match(word) for word in words[1:program]):
-        return [words[0]], list(words[1:])
-    return None
+    if not any(_RANK_WORD.match(word) for word in words[1:program]):
+        return None
+    first = next(at for at, word in enumerate(words) if word.startswith("-"))  # its first option
+    return list(words[:first]), list(words[first:])
 
 
 def _name_program(word: str, programs: Sequence[str]) -> str:

@@ -60,9 +60,17 @@ def padded_vocabulary(arguments: Arguments, entries: int) -> int:
 
     They are a multiple of --make-vocab-size-divisible-by times the tensor-parallel degree, unless
     the command says them.
+
+    Raises:
+        BadInput: these are fewer than the vocabulary has.
     """
     if arguments.has("--padded-vocab-size"):
-        return arguments.integer("--padded-vocab-size")
+        rows = arguments.integer("--padded-vocab-size")
+        if rows < entries:
+            rule = f"has fewer rows than the vocabulary of {entries} entries"
+            field = "--padded-vocab-size"
+            raise BadInput(Reason(field=field, value=str(rows), rule=rule, nearest=str(entries)))
+        return rows
     if arguments.has("--no-pad-vocab-size") or arguments.has("--disable-pad-vocab-size"):
         return entries
     tp = arguments.size(LAYOUT_OPTIONS["tp"])

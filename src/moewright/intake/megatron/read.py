@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -55,6 +56,10 @@ _DATA_PARALLEL = "--data-parallel-size"
 _ACCUMULATION_STEPS = "--gradient-accumulation-steps"
 _NO_OVERRIDES = ScriptOverrides()
 _OUTPUTS = (".log", ".out", ".err", ".txt")
+# How lines of a run begin, or what each step prints.
+_PRINTED = re.compile(
+    r"^(\[?\d{4}-\d\d-\d\d[ T,]|\S*\s*\[(INFO|WARNING)\])|elapsed time per iteration", re.MULTILINE
+)
 _CONFIGURATIONS = (*SUFFIXES, ".toml", ".json")
 # Of each of these a plan needs one, or they are at their defaults.
 _SIZES = ("--num-layers",)
@@ -137,6 +142,8 @@ def _read_apart(
             )
         if text is None:
             text = read_text(script)
+            if script.suffix.lower() in _OUTPUTS and _PRINTED.search(text):
+                raise _refuse_output(script)
         told = {**job_variables, **read_directives(text), **environment}
         scheduled = {**told, **overrides.variables}
         try:
@@ -147,9 +154,13 @@ def _read_apart(
         except BadInput:
             if script.suffix.lower() not in _OUTPUTS or text.startswith("#!"):
                 raise
-            rule = "is what a run printed, and no command in it trains on Megatron-core"
-            nearest = f"moewright capture --log {script.name}"
-            raise BadInput(Reason(field=script.name, rule=rule, nearest=nearest)) from None
+            raise _refuse_output(script) from None
+
+
+def _refuse_output(script: Path) -> BadInput:
+    rule = "is what a run printed, and no script"
+    nearest = f"moewright capture --log {script.name}"
+    return BadInput(Reason(field=script.name, rule=rule, nearest=nearest))
 
 
 def interpret_launch(

@@ -308,6 +308,7 @@ _CHOOSES = "override "
 _CHOICE = re.compile(r"\$\{(\w+)\}")
 _OWN_PACKAGES = ("_here_", "_global_")  # Hydra's, of the file itself
 _MOST_PARENTS = 8
+_LEVELS = 6  # folders above a file that may be its checkout
 _MOST_FILES = 200  # parents that each name two others are 2^8
 # The leaf that names the parents that are not there.
 MISSING_PARENTS = "parents that are not there"
@@ -348,7 +349,7 @@ def _read_inherited(
     missing: list[str] = []
     choices = {**_choices(data), **choices}
     for parent, package in _parents(data, choices):
-        file = path.parent / parent
+        file = _find_parent(path, parent)
         if not file.is_file() or not isinstance(_parse_text(file), Mapping):
             missing.append(parent)  # a list holds no settings of this file
         else:
@@ -361,6 +362,15 @@ def _read_inherited(
         inherited_gaps = settings.get(MISSING_PARENTS, ())
         settings[MISSING_PARENTS] = (*inherited_gaps, *missing)
     return settings
+
+
+def _find_parent(path: Path, parent: str) -> Path:
+    """Return a file that a configuration builds on: beside it, or by its path in the checkout."""
+    beside = path.parent / parent
+    if beside.is_file() or "/" not in parent:
+        return beside
+    above = (folder / parent for folder in list(path.resolve().parent.parents)[:_LEVELS])
+    return next((file for file in above if file.is_file()), beside)
 
 
 def _parse_text(path: Path) -> Any:

@@ -40,6 +40,11 @@ _TOPICS = {
     "the model": r"layers?|hidden|ffn|intermediate|vocab\w*|norm\w*|bias|embed\w*|mtp|gated?|width"
     r"|swiglu|glu|mamba|hybrid|residual|kernels?|fus\w+|dropout",
 }
+# Sections of configurations that speak of texts, tasks and reports, and not of the model.
+_ASIDE = (
+    *("data", "env", "environment", "logger", "logging", "wandb", "swanlab"),
+    *("reward", "rewards", "evaluation", "eval"),
+)
 # Topics that a name only sounds of where it is about a value of training, and about no size.
 _VALUED_TOPICS = ("the optimizer", "experts", "attention", "the model")
 _OF_VALUES = re.compile(
@@ -290,13 +295,14 @@ def _is_inside(name: str, section: str) -> bool:
 def find_topic(name: str) -> str:
     """Return what a name is about that a plan consists of; "" where it sounds of nothing such."""
     parts = [part for part in name.lstrip("-").replace("-", "_").split(".") if part]
+    is_aside = len(parts) > 1 and parts[0] in _ASIDE
     last = parts[-1] if parts else ""
     if last.casefold() in _GENERIC and len(parts) > 1:
         last = f"{parts[-2]}_{last}"
     spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", last).casefold()
     is_value = _OF_VALUES.search(spelled) is not None and _OF_SIZES.search(spelled) is None
     for topic, words in _TOPICS.items():
-        if is_value and topic in _VALUED_TOPICS:
+        if (is_value or is_aside) and topic in _VALUED_TOPICS:
             continue
         if re.search(rf"(?<![a-z0-9])(?:{words})(?![a-z0-9])", spelled):
             return topic
