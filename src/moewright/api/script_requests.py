@@ -200,13 +200,20 @@ def _join(refusal: BadInput, requests: list[Reason]) -> BadInput:
     return BadInput(first, *refusal.reasons[1:], *later)
 
 
+def _quote(setting: str) -> str:
+    """Return NAME=VALUE as one word of a shell, with quotes around the value alone."""
+    name, equals, value = setting.partition("=")
+    is_plain = " " not in value or any(letter in value for letter in '"$`\\')
+    return shlex.quote(setting) if is_plain else f'{name}{equals}"{value}"'
+
+
 def _spell_request(reason: Reason) -> Iterator[str]:
     """Yield what a user writes for a request, an option with its value together."""
     words = _split(reason.nearest)
     if reason.field == "--on":
         yield f"--on {reason.nearest}"
     elif words[:1] == ["--set"]:
-        yield from (f"--set {shlex.quote(word)}" for word in words if word != "--set")
+        yield from (f"--set {_quote(word)}" for word in words if word != "--set")
     elif words[:1] in ([_ARGUMENTS], ["--model"], ["estimate"]):
         yield reason.nearest
     elif words[:1] and words[0].startswith("--"):

@@ -71,6 +71,18 @@ def translate_experts(
     return translated, (f"{_COUNT} is of DeepSpeed's own layer: read as {words}",)
 
 
+def refuse_without_deepspeed(given: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse options of DeepSpeed's experts in a command that runs without it.
+
+    Raises:
+        BadInput: it has some, and they ask for ranks.
+    """
+    for name, values in given.items():
+        if values != ("1",):
+            rule = "is Megatron-DeepSpeed's; in Megatron-LM it is --expert-model-parallel-size"
+            raise BadInput(Reason(field=name, value=" ".join(values)[:60], rule=rule))
+
+
 def _tell(given: Mapping[str, tuple[str, ...]], name: str, default: str) -> str:
     """Return the value of an option that may be left out.
 

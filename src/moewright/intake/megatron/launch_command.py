@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
+from moewright.intake.megatron.deepspeed_experts import EXPERT_OPTIONS
 from moewright.intake.megatron.foreign_options import (
     FOREIGN_OPTIONS,
     FOREIGN_VALUES,
@@ -90,6 +91,8 @@ _LAYERS_MARK = "--num-layers"
 _LAYERS = "--transformer-impl"
 _DEEPSPEED_MARKS = ("--deepspeed", "--deepspeed-config", "--deepspeed_config", "--zero-stage")
 _OF_DEEPSPEED = "--moe-expert-parallel-size"  # an option of its parser alone
+# Of the options of DeepSpeed's experts all but the one that only it has.
+_SHARED_NAMES = EXPERT_OPTIONS.keys() - {_OF_DEEPSPEED}
 _FORK_TABLES = ("pai", "mindspeed", "mindspeed_core", "slime", "miles", "megatron_deepspeed")
 # Options that a fork hands on to an engine of generation, whatever their names are.
 _HANDED_ON = ("--sglang-", "--vllm-")
@@ -167,6 +170,8 @@ class _LaunchParser:
         self.current_option = ""
         self.own_source = self._find_own_source()
         self.forks = order_forks(words)
+        names = {word.partition("=")[0] for word in words}
+        self.names_deepspeed = not names.isdisjoint(_DEEPSPEED_MARKS)
         self.fork_notes: dict[str, list[str]] = {}
         self.table = option_table()
         self.by_dest: dict[str, list[MegatronOption]] = {}
@@ -339,7 +344,11 @@ class _LaunchParser:
         inline = value if equals else None
         dashed = name.replace("_", "-")
         launcher_option = _LAUNCHER_OPTION.fullmatch(name)
-        if name in FOREIGN_OPTIONS or dashed in FOREIGN_OPTIONS:
+        # Forks on Megatron-core call others so: without DeepSpeed they are asked for these.
+        is_foreign = name in FOREIGN_OPTIONS or dashed in FOREIGN_OPTIONS
+        if dashed in _SHARED_NAMES and not self.names_deepspeed:
+            is_foreign = False
+        if is_foreign:
             self._take_foreign_option(name if name in FOREIGN_OPTIONS else dashed, inline)
         elif name in self.table:
             self._take_megatron_option(name, inline)

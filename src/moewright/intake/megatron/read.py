@@ -16,7 +16,10 @@ from moewright.intake.megatron import adapters
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.config_files import configure_file
 from moewright.intake.megatron.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
-from moewright.intake.megatron.deepspeed_experts import translate_experts
+from moewright.intake.megatron.deepspeed_experts import (
+    refuse_without_deepspeed,
+    translate_experts,
+)
 from moewright.intake.megatron.directives import read_directives
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment, translate_options
 from moewright.intake.megatron.launch import find_launch, parse_configured
@@ -263,7 +266,9 @@ def _read_foreign_options(
         notes.append(note)
     translated, more = translate_options(dependent, {**command.options, **replaced})
     notes += more
-    if experts or is_deepspeed:
+    if not is_deepspeed:
+        refuse_without_deepspeed(experts)
+    else:
         of_experts, more = translate_experts(experts, command.options)
         translated |= of_experts
         notes += more
