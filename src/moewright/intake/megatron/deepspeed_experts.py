@@ -54,7 +54,7 @@ def translate_experts(
         raise BadInput(Reason(field=_KIND, value=kind[:60], rule=rule, nearest=_STANDARD))
     interval = whole_number(_tell(given, _INTERVAL, "2"), otherwise=1)
     layers = whole_number("".join(options.get("--num-layers", ())), otherwise=interval)
-    translated = {
+    translated: dict[str, tuple[str, ...]] = {
         "--expert-model-parallel-size": (_tell(given, _RANKS, "1"),),
         "--moe-router-topk": (_tell(given, _TOPK, "1"),),
         "--moe-token-dispatcher-type": ("alltoall",),
