@@ -212,3 +212,10 @@ def test_rows_that_are_fewer_than_the_vocabulary_are_refused(tmp_path):
     command = read(f"{TRAINING} --pad-vocab-size-to 1000", tmp_path)
     with pytest.raises(BadInput, match=r"--padded-vocab-size=1000: .*1024"):
         interpret_launch(command, world_size=8, folder=tmp_path)
+
+
+def test_optimizers_of_forks_are_planned_or_refused_by_what_they_keep(tmp_path):
+    command = read(f"{TRAINING} --optimizer adamw", tmp_path)
+    assert command.options["--optimizer"] == ("adam",)
+    with pytest.raises(BadInput, match="--optimizer=ademamix: keeps two first moments"):
+        read(f"{TRAINING} --optimizer ademamix", tmp_path)

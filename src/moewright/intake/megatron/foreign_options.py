@@ -452,6 +452,9 @@ FOREIGN_VALUES: Mapping[tuple[str, str], ForeignValue] = MappingProxyType(
                 "--exp-avg-sq-dtype": ("fp8",),
             },
         ),
+        ("--optimizer", "adamw"): ForeignValue(
+            reason="is adam, whose weight decay is decoupled", options={"--optimizer": ("adam",)}
+        ),
         ("--moe-token-dispatcher-type", "alltoall_seq"): ForeignValue(
             reason="was removed; alltoall sends the same tokens",
             options={"--moe-token-dispatcher-type": ("alltoall",)},

@@ -149,6 +149,10 @@ def ask_value(name: str, unknown: UnknownValue) -> Reason:
 
 # What to do instead of values that the parser does not take (any more).
 _VALUE_RULES = {
+    ("--optimizer", "ademamix"): (
+        "keeps two first moments and a second, 4 bytes a number more than adam, which is the "
+        "nearest that is planned here"
+    ),
     ("--dataloader-type", "dynamic"): (
         "pads no batches: pack documents (--reset-attention-mask --eod-mask-loss)"
     ),
