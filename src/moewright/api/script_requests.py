@@ -99,10 +99,10 @@ class ScriptAdditions:
         return replace(self, arguments=tuple(arguments))
 
     def __str__(self) -> str:
-        given = f'{_ARGUMENTS} "{" ".join(self.arguments)}"' if self.arguments else ""
+        words = f'{_ARGUMENTS} "{" ".join(self.arguments)}"' if self.arguments else ""
         model = f"--model {self.model}" if self.model else ""
         settings = (f"--set {shlex.quote(setting)}" for setting in self.settings)
-        return " ".join(filter(None, (f"--on {self.devices}", model, given, *settings)))
+        return " ".join(filter(None, (f"--on {self.devices}", model, words, *settings)))
 
 
 def _split(text: str) -> list[str]:
@@ -160,7 +160,7 @@ def _asks(reason: Reason, *, is_open: bool) -> bool:
     """Whether a refusal asks for what a user has to say, and does not correct a made-up value."""
     nearest = reason.nearest
     if reason.field == "--on":
-        # The script states another count than was given, or none.
+        # The script states another count than was beside, or none.
         return _COUNT.fullmatch(nearest) is not None and not nearest.endswith(_OPEN)
     asks = nearest.startswith(("--set ", _ARGUMENTS, "--model ", "estimate "))
     return asks or (not is_open and bool(nearest) and reason.field.startswith("--"))

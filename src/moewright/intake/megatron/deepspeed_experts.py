@@ -37,7 +37,7 @@ _STANDARD = "standard"
 
 
 def translate_experts(
-    given: Mapping[str, tuple[str, ...]], options: Mapping[str, tuple[str, ...]]
+    foreign: Mapping[str, tuple[str, ...]], options: Mapping[str, tuple[str, ...]]
 ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     """Return the options of Megatron-LM for DeepSpeed's experts, and a note on them.
 
@@ -48,48 +48,48 @@ def translate_experts(
     """
     if _COUNT not in options or any(name in options for name in _OF_CORE):
         return {}, ()
-    kind = _tell(given, _KIND, _STANDARD)
+    kind = _tell(foreign, _KIND, _STANDARD)
     if kind != _STANDARD:
         rule = "adds a dense MLP beside the experts, which cannot be planned here"
         raise BadInput(Reason(field=_KIND, value=kind[:60], rule=rule, nearest=_STANDARD))
-    interval = whole_number(_tell(given, _INTERVAL, "2"), otherwise=1)
+    interval = whole_number(_tell(foreign, _INTERVAL, "2"), otherwise=1)
     layers = whole_number("".join(options.get("--num-layers", ())), otherwise=interval)
     translated: dict[str, tuple[str, ...]] = {
-        "--expert-model-parallel-size": (_tell(given, _RANKS, "1"),),
-        "--moe-router-topk": (_tell(given, _TOPK, "1"),),
+        "--expert-model-parallel-size": (_tell(foreign, _RANKS, "1"),),
+        "--moe-router-topk": (_tell(foreign, _TOPK, "1"),),
         "--moe-token-dispatcher-type": ("alltoall",),
         "--moe-layer-freq": (_spell_pattern(interval, layers),),
     }
-    if _CUT not in given:
+    if _CUT not in foreign:
         translated["--expert-tensor-parallel-size"] = ("1",)
-    if _KEEP_ALL not in given:
+    if _KEEP_ALL not in foreign:
         translated |= {
-            "--moe-expert-capacity-factor": (_tell(given, _CAPACITY, "1.0"),),
+            "--moe-expert-capacity-factor": (_tell(foreign, _CAPACITY, "1.0"),),
             "--moe-pad-expert-input-to-capacity": (),
         }
     words = " ".join(" ".join((name, *values)) for name, values in translated.items())
     return translated, (f"{_COUNT} is of DeepSpeed's own layer: read as {words}",)
 
 
-def refuse_without_deepspeed(given: Mapping[str, tuple[str, ...]]) -> None:
+def refuse_without_deepspeed(foreign: Mapping[str, tuple[str, ...]]) -> None:
     """Refuse options of DeepSpeed's experts in a command that runs without it.
 
     Raises:
         BadInput: it has some, and they ask for ranks.
     """
-    for name, values in given.items():
+    for name, values in foreign.items():
         if values != ("1",):
             rule = "is Megatron-DeepSpeed's; in Megatron-LM it is --expert-model-parallel-size"
             raise BadInput(Reason(field=name, value=" ".join(values)[:60], rule=rule))
 
 
-def _tell(given: Mapping[str, tuple[str, ...]], name: str, default: str) -> str:
+def _tell(foreign: Mapping[str, tuple[str, ...]], name: str, default: str) -> str:
     """Return the value of an option that may be left out.
 
     Raises:
         BadInput: only running the script tells it.
     """
-    text = " ".join(given.get(name, (default,)))
+    text = " ".join(foreign.get(name, (default,)))
     unknown = find_unknown(text)
     if unknown is not None:
         raise BadInput(ask_value(name, unknown))

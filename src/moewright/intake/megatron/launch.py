@@ -275,13 +275,13 @@ def _has_own_options(command: Command) -> bool:
     program = _find_program(command)
     place = words.index(program) if program in words else -1
     names = {word.partition("=")[0] for word in words[place + 1 :] if word.startswith("--")}
-    known = [
+    of_forks = [
         name
         for name in names
         if name in option_table() or name in FOREIGN_OPTIONS or find_fork_option(name)
     ]
     # Every trainer has --bf16 and --seed.
-    return len(names) >= _SEVERAL and len(known) * 2 < len(names)
+    return len(names) >= _SEVERAL and len(of_forks) * 2 < len(names)
 
 
 def _is_argument(name: str) -> bool:
