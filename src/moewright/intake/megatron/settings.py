@@ -366,11 +366,11 @@ def _read_inherited(
 
 def _find_parent(path: Path, parent: str) -> Path:
     """Return a file that a configuration builds on: beside it, or by its path in the checkout."""
-    beside = path.parent / parent
-    if beside.is_file() or "/" not in parent:
-        return beside
+    neighbour = path.parent / parent
+    if neighbour.is_file() or "/" not in parent:
+        return neighbour
     above = (folder / parent for folder in list(path.resolve().parent.parents)[:_LEVELS])
-    return next((file for file in above if file.is_file()), beside)
+    return next((file for file in above if file.is_file()), neighbour)
 
 
 def _parse_text(path: Path) -> Any:
