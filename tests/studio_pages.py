@@ -80,6 +80,7 @@ _FAULTS = (
   for (const node of document.querySelectorAll("body *")) {
     const box = node.getBoundingClientRect();
     if (node.closest("details:not([open]) > :not(summary)")) continue;  // it is drawn when opened
+    if (node.closest("svg.plot svg[overflow=hidden]")) continue;  // what lies outside is cut off
     if (box.width && box.right > innerWidth + 1 && !node.closest(hidden))
       faults.push(`sticks out: ${node.outerHTML.slice(0, 90)}`);
     const scrolls = /auto|scroll/.test(getComputedStyle(node).overflowX);

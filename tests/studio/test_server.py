@@ -166,6 +166,18 @@ def test_a_dropped_config_lives_in_its_address(studio):
     assert model.startswith("OlmoeForCausalLM~")
     answer = studio.ask(f"/api/plan?model={model}&on=8xH100&layout=ep8")[1]
     assert answer["job"]["model"] == "OlmoeForCausalLM"
+    named = studio.ask("/api/model?name=mine%20v2.json", body=config)[1]["query"]["model"]
+    assert named.startswith("minev2~")
+
+
+def test_a_dropped_file_is_called_by_its_own_name(studio):
+    assert "mine.sh" in why(studio.ask("/api/script?name=mine.sh", body=b"\xff\xfe"))
+    for name, kept in (
+        ("w0.171.pt.trace.json", "w0.171.pt.trace.json"),
+        ("../../a b.out", "ab.out.log"),
+    ):
+        path = studio.ask(f"/api/drop?{urlencode({'name': name})}", body=b"x")[1]["run"]
+        assert path.rpartition("/")[2] == kept
 
 
 def test_a_config_with_much_that_says_nothing_lives_in_its_address(place, studio):

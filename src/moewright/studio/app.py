@@ -55,7 +55,7 @@ from moewright.studio.folder import (
     stamp_runs,
 )
 from moewright.studio.guard import Access, LocalGuard
-from moewright.studio.queries import read_query
+from moewright.studio.queries import clean_name, read_query
 from moewright.studio.tasks import Workers
 from moewright.studio.wire import build_or_refuse, encode_data, encode_failure, encode_record
 from moewright.view.card import render_card
@@ -236,27 +236,29 @@ class _Studio:
 
     async def take_trace(self, request: Request) -> Response:
         """Keep a trace or a log, and answer by which path a diagnosis finds it."""
-        suffix = "".join(Path(request.query_params.get("name", "")).suffixes[-2:])
-        suffix = suffix if suffix in _SUFFIXES else ".log"
+        name = clean_name(request.query_params.get("name", "log"))
+        if not name.endswith(_SUFFIXES):
+            name += ".log"
         limit_bytes = LARGEST_TRACE_BYTES
         try:
-            path = await self._folder.receive(request.stream(), suffix, limit_bytes=limit_bytes)
+            path = await self._folder.receive(request.stream(), name, limit_bytes=limit_bytes)
         except BadInput as error:
             return _send_json(encode_failure(error))
         return _send_json(encode_data({"run": os.path.relpath(path, self._root)}))
 
     async def take_model(self, request: Request) -> Response:
-        return await self._answer_drop(request, "model", ".json", LARGEST_TEXT_BYTES)
+        return await self._answer_drop(request, "model", "config.json", LARGEST_TEXT_BYTES)
 
     async def take_script(self, request: Request) -> Response:
-        return await self._answer_drop(request, "script", ".sh", LARGEST_TEXT_BYTES)
+        return await self._answer_drop(request, "script", "script.sh", LARGEST_TEXT_BYTES)
 
     async def _answer_drop(
-        self, request: Request, task: str, suffix: str, limit_bytes: int
+        self, request: Request, task: str, usual_name: str, limit_bytes: int
     ) -> Response:
         """Keep the body of a request as a file, and answer what a worker makes of it."""
+        name = clean_name(request.query_params.get("name", usual_name))
         try:
-            path = await self._folder.receive(request.stream(), suffix, limit_bytes=limit_bytes)
+            path = await self._folder.receive(request.stream(), name, limit_bytes=limit_bytes)
         except BadInput as error:
             return _send_json(encode_failure(error))
         params = {**request.query_params, "path": str(path)}

@@ -1,4 +1,4 @@
-"""Folders of the studio: its own, of dropped files by their content, and those of runs."""
+"""Folders of the studio: its own, of dropped files by content and name, and those of runs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ class StudioFolder:
         self._dropped = root.resolve() / "dropped"
 
     async def receive(
-        self, parts: AsyncIterator[bytes], suffix: str, *, limit_bytes: int = LARGEST_TEXT_BYTES
+        self, parts: AsyncIterator[bytes], name: str, *, limit_bytes: int = LARGEST_TEXT_BYTES
     ) -> Path:
-        """Write a dropped file under a name by its content as it comes, and return its path.
+        """Write a dropped file as it comes into a folder by its content, and return its path.
+
+        It keeps its name, which is what answers call it by.
 
         Raises:
             BadInput: it is too large, or cannot be written; what had come of it is removed.
@@ -62,7 +64,8 @@ class StudioFolder:
                 digest.update(block)
                 await run_in_threadpool(file.write, block)
             file.flush()
-            path = self._dropped / f"{digest.hexdigest()[:_DIGEST_LETTERS]}{suffix}"
+            path = self._dropped / digest.hexdigest()[:_DIGEST_LETTERS] / name
+            path.parent.mkdir(exist_ok=True)
             os.replace(file.name, path)
         await run_in_threadpool(self.prune)
         return path

@@ -126,15 +126,21 @@ def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, object]:
     data = parse_json(read_text(path), where="config.json")
     if not isinstance(data, Mapping):
         raise BadInput(Reason(field="config.json", rule="must be an object"))
-    architectures = data.get("architectures") or data.get("model_type") or "model"
-    first = architectures[0] if isinstance(architectures, list) else architectures
-    name = clean_name(str(data.get("_name_or_path") or first))
+    name = clean_name(str(data.get("_name_or_path") or _name_config(path, data)))
     model = hf.parse_config(data, where="config.json", name=name)
     packed = pack_config(name, data) or _pack_model(name, model)
     if packed:
         return {"query": {"model": packed}, "notes": []}
     kept = folder.keep_model(json.dumps(data), name)
     return {"query": {"model": str(kept)}, "notes": [_TOO_LONG]}
+
+
+def _name_config(path: Path, data: Mapping[str, object]) -> str:
+    """Return the name of a file that has one of its own, else what its architecture is called."""
+    if path.stem != "config":
+        return path.stem
+    architectures = data.get("architectures") or data.get("model_type") or "model"
+    return str(architectures[0] if isinstance(architectures, list) else architectures)
 
 
 def read_dropped_script(path: Path, params: Mapping[str, str]) -> dict[str, object]:

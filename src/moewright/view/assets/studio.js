@@ -114,9 +114,9 @@ studio.buildDrop = () => {
   const state = mw.el("p", {class: "note", role: "status", id: "drop-state"});
   const say = text => { state.textContent = text; };
   const area = mw.el("textarea", {id: "script", rows: "4", class: "mono", placeholder: "torchrun … pretrain_gpt.py --tensor-model-parallel-size 2 …", "aria-label": "Megatron-LM launch script"});
-  const takeScript = async text => {
+  const takeScript = async (text, name = "script.sh") => {
     say("reading …");
-    const params = new URLSearchParams({on: studio.query.get("on") || "", model: ""});
+    const params = new URLSearchParams({on: studio.query.get("on") || "", model: "", name});
     const answer = await studio.post("/api/script", text, params);
     if (answer.reasons) { say(answer.reasons.map(reason => reason.text).join("; ")); return; }
     say(answer.notes.length ? answer.notes.join("; ") : "read without a remark");
@@ -124,8 +124,9 @@ studio.buildDrop = () => {
   };
   const takeFile = async file => {
     const text = await file.text();
-    if (!/\.json$/i.test(file.name)) { area.value = text; await takeScript(text); return; }
-    const answer = await studio.post("/api/model", text);
+    if (!/\.json$/i.test(file.name)) { area.value = text; await takeScript(text, file.name); return; }
+    say("reading …");
+    const answer = await studio.post("/api/model", text, new URLSearchParams({name: file.name}));
     const ok = !answer.reasons;
     say(ok ? [`${file.name} is read`, ...answer.notes].join("; ") : answer.reasons.map(reason => reason.text).join("; "));
     if (ok) studio.go({...answer.query, layout: ""});
