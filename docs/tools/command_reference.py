@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from moewright.cli.verbs import build_app
+from docs.tools.verb_examples import EXAMPLES
+from moewright.cli.exit_codes import describe_exits
+from moewright.cli.verbs import build_app, list_verbs
 
 FOLDER = Path(__file__).parents[1] / "reference"
 
@@ -37,15 +39,17 @@ program.
 _PAGES = {
     "command_line_plan.md": (
         "Verbs that plan",
-        "plan estimate budget design models hardware capture export",
+        "plan estimate budget design models hardware",
     ),
+    "command_line_scripts.md": ("Verbs for other trainers' launch scripts", "capture export check"),
     "command_line_run.md": (
-        "Verbs that train and measure",
-        "data train finetune chat tune dryrun verify upcycle convert bench fit validate",
+        "Verbs that train",
+        "data train finetune chat dryrun verify upcycle convert",
     ),
+    "command_line_measure.md": ("Verbs that measure", "tune bench fit validate"),
     "command_line_watch.md": (
         "Verbs that look at runs and serve",
-        "report diagnose watch forecast compare check studio mcp completion",
+        "report diagnose watch forecast compare studio mcp completion",
     ),
 }
 
@@ -62,10 +66,26 @@ def render_pages() -> dict[str, str]:
     listed = re.sub(r"\(#(moewright-(\w+))\)", lambda link: f"({pages[link[2]]}#{link[1]})", listed)
     written = {"command_line.md": f"{_INTRODUCTION}\n{listed}"}
     for page, (title, names) in _PAGES.items():
-        body = "".join(verbs.pop(verb) for verb in names.split())
+        body = "".join(_add_exits(verbs.pop(verb)) for verb in names.split())
         written[page] = f"# {title}\n\nOf [the command line](command_line.md).\n\n{body}"
     assert not verbs, f"no page has {', '.join(verbs)}"
     return {page: _strip(text) for page, text in written.items()}
+
+
+def _add_exits(section: str) -> str:
+    """Return the section of a verb, or of a group of verbs, with the exit codes below each."""
+    parts = re.split(r"^(?=###? moewright )", section, flags=re.MULTILINE)
+    return "".join(map(_add_exits_of_verb, parts))
+
+
+def _add_exits_of_verb(part: str) -> str:
+    verb = part.partition("\n")[0].lstrip("#").strip().removeprefix("moewright ")
+    if verb not in dict(list_verbs(build_app())):  # the heading of a group
+        return part
+    exits = describe_exits(verb)
+    if verb in EXAMPLES:
+        exits += f" [An example with its output](examples.md#{verb.replace(' ', '-')})."
+    return f"{part.rstrip()}\n\n{exits}\n\n"
 
 
 def _strip(text: str) -> str:

@@ -58,6 +58,12 @@ def write_answer(
             console.print(f"wrote {path}")
 
 
+def write_told_answer(record: object, json: Path | None) -> None:
+    """Write the JSON of an answer that was told while it was made, and name its file."""
+    with write_answer(record, json):
+        pass
+
+
 def _write_json(json: Path, record: object) -> None:
     from moewright.codec import write_text
     from moewright.spec.record import format_json

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from moewright.cli.answers import print_now, reserve_stdout, write_answer
+from moewright.cli.answers import print_now, reserve_stdout, write_answer, write_told_answer
 from moewright.cli.exit_codes import STOPPED
 from moewright.cli.option_types import Count, Flag, JsonOption
 from moewright.cli.options import AnswerOptions, TrialOptions
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moewright.calibration.fit_inputs import NextRun
+    from moewright.diagnosis.bandwidth import CollectiveBandwidth
+    from moewright.spec.hardware import Hardware
 
 
 def bench_machine(
@@ -26,6 +28,7 @@ def bench_machine(
     nproc: Count = 2,
     out: Path = Path("runs/machine.toml"),
     force: Flag = False,
+    json: JsonOption = None,
 ) -> int:
     """Measure GEMMs, attention and collectives in under a minute, and write a hardware file.
 
@@ -37,23 +40,39 @@ def bench_machine(
         The hardware file to write; when it exists and describes this machine, nothing is measured.
     force
         Measure again even so.
+    json
+        Write the hardware, and the bandwidths of its collectives, to this file; "-": to standard
+        output, and the text to standard error.
     """
     from moewright.api.machines import describes_this_machine, write_machine_file
+    from moewright.codec import read_toml
+    from moewright.diagnosis.bandwidth import compute_bandwidths
     from moewright.engine.run.early_checks import refuse_too_many_processes
+    from moewright.spec.hardware import Hardware
 
     refuse_too_many_processes(nproc, field="--nproc")
-    if out.exists() and not force and describes_this_machine(out, nproc=nproc):
-        print_now(f"{out} describes this machine already; --force measures it again")
-    else:
-        write_machine_file(out, nproc=nproc, tell=print_now)
-    _print_bandwidths(out)
+    with reserve_stdout(json):
+        if out.exists() and not force and describes_this_machine(out, nproc=nproc):
+            print_now(f"{out} describes this machine already; --force measures it again")
+        else:
+            write_machine_file(out, nproc=nproc, tell=print_now)
+        hardware = read_toml(Hardware, out)
+        bandwidths = compute_bandwidths(hardware)
+        _print_bandwidths(hardware, bandwidths)
+    write_told_answer({"hardware": hardware, "bandwidths": bandwidths}, json)
     return 0
 
 
-def bench_search() -> int:
+def bench_search(*, json: JsonOption = None) -> int:
     """Search large models over many devices, and print how many layouts are scored a second.
 
     The rates of other planners are printed beside.
+
+    Parameters
+    ----------
+    json
+        Write each search and the other planners' rates to this file; "-": to standard output, and
+        the text to standard error.
     """
     from moewright.bench.search_speed import (
         COUNTING_RULE,
@@ -61,27 +80,28 @@ def bench_search() -> int:
         measure_search_rates,
     )
 
-    print_now(f"{'search':<34}{'wall':>9}{'layouts':>13}{'a second and core':>20}")
-    for rate in measure_search_rates():
-        case = f"{rate.model} on {rate.hardware}"
-        figures = f"{rate.wall_s:>7.2f} s{rate.layouts:>13,}{rate.per_core_s:>20,.0f}"
-        print_now(f"{case:<34}{figures}")
-    print_now(COUNTING_RULE)
-    print_now("other planners, measured on a machine of two cores:")
-    for planner in PEER_PLANNERS:
-        print_now(f"{planner.name:<34}{'':>22}{planner.layouts_per_s:>20}  {planner.what}")
+    rates = []
+    with reserve_stdout(json):
+        print_now(f"{'search':<34}{'wall':>9}{'layouts':>13}{'a second and core':>20}")
+        for rate in measure_search_rates():
+            rates.append(rate)
+            case = f"{rate.model} on {rate.hardware}"
+            figures = f"{rate.wall_s:>7.2f} s{rate.layouts:>13,}{rate.per_core_s:>20,.0f}"
+            print_now(f"{case:<34}{figures}")
+        print_now(COUNTING_RULE)
+        print_now("other planners, measured on a machine of two cores:")
+        for planner in PEER_PLANNERS:
+            print_now(f"{planner.name:<34}{'':>22}{planner.layouts_per_s:>20}  {planner.what}")
+    write_told_answer({"searches": rates, "other_planners": PEER_PLANNERS}, json)
     return 0
 
 
-def _print_bandwidths(path: Path) -> None:
+def _print_bandwidths(hardware: Hardware, bandwidths: Sequence[CollectiveBandwidth]) -> None:
     """Print what nccl-tests would say of the largest messages, and which links are slow."""
-    from moewright.codec import read_toml
-    from moewright.diagnosis.bandwidth import compute_bandwidths, find_slow_links
-    from moewright.spec.hardware import Hardware
+    from moewright.diagnosis.bandwidth import find_slow_links
     from moewright.spec.units import format_bytes, format_figures, format_seconds
 
-    hardware = read_toml(Hardware, path)
-    for bandwidth in compute_bandwidths(hardware):
+    for bandwidth in bandwidths:
         size = f"{format_bytes(bandwidth.payload_bytes)} in {format_seconds(bandwidth.seconds)}"
         line = (
             f"{bandwidth.op:<16}{bandwidth.group_size:>4} ranks  {size:<24}"

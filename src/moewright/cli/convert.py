@@ -8,15 +8,24 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from moewright.cli.answers import print_now
-from moewright.cli.option_types import Flag
+from moewright.cli.answers import print_now, reserve_stdout, write_told_answer
+from moewright.cli.option_types import Flag, JsonOption
+from moewright.cli.options import ExportedWeights
 from moewright.cli.progress import show_bytes
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import plural
 
+_AS_TRAINED = ExportedWeights()
+
 
 def convert_import(
-    hf_dir: Path, /, *, out: Path, config: Path | None = None, job: Path | None = None
+    hf_dir: Path,
+    /,
+    *,
+    out: Path,
+    config: Path | None = None,
+    job: Path | None = None,
+    json: JsonOption = None,
 ) -> int:
     """Write the weights of a folder as a checkpoint, for `weights` in a job's [model].
 
@@ -37,6 +46,9 @@ def convert_import(
     job
         The job that is to go on with a checkpoint of Megatron-LM: main weights, moments of AdamW
         and the number of steps come along, and `out` is the folder of its run.
+    json
+        Write what was read, what was written and its bytes to this file; "-": to standard output,
+        and the text to standard error.
     """
     from moewright.api.converting import read_resumed_job
     from moewright.engine.hf.import_weights import plan_import, run_import
@@ -69,8 +81,7 @@ def convert_import(
             checkpoint = run_megatron_import(
                 megatron_plan, report_progress=lambda done: report(completed=done)
             )
-        print_now(f"wrote {checkpoint}")
-        return 0
+        return _tell_conversion(megatron, checkpoint, megatron_plan.nbytes, json)
     for option, path in (("--config", config), ("--job", job)):
         if path is not None:
             rule = "is of no use: the folder has its own config.json, or is not of Megatron-LM"
@@ -79,7 +90,13 @@ def convert_import(
     plan = plan_import(hf_dir, read_config(hf_dir), out)
     with _progress_bar(f"import {hf_dir}", plan.nbytes) as advance:
         checkpoint = run_import(plan, advance)
-    print_now(f"wrote {checkpoint}")
+    return _tell_conversion(hf_dir, checkpoint, plan.nbytes, json)
+
+
+def _tell_conversion(source: Path, written: Path, nbytes: int, json: Path | None) -> int:
+    with reserve_stdout(json):
+        print_now(f"wrote {written}")
+    write_told_answer({"source": source, "written": written, "bytes": nbytes}, json)
     return 0
 
 
@@ -88,11 +105,11 @@ def convert_export(
     /,
     *,
     out: Path,
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     tokenizer: Path | None = None,
     adapters: Flag = False,
     to: Literal["hf", "megatron"] = "hf",
-    optimizer: Literal["joint", "split"] | None = None,
+    weights: ExportedWeights = _AS_TRAINED,
+    json: JsonOption = None,
 ) -> int:
     """Write a checkpoint of any layout as a Hugging Face folder that transformers loads.
 
@@ -107,9 +124,6 @@ def convert_export(
         A checkpoint, or a run's folder: then its newest one.
     out
         The folder to write, which is new.
-    dtype
-        Dtype of the weights; when not given, that in which they were imported (bf16 for packed
-        ones) or in which the run computed.
     tokenizer
         The folder whose tokenizer goes with the weights; when not given, that which the run started
         from, or that of its data.
@@ -119,14 +133,16 @@ def convert_export(
     to
         hf: a folder of Hugging Face. megatron: a folder as Megatron-LM saves to, in bf16 when no
         dtype is given; weights alone, if not told otherwise.
-    optimizer
-        Write to Megatron-LM the main weights, the moments of AdamW and the schedule too, for a run
-        with expert parallelism (split) or without (joint) that has --use-distributed-optimizer.
+    json
+        Write what was read, what was written and its bytes to this file; "-": to standard output,
+        and the text to standard error.
     """
     from moewright.api.converting import ExportForm, plan_export
     from moewright.engine.checkpoint import find_checkpoint
     from moewright.spec.workload import Dtype
 
+    dtype = Dtype(weights.dtype) if weights.dtype else None
+    optimizer = weights.optimizer
     if optimizer is not None and to != "megatron":
         rule = "says nothing to Hugging Face, whose folders hold weights alone"
         raise BadInput(
@@ -145,30 +161,29 @@ def convert_export(
             rule = "says nothing to a checkpoint of Megatron-LM"
             raise BadInput(Reason(field=option, rule=rule, nearest="leave it out"))
         source = find_checkpoint(checkpoint)
-        weights = plan_megatron_export(
+        megatron = plan_megatron_export(
             source,
-            dtype=Dtype(dtype) if dtype else None,
+            dtype=dtype,
             optimizer=ChainedOptimizers(optimizer) if optimizer else None,
             base=plan_companions(source, None).base,
         )
-        for part, count in weights.left_out.items():
-            left_out = f"{plural(count, 'tensor')} of {part}"
-            print_now(f"left out: {left_out}; the language model alone goes to Megatron-LM")
-        with _progress_bar(f"export {weights.checkpoint}", weights.nbytes) as advance:
-            run_megatron_export(weights, out, advance)
-        print_now(f"wrote {out}")
-        return 0
+        with reserve_stdout(json):
+            for part, count in megatron.left_out.items():
+                left_out = f"{plural(count, 'tensor')} of {part}"
+                print_now(f"left out: {left_out}; the language model alone goes to Megatron-LM")
+        with _progress_bar(f"export {megatron.checkpoint}", megatron.nbytes) as advance:
+            run_megatron_export(megatron, out, advance)
+        return _tell_conversion(megatron.checkpoint, out, megatron.nbytes, json)
 
     plan = plan_export(
         checkpoint,
         form=ExportForm.PEFT if adapters else ExportForm.WEIGHTS,
-        dtype=Dtype(dtype) if dtype else None,
+        dtype=dtype,
         tokenizer=tokenizer,
     )
     with _progress_bar(f"export {plan.checkpoint}", plan.nbytes) as advance:
         plan.run(out, advance)
-    print_now(f"wrote {out}")
-    return 0
+    return _tell_conversion(plan.checkpoint, out, plan.nbytes, json)
 
 
 @contextmanager

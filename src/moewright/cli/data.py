@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from cyclopts import Parameter
 
-from moewright.cli.answers import print_now
-from moewright.cli.option_types import Count, Flag
+from moewright.cli.answers import print_now, reserve_stdout, write_told_answer
+from moewright.cli.option_types import Count, Flag, JsonOption
 from moewright.cli.progress import show_bytes
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
@@ -144,6 +144,7 @@ def data_build(
     out: Path,
     corpus: CorpusFlags = DEFAULT_CORPUS_FLAGS,
     force: Flag = False,
+    json: JsonOption = None,
 ) -> int:
     """Turn text or chats into Megatron .bin/.idx files for training and held-out loss.
 
@@ -159,6 +160,9 @@ def data_build(
         The folder to write.
     force
         Build again even when the folder holds this very data.
+    json
+        Write what was built (corpus, data as a job names them, outcome, seconds) to this file; "-":
+        to standard output, and the text to standard error.
     """
     from moewright.engine.data.build_chats import build_chats
     from moewright.engine.data.build_corpus import RebuildPolicy, build_corpus
@@ -172,14 +176,18 @@ def data_build(
             result = build_chats(
                 source, out, chat_options, rebuild=rebuild, report_progress=report_progress
             )
-        _print_chat_report(out, result)
+        with reserve_stdout(json):
+            _print_chat_report(out, result)
+        write_told_answer(result, json)
         return 0
     options = corpus.to_options()
     with _show_progress() as report_progress:
         result = build_corpus(
             source, out, options, rebuild=rebuild, report_progress=report_progress
         )
-    _print_report(out, options, result)
+    with reserve_stdout(json):
+        _print_report(out, options, result)
+    write_told_answer(result, json)
     return 0
 
 

@@ -327,7 +327,7 @@ def forecast(
 
     From the router statistics of a run of this engine: the hottest rank's rows over the mean, now
     and some steps ahead with the interval of 8 in 10, what a placement or replicas for that load
-    would gain of a step, and what moving the experts takes. Exit codes: 0 forecast; 2 bad input.
+    would gain of a step, and what moving the experts takes.
 
     Parameters
     ----------

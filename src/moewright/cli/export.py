@@ -180,7 +180,6 @@ def capture(
     For launch scripts that --from-flags cannot follow: moewright capture --on H100 -- bash run.sh.
     Your own shell runs the script, with stand-ins for torchrun, python, srun, sbatch and the like;
     nothing is trained or submitted, but what else the script does, such as making folders, is done.
-    Exit codes: 0 the layout fits, or may, 2 bad input, 3 the layout does not fit.
 
     Parameters
     ----------

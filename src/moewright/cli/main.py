@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
-    from cyclopts import App
+    from cyclopts import App, CycloptsError, MissingArgumentError
+
 # Packages that some verbs need, and the extra that brings them.
 _EXTRAS = (
     ("torch", "engine"),
@@ -86,7 +87,7 @@ def _build_verbs() -> App:
 def _run_verb(arguments: Sequence[str], build_app: Callable[[], App]) -> int:
     # Imported here, as the verbs are, because it takes a moment: an interrupt meanwhile must not
     # become a traceback.
-    from cyclopts import CycloptsError
+    from cyclopts import CycloptsError, MissingArgumentError
 
     from moewright.spec.errors import BadInput
 
@@ -96,6 +97,8 @@ def _run_verb(arguments: Sequence[str], build_app: Callable[[], App]) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = app(arguments, print_error=False, exit_on_error=False, result_action="return_value")
         sys.stdout.flush()
+    except MissingArgumentError as error:
+        return _report(str(_find_misspelling(error)), BAD_INPUT)
     except (BadInput, CycloptsError) as error:
         return _report(str(error), BAD_INPUT) if _reports_refusals() else BAD_INPUT
     except ModuleNotFoundError as error:
@@ -115,6 +118,22 @@ def _run_verb(arguments: Sequence[str], build_app: Callable[[], App]) -> int:
         code = BAD_INPUT if error.errno == errno.ENAMETOOLONG else FAILED
         return _report(f"{error.filename or 'system'}: {error.strerror or error}", code)
     return code if isinstance(code, int) else DONE
+
+
+def _find_misspelling(error: MissingArgumentError) -> CycloptsError:
+    """Return the error of an option that no verb has, which may be why another one is missing."""
+    from cyclopts import Token, UnknownOptionError
+
+    if error.app is None:
+        return error
+    options = error.app.assemble_argument_collection()
+    names = {name for option in options for name in option.names}
+    for word in error.unused_tokens or ():
+        name = word.partition("=")[0]
+        if name.startswith("--") and name not in names:
+            token = Token(keyword=name, source="cli")
+            return UnknownOptionError(token=token, argument_collection=options, verbose=False)
+    return error
 
 
 def _reports_refusals() -> bool:

@@ -373,6 +373,21 @@ class TrialOptions(TrialPlace):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TuningOutputs(TrialOptions):
+    """Where trials of a tuning run, and where its answer goes besides the terminal.
+
+    Parameters
+    ----------
+    json
+        Write what was tried, measured and chosen (result, plan) to this file; "-": to standard
+        output, and the text to standard error.
+    """
+
+    json: JsonOption = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerOptions(PageOptions):
     """How much of an answer is printed, and where it goes besides the terminal.
 
@@ -665,6 +680,43 @@ class UpdateOptions:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip: float = 0.0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportedWeights:
+    """The weights that `convert export` writes, and what goes with them.
+
+    Parameters
+    ----------
+    dtype
+        Dtype of the weights; when not given, that in which they were imported (bf16 for packed
+        ones) or in which the run computed.
+    optimizer
+        Write to Megatron-LM the main weights, the moments of AdamW and the schedule too, for a run
+        with expert parallelism (split) or without (joint) that has --use-distributed-optimizer.
+    """
+
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    optimizer: Literal["joint", "split"] | None = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOutputs:
+    """How much a run shows while it trains, and where its record goes.
+
+    Parameters
+    ----------
+    quiet
+        Show nothing while it trains, neither a panel on a terminal nor a line a step elsewhere.
+    json
+        Write what `report --json` says of the run (run, findings, comparisons) to this file once it
+        has trained; "-": to standard output, and all else to standard error.
+    """
+
+    quiet: Quiet = False
+    json: JsonOption = None
 
 
 @Parameter(name="*")

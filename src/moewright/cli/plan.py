@@ -184,8 +184,7 @@ def estimate(
 ) -> int:
     """Predict memory by component and module, time by component, and whether one layout fits.
 
-    With --from-flags, also what would be better. Exit codes: 0 the layout fits, or may (verdict
-    fits or uncertain), 2 bad input, 3 the layout does not fit (verdict oom).
+    With --from-flags, also what would be better.
 
     Parameters
     ----------

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moewright.cli.answers import print_nothing, print_now
+from moewright.cli.answers import print_nothing, print_now, reserve_stdout, write_told_answer
 from moewright.cli.exit_codes import STOPPED
-from moewright.cli.option_types import Count, Flag, OptionalCount, Quiet, SetOption
-from moewright.cli.options import EnduranceOptions, PortionOptions, UpcyclingOptions
+from moewright.cli.option_types import Count, Flag, JsonOption, OptionalCount, SetOption
+from moewright.cli.options import EnduranceOptions, PortionOptions, RunOutputs, UpcyclingOptions
 from moewright.cli.progress import answer_stops, open_display
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 _NO_ENDURANCE = EnduranceOptions()
+_NO_OUTPUTS = RunOutputs()
 
 
 def train(
@@ -31,13 +32,12 @@ def train(
     out: Path | None = None,
     set_: SetOption = None,
     extend: Flag = False,
-    quiet: Quiet = False,
+    outputs: RunOutputs = _NO_OUTPUTS,
     endurance: EnduranceOptions = _NO_ENDURANCE,
 ) -> int:
     """Train a job, and resume it where its run folder stands.
 
-    The same command also runs under torchrun. Exit codes: 0 done, 2 bad input, 3 a rank failed,
-    143 saved on SIGTERM.
+    The same command also runs under torchrun.
 
     Parameters
     ----------
@@ -52,8 +52,6 @@ def train(
         Another value for a key of the job, section.key=value; may be given again.
     extend
         When the run has done all its steps, do as many again.
-    quiet
-        Show nothing while it trains, neither a panel on a terminal nor a line a step elsewhere.
     """
     from moewright.api.planning import is_plan_file
     from moewright.api.reporting import (
@@ -90,7 +88,7 @@ def train(
 
     def run() -> int:
         plan = prepare_training(request, print_now if reports else print_nothing)
-        code = run_training(plan, request, open_display(is_quiet=quiet))
+        code = run_training(plan, request, open_display(is_quiet=outputs.quiet))
         if code == STOPPED and reports:
             print_now(describe_stop(out))
         if code == 0 and reports:
@@ -101,7 +99,18 @@ def train(
             print_now("\n".join(describe_outcome(report, out, written)))
         return code
 
-    return answer_stops(run)
+    with reserve_stdout(outputs.json):
+        code = answer_stops(run)
+    return _write_run(out, code, outputs.json if reports else None)
+
+
+def _write_run(out: Path, code: int, json: Path | None) -> int:
+    """Write the record of a run that has trained, and return its exit code."""
+    from moewright.api.reporting import build_report
+
+    if code == 0 and json is not None:
+        write_told_answer(build_report(out), json)
+    return code
 
 
 _NO_PORTION = PortionOptions()
@@ -116,12 +125,12 @@ def finetune(
     on: str = "",
     options: PortionOptions = _NO_PORTION,
     set_: SetOption = None,
-    quiet: Quiet = False,
+    outputs: RunOutputs = _NO_OUTPUTS,
 ) -> int:
     """Fine-tune a Hugging Face folder on chats: build the data, plan, train, and export.
 
     Without BASE and CHATS, a tiny model learns two hundred chats that moewright brings. The same
-    call goes on where an interrupted one stopped. Exit codes are those of `train`.
+    call goes on where an interrupted one stopped.
 
     Parameters
     ----------
@@ -137,8 +146,6 @@ def finetune(
         Hardware as count x device, such as 8xH100; this machine, which is measured, when not given.
     set_
         Another value for a key of the job, section.key=value; may be given again.
-    quiet
-        Show nothing while it trains, neither a panel on a terminal nor a line a step elsewhere.
     """
     from moewright.api.finetuning import finetune as run_finetuning
     from moewright.api.finetuning_job import FineTuningRequest, read_chat_paths
@@ -157,10 +164,21 @@ def finetune(
         overrides=tuple(set_ or ()),
     )
     tell = print_now if is_first_rank() else print_nothing
-    return answer_stops(lambda: run_finetuning(request, tell, open_display(is_quiet=quiet)))
+    display = open_display(is_quiet=outputs.quiet)
+    with reserve_stdout(outputs.json):
+        code = answer_stops(lambda: run_finetuning(request, tell, display))
+    return _write_run(out, code, outputs.json if is_first_rank() else None)
 
 
-def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: Count = 1234) -> int:
+def upcycle(
+    dense: Path,
+    /,
+    *,
+    out: Path,
+    options: UpcyclingOptions,
+    seed: Count = 1234,
+    json: JsonOption = None,
+) -> int:
     """Turn a dense checkpoint into one with experts that computes the same.
 
     Writes config.json and a checkpoint; a job starts from them with model.config = OUT and
@@ -174,6 +192,9 @@ def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: Count
         The folder to write; it must not hold anything yet.
     seed
         Decides the routers' fresh rows.
+    json
+        Write the new model and both counts of parameters to this file; "-": to standard output, and
+        the text to standard error.
     """
     from moewright.api.requests import translate_fields
     from moewright.codec import write_text
@@ -194,15 +215,18 @@ def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: Count
 
     with open_parameters as read_parameter:
         write_upcycled(read_parameter, source, model, options, seed=seed, out=out)
-    write_text(out / "config.json", json.dumps(config, indent=1) + "\n")
+    write_text(out / "config.json", dumps(config, indent=1) + "\n")
     before = count_parameters(source)
     after = count_parameters(model)
     width = model.moe.ffn_size if model.moe else 0
-    print_now(
-        f"wrote {out}: {model.moe_layer_count} of {model.layers} layers with {options.experts} "
-        f"experts of width {width}, top {options.top_k}; {after.total:,} parameters, "
-        f"{after.active:,} active ({before.total:,} before)"
-    )
+    with reserve_stdout(json):
+        print_now(
+            f"wrote {out}: {model.moe_layer_count} of {model.layers} layers with {options.experts} "
+            f"experts of width {width}, top {options.top_k}; {after.total:,} parameters, "
+            f"{after.active:,} active ({before.total:,} before)"
+        )
+    counts = {"parameters_before": before, "parameters": after}
+    write_told_answer({"out": out, "model": model, **counts}, json)
     return 0
 
 

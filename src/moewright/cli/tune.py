@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import print_now, write_answer
-from moewright.cli.exit_codes import STOPPED
+from moewright.cli.answers import print_now, reserve_stdout, write_answer
+from moewright.cli.exit_codes import NOTHING_VALID, STOPPED, exit_code
 from moewright.cli.option_types import Flag, SetOption
-from moewright.cli.options import TrialOptions
+from moewright.cli.options import TuningOutputs
 from moewright.cli.progress import open_display
 from moewright.spec.errors import BadInput, Reason
 
-_HERE = TrialOptions()
-# Exit codes.
-NOTHING_VALID = 1
+_HERE = TuningOutputs()
 
 
 def tune(
@@ -25,7 +23,7 @@ def tune(
     predict: Flag = False,
     out: Path | None = None,
     set_: SetOption = None,
-    trials: TrialOptions = _HERE,
+    trials: TuningOutputs = _HERE,
 ) -> int:
     """Tune the layout of a job by trials: fit, scale, profile, retune one variable, validate.
 
@@ -34,8 +32,6 @@ def tune(
     whose interval over pairs of runs, taken in turns, excludes noise. The winner runs 50 steps
     more. The same command goes on where it was stopped; report.md in the folder tells what was
     tried, plan.json is what `train` takes up, machine.toml the refitted hardware.
-
-    Exit codes: 0 done, 1 nothing was found valid, 2 bad input, 143 stopped by a signal.
 
     Parameters
     ----------
@@ -66,39 +62,47 @@ def tune(
         rule = "trials run on this machine"
         raise BadInput(Reason(field="--on", value=on, rule=rule, nearest="--predict beside it"))
     folder = out or Path("runs") / f"{job.stem}_tune"
-    request = tuning.read_tuning_request(
-        job, on=on, predict=predict, overrides=tuple(set_ or ()), tell=print_now, place=trials
-    )
     try:
-        if predict:
-            answer = tuning.tune_by_predictions(request, folder, print_now)
-        else:
-            answer = tuning.tune_by_trials(
-                request,
-                folder,
-                budget_minutes=budget_minutes,
+        # Trials print too, as processes of their own.
+        with reserve_stdout(trials.json):
+            request = tuning.read_tuning_request(
+                job,
+                on=on,
+                predict=predict,
+                overrides=tuple(set_ or ()),
                 tell=print_now,
                 place=trials,
-                # Every trial draws a panel of its own.
-                display=open_display(is_quiet=trials.quiet, is_kept=False),
             )
+            if predict:
+                answer = tuning.tune_by_predictions(request, folder, print_now)
+            else:
+                answer = tuning.tune_by_trials(
+                    request,
+                    folder,
+                    budget_minutes=budget_minutes,
+                    tell=print_now,
+                    place=trials,
+                    # Every trial draws a panel of its own.
+                    display=open_display(is_quiet=trials.quiet, is_kept=False),
+                )
     except TrialStoppedError:
         print_now(f"stopped; the same command goes on with {folder}")
         return STOPPED
     basis = Basis.PREDICTED if predict else Basis.MEASURED
+    records: list[Record] = []
     if trials.html is not None:
-        records: list[Record] = [
-            build_tuning_document(request.contract, answer.result, basis=basis)
-        ]
+        records.append(build_tuning_document(request.contract, answer.result, basis=basis))
         if answer.plan is not None:
             records.append(build_plan_view(answer.plan))
-        with write_answer(None, None, html=trials.html, views=lambda: records):
-            pass
     report_path = folder / tuning.REPORT_FILE
-    if answer.plan is None:
-        print_now(f"no layout was found valid; {report_path} tells why")
-        return NOTHING_VALID
-    plan_path = folder / PLAN_FILE
-    print_now("\n".join(summarize_tuning(answer.result, basis=basis)))
-    print_now(f"{report_path} tells what was tried, {plan_path} is its plan")
-    return 0
+    lines = [f"no layout was found valid; {report_path} tells why"]
+    if answer.plan is not None:
+        lines = [
+            *summarize_tuning(answer.result, basis=basis),
+            f"{report_path} tells what was tried, {folder / PLAN_FILE} is its plan",
+        ]
+    with reserve_stdout(trials.json):
+        print_now("\n".join(lines))
+    with write_answer(answer, trials.json, html=trials.html, views=lambda: records):
+        pass
+    return exit_code(holds=answer.plan is not None, otherwise=NOTHING_VALID)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from cyclopts import App
@@ -12,6 +13,7 @@ from moewright.cli.chat import chat
 from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import compare, diagnose, forecast, report
+from moewright.cli.exit_codes import describe_exits
 from moewright.cli.export import capture, export
 from moewright.cli.plan import budget, design, estimate, plan
 from moewright.cli.serve import mcp, studio
@@ -63,25 +65,37 @@ def build_app() -> App:
         build_completion_verb(app),
     )
     for verb in verbs:
-        app.command(verb, help_format=_REFLOWED)
-    data = App(help_format=_REFLOWED, name="data", help="Make training data.")
-    data.command(data_build, name="build")
-    app.command(data)
-    convert = App(
-        help_format=_REFLOWED,
-        name="convert",
-        help="Convert Hugging Face folders to checkpoints, and back.",
+        exits = describe_exits(verb.__name__)
+        app.command(verb, help_format=_REFLOWED, help_epilogue=exits)
+    groups: tuple[tuple[str, str, Mapping[str, Callable[..., int]]], ...] = (
+        ("data", "Make training data.", {"build": data_build}),
+        (
+            "convert",
+            "Convert Hugging Face folders to checkpoints, and back.",
+            {"import": convert_import, "export": convert_export},
+        ),
+        (
+            "bench",
+            "Measure this machine, the planner, and layouts of a sweep.",
+            {"machine": bench_machine, "search": bench_search, "sweep": bench_sweep},
+        ),
     )
-    convert.command(convert_import, name="import")
-    convert.command(convert_export, name="export")
-    app.command(convert)
-    bench = App(
-        help_format=_REFLOWED,
-        name="bench",
-        help="Measure this machine, the planner, and layouts of a sweep.",
-    )
-    bench.command(bench_machine, name="machine")
-    bench.command(bench_search, name="search")
-    bench.command(bench_sweep, name="sweep")
-    app.command(bench)
+    for group, summary, members in groups:
+        part = App(help_format=_REFLOWED, name=group, help=summary)
+        for name, member in members.items():
+            exits = describe_exits(f"{group} {name}")
+            part.command(member, name=name, help_epilogue=exits)
+        app.command(part)
     return app
+
+
+def list_verbs(app: App, group: str = "") -> Iterator[tuple[str, App]]:
+    """Yield every verb that does something, by its whole name: "bench sweep" is one."""
+    for name in app:
+        part = app[name]
+        if name.startswith("-"):
+            continue
+        if part.default_command is None:
+            yield from list_verbs(part, f"{name} ")
+        else:
+            yield f"{group}{name}", part

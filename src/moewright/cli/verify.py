@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moewright.cli.answers import open_console, print_now, reserve_stdout, write_answer
+from moewright.cli.answers import print_now, reserve_stdout, write_answer
 from moewright.cli.exit_codes import exit_code
 from moewright.cli.option_types import Count, JsonOption, SetOption
 from moewright.cli.options import AnswerOptions, UpdateOptions, VerifiedRun
@@ -15,6 +15,7 @@ from moewright.cli.progress import show_share
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
+    from moewright.api.verifying import TrainingCheckRequest
     from moewright.spec.workload import OptimizerSpec
 
 
@@ -31,14 +32,15 @@ def verify(
     run: VerifiedRun = _DEFAULT_RUN,
     set_: SetOption = None,
     update: UpdateOptions = _DEFAULT_UPDATE,
+    json: JsonOption = None,
 ) -> int:
     """Compare a job's training with one process, or run a checkpoint on the batches of a file.
 
     Of a job or a plan the first steps are trained in its layout and in one process, with its
     auxiliary losses, clipping and update, in fp32 and in its own format; gradients, norms and
-    weights are compared, and exit code 1 says that one is too far off. Of a checkpoint
-    tensors.safetensors gets logits, nll and `grad/<name>` of the first batch, curve.json loss and
-    grad_norm by step, in fp32; tensors have the names of the checkpoint.
+    weights are compared, each with its bound. Of a checkpoint tensors.safetensors gets logits, nll
+    and `grad/<name>` of the first batch, curve.json loss and grad_norm by step, in fp32; tensors
+    have the names of the checkpoint.
 
     Parameters
     ----------
@@ -52,50 +54,63 @@ def verify(
         labels unshifted, -100 ignored.
     set_
         Another value for a key of the job, section.key=value; may be given again.
+    json
+        Write what was compared (checks, or of a checkpoint its curve) to this file; "-": to
+        standard output, and the text to standard error.
     """
     if what.is_file():
         if batch is not None or update != _DEFAULT_UPDATE:
             rule = "are for a checkpoint: a job has data and an update rule of its own"
             raise BadInput(Reason(field="--batch, --optimizer, --lr, ...", rule=rule))
-        return _verify_training(what, out, run, tuple(set_ or ()))
+        request = _read_request(what, out, run, tuple(set_ or ()))
+        return _verify_training(request, json)
     if set_:
         rule = "is for a job file"
         raise BadInput(Reason(field="--set", value=set_[0], rule=rule, nearest="leave it out"))
     if batch is None:
         rule = "is needed with a checkpoint: the file of its batches"
         raise BadInput(Reason(field="--batch", rule=rule))
-    return _verify_checkpoint(what, batch=batch, out=out, run=run, update=update)
+    return _verify_checkpoint(what, batch=batch, out=out, run=run, update=update, json=json)
 
 
-def _verify_training(path: Path, out: Path, run: VerifiedRun, overrides: tuple[str, ...]) -> int:
-    from moewright.api.verifying import (
-        CHECK_FILE,
-        CHECKED_STEPS,
-        TrainingCheckRequest,
-        verify_training,
-    )
-    from moewright.report.document_text import print_sections
-    from moewright.report.training_check_document import build_training_check
+def _read_request(
+    path: Path, out: Path, run: VerifiedRun, overrides: tuple[str, ...]
+) -> TrainingCheckRequest:
+    from moewright.api.verifying import CHECKED_STEPS, TrainingCheckRequest
 
     steps = CHECKED_STEPS if run.steps is None else run.steps
     _check_at_least_one("--steps", steps)
     if run.nproc is not None:
         _check_at_least_one("--nproc", run.nproc)
-    request = TrainingCheckRequest(
+    return TrainingCheckRequest(
         path=path, out=out, layout=run.layout, nproc=run.nproc, steps=steps, overrides=overrides
     )
-    answer = verify_training(request, print_now)
-    print_sections(open_console(None), map(build_training_check, answer.checks), verbose=True)
-    if answer.code:
-        return answer.code
-    print_now(f"wrote {out / CHECK_FILE}")
-    return exit_code(holds=answer.holds)
+
+
+def _verify_training(request: TrainingCheckRequest, json: Path | None) -> int:
+    from moewright.api.verifying import CHECK_FILE, verify_training
+    from moewright.report.document_text import print_sections
+    from moewright.report.training_check_document import build_training_check
+
+    # Ranks print too, as processes of their own.
+    with reserve_stdout(json):
+        answer = verify_training(request, print_now)
+    written = () if answer.code else (request.out / CHECK_FILE,)
+    with write_answer(answer, json, written=written) as console:
+        print_sections(console, map(build_training_check, answer.checks), verbose=True)
+    return answer.code or exit_code(holds=answer.holds)
 
 
 def _verify_checkpoint(
-    hf_dir: Path, *, batch: Path, out: Path, run: VerifiedRun, update: UpdateOptions
+    hf_dir: Path,
+    *,
+    batch: Path,
+    out: Path,
+    run: VerifiedRun,
+    update: UpdateOptions,
+    json: Path | None,
 ) -> int:
-    from moewright.codec import parse_layout
+    from moewright.codec import parse_layout, read_json_data
     from moewright.engine.run.early_checks import read_batch_workload, refuse_too_many_processes
     from moewright.intake.hf import read_config
     from moewright.intake.hub import locate_folder
@@ -131,9 +146,13 @@ def _verify_checkpoint(
         lr=update.lr,
         optimizer=optimizer,
     )
-    code = int(run_verify(job, out))
+    with reserve_stdout(json):
+        code = int(run_verify(job, out))
     if code == 0:
-        print_now(f"wrote {out / 'tensors.safetensors'} and {out / 'curve.json'}")
+        files = (out / "tensors.safetensors", out / "curve.json")
+        answer = {"curve": read_json_data(files[1]), "tensors": files[0]}
+        with write_answer(answer, json, written=files):
+            pass
     return code
 
 
@@ -196,7 +215,7 @@ def dryrun(
 
     The planner's prediction for the rank stands beside. Every layer, collective and update of the
     rank runs, on tensors without data; routing is even. What the job leaves open of the layout
-    takes its default. Exit code 1 when a count that should equal its prediction does not.
+    takes its default.
 
     Parameters
     ----------

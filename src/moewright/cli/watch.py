@@ -41,8 +41,7 @@ def watch(
 
     Shifts and drifts of the step time are told from spikes; what recurs (checkpoints, evaluations,
     garbage collection) is named with what it costs. Each new alarm is a line, and one request to
-    --webhook. Exit codes: 0 the run has ended, or all is read, without an alarm; 2 bad input; 5
-    there was an alarm.
+    --webhook.
 
     Parameters
     ----------
@@ -172,9 +171,7 @@ def check(
     """Say exactly what a change of a job costs, and fail over budgets.
 
     Bytes a rank, calls, FLOPs and saved activations are counts; step and peak are predicted, with
-    their intervals. Exit codes: 0 the change keeps its budgets, 2 bad input, 3 the job fitted, or
-    might, and does not any more, 4 a budget is broken. A change of comments, order or spelling
-    breaks none.
+    their intervals. A change of comments, order or spelling breaks no budget.
 
     Parameters
     ----------
