@@ -153,7 +153,7 @@ def draw_job(seed: str, *, worlds: tuple[int, ...], is_counted_dry: bool = False
             refused.append(reasons[0])
             if _is_base(reasons[0]):
                 break
-            job = _take_back(job, reasons[0])
+            job = take_back(job, reasons[0])
 
 
 def _leave_out_numbers(rng: random.Random, job: Job) -> Job:
@@ -207,7 +207,7 @@ def _is_base(reason: Reason) -> bool:
     return reason.field.startswith("model.") or reason.field == "workload.global_batch"
 
 
-def _take_back(job: Job, reason: Reason) -> Job:
+def take_back(job: Job, reason: Reason) -> Job:
     """Return the job without the choice that a refusal names."""
     group, _, name = reason.field.partition(".")
     if group == "layout":

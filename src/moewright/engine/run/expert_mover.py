@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moewright.codec import from_data, to_data
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm import collectives
 from moewright.engine.comm.collectives import Group, start_all_to_all
@@ -32,7 +33,11 @@ from moewright.rules.job import plan_job
 from moewright.spec.plan import Plan
 from moewright.spec.run import ExpertMoves
 
-PLACEMENT_KEY = "expert_placement"  # of what a checkpoint says besides its tensors
+# Of what a checkpoint says besides its tensors: the placement, and the latest moves with the step
+# before which they were.
+_PLACEMENT_KEY = "expert_placement"
+_MOVES_KEY = "expert_moves"
+MOVER_KEYS = frozenset({_PLACEMENT_KEY, _MOVES_KEY})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +62,8 @@ class ExpertMover:
         self._price = price_moves(plan, self._job) if self._every else None
         self._loads: torch.Tensor | None = None
         self.placement: Placement = job_placement(self._job)
-        self.moves = ExpertMoves()  # those before the next step
+        self._moves = ExpertMoves()
+        self._moved_before = 0  # the step that the latest moves were before; 0: there were none
         if self._every:
             self._place(self.placement)
 
@@ -66,7 +72,14 @@ class ExpertMover:
         """Return what a checkpoint says of the placement, for a run that goes on from it."""
         if not self._every:
             return {}
-        return {PLACEMENT_KEY: [list(slots) for slots in self.placement.values()]}
+        return {
+            _PLACEMENT_KEY: [list(slots) for slots in self.placement.values()],
+            _MOVES_KEY: {"step": self._moved_before, "moves": to_data(self._moves)},
+        }
+
+    def moves_before(self, step: int) -> ExpertMoves:
+        """Return the moves before a step, also where a run stopped between both."""
+        return self._moves if step == self._moved_before else ExpertMoves()
 
     @property
     def moved_slots(self) -> tuple[tuple[int, ...], ...]:
@@ -75,16 +88,18 @@ class ExpertMover:
 
     def take_saved(self, extra: Mapping[str, Any]) -> None:
         """Take the placement that a checkpoint was saved with, before its tensors are read."""
-        saved = extra.get(PLACEMENT_KEY)
+        saved = extra.get(_PLACEMENT_KEY)
         if self._every and saved is not None:
             self._place(dict(zip(self.placement, map(tuple, saved), strict=True)))
+        if self._every and (latest := extra.get(_MOVES_KEY)) is not None:
+            self._moves = from_data(ExpertMoves, latest["moves"], where=_MOVES_KEY)
+            self._moved_before = latest["step"]
 
     def add_step(self, step: int, expert_loads: torch.Tensor) -> bool:
         """Count the loads of a step, and move experts where that is due and pays; tell if it was.
 
         `expert_loads` [MoE layers, E] are those of all ranks.
         """
-        self.moves = ExpertMoves()
         if self._price is None:
             return False
         loads = expert_loads.double().cpu()
@@ -96,11 +111,12 @@ class ExpertMover:
         planned = plan_moves(self.placement, counts, self._job.layout.ep, self._price)
         if not planned.experts:
             return False
-        self._move(planned)
+        self._moves = self._move(planned)
+        self._moved_before = step + 1
         return True
 
     @torch.no_grad()
-    def _move(self, planned: PlannedMoves) -> None:
+    def _move(self, planned: PlannedMoves) -> ExpertMoves:
         state = self._state
         begin_s = perf_counter()
         state.optimizer.finish_pending()
@@ -118,7 +134,7 @@ class ExpertMover:
         state.optimizer.all_gather_params()
         # What a move takes is measured until its weights are there.
         state.optimizer.finish_pending()
-        self.moves = ExpertMoves(
+        return ExpertMoves(
             experts=planned.experts,
             sent_bytes=sum(collectives.gather_json(sum(sent))),
             expected_bytes=planned.sent_bytes,

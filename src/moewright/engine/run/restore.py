@@ -38,7 +38,7 @@ from moewright.engine.hf.folder import (
 from moewright.engine.hf.import_weights import read_local_part, read_parameter_box
 from moewright.engine.hf.names import build_name_table
 from moewright.engine.optim.frozen_weights import FrozenWeights, build_frozen_shards
-from moewright.engine.run.expert_mover import PLACEMENT_KEY
+from moewright.engine.run.expert_mover import MOVER_KEYS
 from moewright.engine.run.peer_copies import PeerCopies
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
@@ -181,7 +181,7 @@ def _refuse_other_job(
     """Raise BadInput unless a checkpoint's identity is the job's, whatever its model is called."""
     model = _rename(saved.get("model", {}), identity["model"])
     # Where experts lie is no part of the job: it follows the load of a run.
-    job = {name: value for name, value in saved.items() if name != PLACEMENT_KEY}
+    job = {name: value for name, value in saved.items() if name not in MOVER_KEYS}
     refuse_mismatch({**job, "model": model}, identity, defaults=defaults)
 
 

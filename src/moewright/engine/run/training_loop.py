@@ -228,7 +228,8 @@ def _train_session(
             timer.add_steady_step(result.phases, waits, wait_calls, host, sample)
             straggler_watch.add_step(result.expert_loads, host)
         record = build_step_record(plan, step, lr, result, mover.placement)
-        record = replace(record, waits=waits, host=host, device=sample, moves=mover.moves)
+        moves = mover.moves_before(step)
+        record = replace(record, waits=waits, host=host, device=sample, moves=moves)
         recorder.write_step(replace(record, copied_step=saver.copied_step))
         if step == first_step and repeated is not None:
             note_way_on(run_dir, plan.layout, first_step, repeated)
