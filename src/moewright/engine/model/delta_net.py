@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.kernels.fused.interface import KernelSet
@@ -27,6 +26,7 @@ from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.model.context_parallel import gather_heads, scatter_heads
 from moewright.engine.model.layers import Vector, Weight, project_out
 from moewright.engine.model.recurrent_mixer import (
+    RecurrentMixer,
     ScanSettings,
     build_scan_settings,
     project_in,
@@ -37,19 +37,13 @@ from moewright.rules.shapes.param import TP_COLUMNS, TP_ROWS
 from moewright.spec.ledger import Module
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(RecurrentMixer):
     """The gated delta net of a layer: [t,H] -> [t,H]."""
 
-    ledger_module = Module.ATTENTION
-
     def __init__(self, runtime: Runtime) -> None:
-        super().__init__()
-        spec = runtime.model.recurrent
-        if spec is None:
-            raise ValueError("a recurrent layer needs model.recurrent")
+        super().__init__(runtime)
+        spec = self._spec
         hidden = runtime.model.hidden_size
-        self._runtime = runtime
-        self._spec = spec
         rows = 2 * (spec.key_width + spec.value_width)
         self.qkvz = Weight(runtime, rows, hidden, sharding=TP_ROWS)
         self.rates = Weight(runtime, 2 * spec.heads, hidden, sharding=TP_ROWS)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from moewright.engine.graph_nodes import ReleasingFunction
 from moewright.engine.model.attention import MicroBatchContext
@@ -26,6 +25,7 @@ from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.model.context_parallel import gather_heads, scatter_heads
 from moewright.engine.model.layers import Vector, Weight, project_out
 from moewright.engine.model.recurrent_mixer import (
+    RecurrentMixer,
     ScanSettings,
     build_scan_settings,
     project_in,
@@ -36,19 +36,13 @@ from moewright.rules.shapes.param import TP_COLUMNS, TP_ROWS
 from moewright.spec.ledger import Module
 
 
-class Mamba2(nn.Module):
+class Mamba2(RecurrentMixer):
     """The Mamba-2 mixer of a layer: [t,H] -> [t,H]."""
 
-    ledger_module = Module.ATTENTION
-
     def __init__(self, runtime: Runtime) -> None:
-        super().__init__()
-        spec = runtime.model.recurrent
-        if spec is None:
-            raise ValueError("a recurrent layer needs model.recurrent")
+        super().__init__(runtime)
+        spec = self._spec
         hidden = runtime.model.hidden_size
-        self._runtime = runtime
-        self._spec = spec
         rows = spec.value_width + spec.conv_width + spec.heads
         self.zxbcdt = Weight(runtime, rows, hidden, sharding=TP_ROWS)
         self.conv = Weight(runtime, spec.conv_width, spec.short_conv, sharding=TP_ROWS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused.scans import ScanKernels
@@ -17,6 +18,7 @@ from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Offload
+from moewright.spec.ledger import Module
 from moewright.spec.model import RecurrentSpec
 
 
@@ -28,6 +30,20 @@ class ScanSettings:
     counters: Counters
     scans: ScanKernels
     segments: Segments | None
+
+
+class RecurrentMixer(nn.Module):
+    """A mixer that carries a state along the sequence: [t,H] -> [t,H]."""
+
+    ledger_module = Module.ATTENTION
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        spec = runtime.model.recurrent
+        if spec is None:
+            raise ValueError("a recurrent layer needs model.recurrent")
+        self._runtime = runtime
+        self._spec = spec
 
 
 def build_scan_settings(

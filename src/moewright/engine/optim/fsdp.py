@@ -264,7 +264,9 @@ def _build_watch(note: NoteGradient, name: str) -> Callable[[torch.Tensor], None
     return watch
 
 
-class _FsdpAllGather(AllGather):
+class _CountedCollective:
+    """What both collectives of fully_shard ask of theirs: a group that counts, and its buffers."""
+
     def __init__(self, group: Group) -> None:
         self._group = group
 
@@ -273,6 +275,8 @@ class _FsdpAllGather(AllGather):
     ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+
+class _FsdpAllGather(_CountedCollective, AllGather):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -288,15 +292,7 @@ class _FsdpAllGather(AllGather):
         return None
 
 
-class _FsdpReduceScatter(ReduceScatter):
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def allocate(
-        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
+class _FsdpReduceScatter(_CountedCollective, ReduceScatter):
     def __call__(
         self,
         output_tensor: torch.Tensor,
