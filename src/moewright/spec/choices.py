@@ -214,6 +214,7 @@ class DispatcherFacts:
     waits_for_counts: bool = False  # the host, for those of a library's peers
     brings_local_probs: bool = False  # with a copy come those of all experts of the rank
     frees_received_rows: bool = False  # before another micro-batch beside them ends
+    permutes_rows: bool = False  # by kernels of its own, whichever the trainer has
     is_searched: bool = False  # how fast it is has been published
     megatron: tuple[str, ...] = ()  # its type, and the backend of the flexible one; () for none
     torchtitan: str = ""  # its backend; "" for none

@@ -136,6 +136,7 @@ class DispatcherKind(StrEnum):
             pads_rows=True,
             has_static_shapes=True,
             brings_local_probs=True,
+            permutes_rows=True,
             is_searched=True,
             megatron=("flex", "hybridep"),
             torchtitan="hybridep",

@@ -18,7 +18,7 @@ from moewright.cost.time.layer_time import PricedOps
 from moewright.cost.time.op_time import OpRow
 from moewright.rules.adapters import trains_module
 from moewright.spec.hardware import Op
-from moewright.spec.layout import DispatcherKind, Recompute
+from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Fusion
@@ -33,8 +33,7 @@ def add_token_sums(constants: Constants, sym: Symbols, priced: PricedOps) -> Pri
     """
     moe = sym.model.moe
     is_unfused = Fusion.PERMUTE in sym.workload.trainer.unfused
-    # The library's own kernels permute what it moves.
-    if moe is None or not is_unfused or sym.layout.dispatcher is DispatcherKind.HYBRIDEP:
+    if moe is None or not is_unfused or sym.layout.dispatcher.facts.permutes_rows:
         return priced
     elements = sym.t * sym.model.expert_width * moe.router.top_k
     seconds = constants["atomic_sum_s"] * elements
