@@ -167,3 +167,14 @@ def test_the_modules_of_the_package_import_each_other_in_no_circle() -> None:
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(imports) > 300
     assert not find_circles(imports)
+
+
+def test_a_dispatcher_is_named_by_its_record_and_its_binding_alone() -> None:
+    """What else asks for a dispatcher asks for its facts, so that a new one is known everywhere."""
+    named = {
+        path
+        for path, node in list_nodes()
+        if isinstance(node, ast.Attribute) and node.attr.isupper()
+        if isinstance(node.value, ast.Name) and node.value.id == "DispatcherKind"
+    }
+    assert named == {"moewright/spec/layout.py", "moewright/engine/dispatch/deepep.py"}
