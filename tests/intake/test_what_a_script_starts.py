@@ -140,6 +140,15 @@ def test_a_file_behind_an_option_is_no_program(tmp_path):
         read(text, tmp_path)
 
 
+def test_a_module_of_deepspeeds_launcher_is_a_program(tmp_path):
+    text = (
+        "read -r -d '' commands <<EOF\nopenrlhf.cli.train_rm --save_path a --pretrain b "
+        "--train_batch_size 8 --max_epochs 1\nEOF\ndeepspeed --module $commands\n"
+    )
+    with pytest.raises(BadInput, match=r"starts openrlhf.cli.train_rm with"):
+        read(text, tmp_path)
+
+
 def test_options_that_yq_takes_from_a_file_are_in_that_file(tmp_path):
     text = (
         'ARGS=$(yq ".MODEL_ARGS | to_entries" model.yaml | tr "\\n" " ")\n'
@@ -219,3 +228,17 @@ def test_optimizers_of_forks_are_planned_or_refused_by_what_they_keep(tmp_path):
     assert command.options["--optimizer"] == ("adam",)
     with pytest.raises(BadInput, match="--optimizer=ademamix: keeps two first moments"):
         read(f"{TRAINING} --optimizer ademamix", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "start", ["read -r -d '' ARGS", "read -d '' -r ARGS", "IFS= read -rd '' ARGS"]
+)
+def test_a_text_that_read_takes_whole_loses_no_word(start, tmp_path):
+    words = MODEL.replace(" --", "\n--")
+    text = (
+        f"{start} <<EOF\n{words}\n--bf16\nEOF\ntorchrun --nproc_per_node 8 pretrain_gpt.py $ARGS\n"
+    )
+    command = read(text, tmp_path)
+    assert command.options["--num-layers"] == ("4",)
+    assert "--bf16" in command.options
+    assert not command.unknown_words

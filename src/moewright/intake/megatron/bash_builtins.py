@@ -100,26 +100,51 @@ def _print_expression(left: str, sign: str, right: str) -> str | None:
     return f"{values[sign]}\n" if sign in values else None
 
 
+_READ_VALUES = "adinNptu"  # options of `read` that take a value
+_MAPFILE_VALUES = "dnOsuCc"
+
+
 def read_words(words: Sequence[str], text: str | None, variables: ShellVariables) -> None:
     """Set the variables of `read` and `mapfile`; without a text their values are not known."""
-    names = [word for word in words[1:] if not word.startswith("-")] or ["REPLY"]
+    is_read = words[0] == "read"
+    options, names = _split_options(words[1:], _READ_VALUES if is_read else _MAPFILE_VALUES)
+    names = [*filter(None, (options.get("a", ""),)), *names] or ["REPLY"]
     if text is None:
         for name in names:
             unknown = UnknownValue(name=name, origin=f"what {words[0]} reads")
             variables.arrays[name] = (unknown.mark(),)
         return
-    if words[0] != "read":
+    if not is_read:
         variables.arrays[names[-1]] = tuple(text.splitlines())
         return
     separators = variables.first("IFS") or None
-    line = text.partition("\n")[0]
-    if any(word.startswith("-") and "a" in word for word in words):
-        variables.arrays[names[-1]] = tuple(line.split(separators))
+    end = options.get("d", "\n")
+    # Without an end, -d '', all of the text is one line.
+    line = text.partition(end)[0] if end else text
+    if "a" in options:
+        variables.arrays[names[0]] = tuple(line.split(separators))
         return
     # The last name takes the rest of the line, as in bash.
     parts = line.split(separators, len(names) - 1)
     for place, name in enumerate(names):
         variables.arrays[name] = (parts[place].strip() if place < len(parts) else "",)
+
+
+def _split_options(words: Sequence[str], valued: str) -> tuple[dict[str, str], list[str]]:
+    """Return options, those in `valued` with their values, and the names behind them."""
+    options: dict[str, str] = {}
+    left = list(words)
+    while left and left[0].startswith("-"):
+        letters = left.pop(0)[1:]
+        for place, letter in enumerate(letters):
+            value = ""
+            if letter in valued:
+                # What stands behind it in the same word is its value, else the next word.
+                value = letters[place + 1 :] or (left.pop(0) if left else "")
+            options[letter] = value
+            if letter in valued:
+                break
+    return options, left
 
 
 def take_option(words: Sequence[str], variables: ShellVariables) -> bool:

@@ -101,6 +101,7 @@ _OTHER_TRAINERS = (
     ),
 )
 _YAML_PROGRAM = "what yq prints"
+_MODULES = ("-m", "--module")
 # Options of launchers behind which the program stands.
 _NO_VALUE = ("--no-python", "--standalone", "--use-env", "--use_env", "--module")
 _SEVERAL = 3  # options of a command, by which its trainer is told
@@ -409,7 +410,7 @@ def _find_program(command: Command) -> str:
         return ""
     suffixes = (".py", ".sh") if "--no-python" in words else (".py",)
     for before, word in pairwise(("", *words)):
-        is_module = before == "-m" and not word.startswith("torch.")
+        is_module = before in _MODULES and not word.startswith(("torch.", "-"))
         # Behind an option of the trainer a file is its value.
         is_file = word.endswith(suffixes) and not _is_trainer_option(before)
         if is_module or is_file:
