@@ -211,6 +211,7 @@ def estimate(
     from moewright.report.document_text import print_sections
     from moewright.report.estimate_document import build_estimate_parts, build_verdict
     from moewright.report.trace import write_trace
+    from moewright.search.explain import explain_precision
     from moewright.search.misfit import explain_imbalance
     from moewright.search.switches import explain_switches
     from moewright.spec.plan import Verdict
@@ -251,6 +252,10 @@ def estimate(
             print_defaults(console, notes)
             sections = (build_verdict(plan, judgement), *build_estimate_parts(plan))
             print_sections(console, sections, verbose=script.verbose)
+            # Who asks for fewer bits is told what they bring; in 16, what they would, on demand.
+            if plan.workload.precision.is_narrow or script.verbose:
+                for line in explain_precision(plan):
+                    console.print(line)
         _print_measured_load(console, plan, estimate_even_routing(plan))
         if places is not None:
             console.print(places.title())
