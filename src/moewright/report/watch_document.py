@@ -70,7 +70,7 @@ def list_facts(watch: RunWatch) -> Iterator[tuple[str, str]]:
         yield (
             "plan",
             f"{format_seconds(watch.predicted_s)} a step, {ends} in 95 of 100 cases; the run takes "
-            f"{watch.step_s / watch.predicted_s:.2f} of it",
+            f"{watch.step_s / watch.predicted_s:.2f} x as long",
         )
     if isfinite(watch.loss):
         yield "loss", f"{watch.loss:.4g}"
