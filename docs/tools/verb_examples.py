@@ -269,8 +269,9 @@ def list_options(app: App) -> tuple[str, ...]:
 def shorten(verb: str, text: str) -> str:
     """Return the lines of an output that the page shows."""
     lines = [line.rstrip() for line in text.strip("\n").splitlines()]
-    # A path of this machine, and a token that is another at each start.
+    # A token is another at each start, and a fingerprint with each new field of a job.
     lines = [re.sub(r"token=\w+", "token=...", line) for line in lines]
+    lines = [re.sub(r"\bplan [0-9a-f]{16}$", "plan ...", line) for line in lines]
     first, last = EXAMPLES[verb].lines, EXAMPLES[verb].last_lines
     if len(lines) > first + last:
         lines[first : len(lines) - last] = ["..."]
