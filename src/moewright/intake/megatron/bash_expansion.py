@@ -157,7 +157,7 @@ class ShellVariables:
         if key is not None:
             self._assign_element(name, key, value, word.line, appends=bool(appends))
             return name
-        old = self.arrays.get(name, ()) if appends else ()
+        old = self._kept(name, appends=bool(appends))
         self.arrays[name] = ("".join(old[:1]) + value, *old[1:])
         return name
 
@@ -177,8 +177,12 @@ class ShellVariables:
             self.tables[name] = dict(entries)
             return
         items = tuple(name_unknown(item, name) for token in tokens for item in self.expand(token))
-        old = self.arrays.get(name, ()) if appends else ()
+        old = self._kept(name, appends=bool(appends))
         self.arrays[name] = (*old, *items)
+
+    def _kept(self, name: str, *, appends: bool) -> tuple[str, ...]:
+        """Return the items that an assignment leaves: those of +=, which come first."""
+        return self.arrays.get(name, ()) if appends else ()
 
     def _assign_element(self, name: str, key: str, value: str, line: int, *, appends: bool) -> None:
         if name in self.tables:
@@ -328,7 +332,7 @@ class ShellVariables:
                 return unknown.mark()
         value = self._element(name, index, line)
         if not operation:
-            return self.absent(name).mark() if value is None else value
+            return self._mark_absent(name, value)
         if operation[-1] in "-=+?":
             return self._default(name, value, operation, word, line)
         if value is None:
@@ -347,6 +351,9 @@ class ShellVariables:
             value = self._text(word, line)
             if operation.endswith("="):
                 self.arrays[name] = (value,)
+        return self._mark_absent(name, value)
+
+    def _mark_absent(self, name: str, value: str | None) -> str:
         return self.absent(name).mark() if value is None else value
 
     def _transform(self, value: str, operation: str, word: str, line: int) -> str:

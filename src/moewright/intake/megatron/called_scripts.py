@@ -92,6 +92,11 @@ def _shell_script(words: list[str], stdin: str | None) -> CalledScript | None:
         place += 2 if words[place] in ("-o", "+o", "--rcfile", "--init-file") else 1
     if place < len(words):
         return CalledScript(path=words[place], text="", arguments=tuple(words[place + 1 :]))
+    return _read_input(stdin)
+
+
+def _read_input(stdin: str | None) -> CalledScript | None:
+    """Return the script that a shell reads from its standard input, where it has one."""
     return CalledScript(path="", text=stdin, arguments=()) if stdin else None
 
 
@@ -103,7 +108,7 @@ def _submitted_script(words: list[str], stdin: str | None) -> CalledScript | Non
             return CalledScript(path="", text=text, arguments=())
         if word.endswith((*SCRIPT_SUFFIXES, ".sub")):
             return CalledScript(path=word, text="", arguments=tuple(words[place + 1 :]))
-    return CalledScript(path="", text=stdin, arguments=()) if stdin else None
+    return _read_input(stdin)
 
 
 def _scheduled_variables(words: Sequence[str]) -> dict[str, str]:
