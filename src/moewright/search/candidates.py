@@ -166,9 +166,13 @@ class CandidatePool:
             if self._screener.lacks_room(bounded, self.room_bytes):
                 self.without_room += bounded.legal_count
                 continue
-            scores = self._screener.score(bounded, room_bytes=self.room_bytes, below_s=self.below_s)
+            scores = self._score(bounded)
             if scores is not None:
                 self.add_scores(scores)
+
+    def _score(self, bounded: BoundedGroup) -> GroupScores | None:
+        """Return the scores of a group that may be fast enough."""
+        return self._screener.score(bounded, room_bytes=self.room_bytes, below_s=self.below_s)
 
     def add_scores(self, scores: GroupScores) -> None:
         """Count the candidates of a group, and keep its best ones."""
@@ -447,6 +451,25 @@ class CandidatePool:
             self.refused.update({reason.rule for reason in reasons})
             allowed[tuple(place)] = not reasons
         return allowed
+
+
+class BestPool(CandidatePool):
+    """The candidates that a plan is picked from, and nothing else that a search tells.
+
+    What is not safe is not priced, nor what is too slow to be kept by its micro-batches alone.
+    """
+
+    def _score(self, bounded: BoundedGroup) -> GroupScores | None:
+        """Return the scores of a group, of what may be picked alone."""
+        return self._screener.score(
+            bounded, room_bytes=self.room_bytes, below_s=self.below_s, is_best=True
+        )
+
+    def add_scores(self, scores: GroupScores) -> None:
+        """Keep the best candidates of a group."""
+        is_safe = scores.legal & (scores.peak_bytes <= self._screener.safe_bytes(scores.sd_bytes))
+        usable = self._without_objections(scores, np.isfinite(scores.step_s))
+        self._add_pipelines(scores, usable & is_safe)
 
 
 def model_parallel_sizes(cut: Layout, shapes: Iterable[PipelineShape]) -> Array:

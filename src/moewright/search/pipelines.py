@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -264,18 +265,19 @@ def batch_pipelines(
     pipelines: PipelineShapes,
     layouts: Sequence[Layout],
     ranks: Sequence[DistinctRanks],
-    moments: Sequence[Array],
-    distinct_moments: Sequence[MomentCounts],
+    moments: Sequence[Sequence[MomentCounts]],
     micro_batches: Sequence[int],
 ) -> PipelineBatch:
     """Concatenate the pipelines of `layouts` into one batch.
 
-    `ranks` and `micro_batches` [pipelines] belong to the layouts. `moments` [pipelines][ranks] is
-    the index in `distinct_moments` of each rank's moments.
+    `ranks` and `micro_batches` [pipelines] belong to the layouts, as `moments` [pipelines][ranks]
+    do, of which equal ones are one object.
     """
     rank_counts = [len(distinct.first) for distinct in ranks]
-    used, moments_of_rank = np.unique(np.concatenate(moments), return_inverse=True)
-    counts = [distinct_moments[place] for place in used.tolist()]
+    by_rank = list(chain.from_iterable(moments))
+    counts = list({id(moment): moment for moment in by_rank}.values())
+    places = {id(moment): place for place, moment in enumerate(counts)}
+    moments_of_rank = np.array([places[id(moment)] for moment in by_rank])
     pp = np.array([layout.pp for layout in layouts])
     degrees, degree = np.unique(pp, return_inverse=True)
     return PipelineBatch(
@@ -311,11 +313,9 @@ class PipelineCache:
         self._parts = list_parts(space.model, space.base, space.workload.trainer)
         self._layouts: dict[tuple[PipelineShape, int, bool], Layout] = {}
         self._ranks: dict[PipelineShape, DistinctRanks] = {}
-        self._moments: dict[tuple[PipelineShape, int, bool], Array] = {}
-        self._of_ranks: dict[tuple[object, ...], int] = {}
-        self._tables: dict[tuple[object, ...], RankTable] = {}
-        self._places: dict[bytes, int] = {}
-        self._distinct_moments: list[MomentCounts] = []
+        self._moments: dict[tuple[PipelineShape, int, bool], list[MomentCounts]] = {}
+        is_mtp = tuple(part.is_mtp for part in self._parts.layers)
+        self._fullest = _fullest_moments(is_mtp, space.base, space.fixed)
         self._batches: dict[tuple[PipelineShapes, int, int, bool], PipelineBatch] = {}
 
     def batch(self, group: DegreeGroup, *, is_paired: bool) -> PipelineBatch:
@@ -342,7 +342,6 @@ class PipelineCache:
                     self._fullest_moments(shape, layout, count)
                     for shape, layout, count in zip(shapes, layouts, micro_batches, strict=True)
                 ],
-                self._distinct_moments,
                 micro_batches,
             )
         return self._batches[key]
@@ -372,22 +371,37 @@ class PipelineCache:
             )
         return self._ranks[shape]
 
-    def _fullest_moments(self, shape: PipelineShape, layout: Layout, micro_batches: int) -> Array:
-        """Return the index in `_distinct_moments` of the fullest moments of each rank [ranks]."""
+    def _fullest_moments(
+        self, shape: PipelineShape, layout: Layout, micro_batches: int
+    ) -> list[MomentCounts]:
+        """Return the moments at which each rank can be fullest [ranks]."""
         steady = steady_micro_batches(layout, micro_batches)
         key = shape, steady, bool(layout.overlap)
         if key not in self._moments:
             ranks = self._distinct_ranks(shape, layout)
-            self._moments[key] = np.array(
-                [
-                    self._fullest_of_rank(layout, steady, rank, chunks)
-                    for rank, chunks in zip(ranks.first, ranks.chunks, strict=True)
-                ]
-            )
+            self._moments[key] = [
+                self._fullest.count(self._parts, layout, steady, rank, chunks)
+                for rank, chunks in zip(ranks.first, ranks.chunks, strict=True)
+            ]
         return self._moments[key]
 
-    def _fullest_of_rank(self, layout: Layout, micro_batches: int, rank: int, chunks: Array) -> int:
-        """Return the index in `_distinct_moments` of the moments at which a rank can be fullest.
+
+class FullestMoments:
+    """The moments at which ranks can be fullest, each worked out once for models alike.
+
+    Nothing but the number of parts of each chunk decides them, and which parts are MTP depths. What
+    has been worked out is never changed, so that several searches may ask at once.
+    """
+
+    def __init__(self) -> None:
+        self._of_ranks: dict[tuple[object, ...], MomentCounts] = {}
+        self._tables: dict[tuple[object, ...], RankTable] = {}
+        self._equal: dict[bytes, MomentCounts] = {}
+
+    def count(
+        self, parts: StageParts, layout: Layout, micro_batches: int, rank: int, chunks: Array
+    ) -> MomentCounts:
+        """Return the moments at which a rank can be fullest; equal ones are one object.
 
         Pipelines that differ in their splits have ranks in common, and all their timetables.
         """
@@ -396,14 +410,16 @@ class PipelineCache:
         if key not in self._of_ranks:
             if timetable not in self._tables:
                 self._tables[timetable] = rank_table(layout, micro_batches, rank)
-            counts = count_moments(self._parts, chunks, self._tables[timetable])
-            self._of_ranks[key] = self._place(_undominated(self._parts, counts))
+            counts = _undominated(parts, count_moments(parts, chunks, self._tables[timetable]))
+            arrays = counts.live, counts.fetched, counts.backward, counts.paired
+            content = b"".join(array.tobytes() for array in arrays)
+            self._of_ranks[key] = self._equal.setdefault(content, counts)
         return self._of_ranks[key]
 
-    def _place(self, counts: MomentCounts) -> int:
-        arrays = counts.live, counts.fetched, counts.backward, counts.paired
-        key = b"".join(array.tobytes() for array in arrays)
-        if key not in self._places:
-            self._places[key] = len(self._distinct_moments)
-            self._distinct_moments.append(counts)
-        return self._places[key]
+
+@lru_cache(maxsize=4)  # a design searches for models that differ in their numbers alone
+def _fullest_moments(
+    _is_mtp: tuple[bool, ...], _base: Layout, _fixed: frozenset[str]
+) -> FullestMoments:
+    """Return the moments of models with these parts, under what is fixed of their layouts."""
+    return FullestMoments()

@@ -214,13 +214,14 @@ class Screener:
             )
 
     def score(
-        self, bounded: BoundedGroup, *, room_bytes: float, below_s: float
+        self, bounded: BoundedGroup, *, room_bytes: float, below_s: float, is_best: bool = False
     ) -> GroupScores | None:
         """Return the scores of all candidates of a group; None where no bound is below `below_s`.
 
         A time that cannot matter is not priced: that of a layout whose bytes exceed `room_bytes` by
         more than a standard deviation, and of a pipeline whose bound is `below_s` or more even
-        without recompute.
+        without recompute. Where the best candidate `is_best` alone wanted, neither are those of
+        layouts that are not safe, nor of any whose micro-batches take so long.
         """
         if bounded.floor_bound_s >= below_s or self.lacks_room(bounded, room_bytes):
             return None
@@ -248,6 +249,8 @@ class Screener:
         if is_worth_pricing.any():
             is_worth_pricing &= is_fast[:, :, None]
             has_room = bounded.legal & (peak <= self.safe_bytes(sd))
+            if is_best:
+                is_worth_pricing &= has_room
             # The graphs and bytes of these are left as they are: only their time is not worked out.
             rows = np.flatnonzero(is_worth_pricing.any(axis=(1, 2)))
             is_worth_pricing[rows] &= ~self._is_needless(has_room[rows], base, group, rows)
@@ -258,7 +261,8 @@ class Screener:
                 times=bounded.times,
                 sent=self.times.sent_activations(memory),
             )
-            step, bound, uncovered, dp_overlap = self._price(priced, is_worth_pricing)
+            limit_s = below_s if is_best else np.inf
+            step, bound, uncovered, dp_overlap = self._price(priced, is_worth_pricing, limit_s)
         return GroupScores(
             pipelines=group.pipelines,
             base=base,
@@ -537,11 +541,12 @@ class Screener:
         return outrun
 
     def _price(
-        self, priced: _PricedGroup, is_worth_pricing: Array
+        self, priced: _PricedGroup, is_worth_pricing: Array, below_s: float
     ) -> tuple[Array, Array, Array, Array]:
         """Return `step_s`, `bound_s`, `uncovered_s` and `dp_overlap` of GroupScores.
 
-        Seconds are infinite outside `is_worth_pricing`. All shapes are [pipelines, activation
+        Seconds are infinite outside `is_worth_pricing`, and where the bound of micro-batches alone
+        is `below_s` or more. All shapes are [pipelines, activation
         policies, state policies].
         """
         step = np.full(is_worth_pricing.shape, np.inf)
@@ -553,14 +558,15 @@ class Screener:
             return step, bound, uncovered, overlapped
         for place, base in enumerate(self._variants(priced.base)):
             variant = replace(priced, base=base)
-            pipeline_s = self._pipeline_s(variant, needed)
-            tail_s, least_s = self._tails.seconds(base, variant.batch, is_worth_pricing)
-            covered = pipeline_s[:, :, None] + tail_s[:, None, :]
-            total = np.maximum(covered, least_s[:, None, :])
-            total_s = np.where(is_worth_pricing[:, needed], total, np.inf)
             factors = self._risk.factors(base, priced.batch.pipelines)
             spread = np.broadcast_to(factors.spread(), step.shape)[:, needed]
             spread_own = np.broadcast_to(factors.spread_own(), step.shape)[:, needed]
+            pipeline_s = self._pipeline_s(variant, needed)
+            is_fast = is_worth_pricing[:, needed] & (pipeline_s[:, :, None] * spread < below_s)
+            tail_s, least_s = self._tails.seconds(base, variant.batch, is_fast)
+            covered = pipeline_s[:, :, None] + tail_s[:, None, :]
+            total = np.maximum(covered, least_s[:, None, :])
+            total_s = np.where(is_fast, total, np.inf)
             total_bound_s = total_s * spread
             better = total_bound_s < bound[:, needed]
             bound[:, needed] = np.where(better, total_bound_s, bound[:, needed])

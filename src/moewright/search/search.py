@@ -25,6 +25,7 @@ from moewright.rules.limits.legality import (
 )
 from moewright.search.candidates import (
     PICKED_FROM,
+    BestPool,
     Candidate,
     CandidatePool,
     CandidateWish,
@@ -226,10 +227,26 @@ def find_best_plan(
     spaces = _list_spaces(space)
     if not _may_hold_states(spaces, rule):
         return None
-    space, _, pool = _screen(spaces, rule, keep=PICKED_FROM, extra_bytes=())
-    candidates = NearBest(space, pool.picked_from()).put_simplest_first(pool.ranked())
-    plans = (_build_legal_plan(space, candidate, Counter()) for candidate in candidates)
+    for tried in spaces:
+        candidates = _pick_candidates(tried, Screener(tried, rule))
+        if candidates:
+            break
+    ordered = NearBest(tried, candidates).put_simplest_first(candidates)
+    plans = (_build_legal_plan(tried, candidate, Counter()) for candidate in ordered)
     return next((plan for plan in plans if plan and is_safe(plan.estimate, rule)), None)
+
+
+def _pick_candidates(space: SearchSpace, screener: Screener) -> list[Candidate]:
+    """Return the candidates that a plan is picked from, as `_fill_pool` does, and no others."""
+    picked_from = PICKED_FROM
+    while True:
+        pool = BestPool(space, screener, keep=picked_from, picked_from=picked_from)
+        pool.screen_all()
+        candidates = pool.picked_from()
+        best_s = min((candidate.bound_s for candidate in candidates), default=0.0)
+        if best_s <= pool.picked_below_s or picked_from > _MAX_KEPT:
+            return candidates
+        picked_from *= 4
 
 
 def _list_spaces(space: SearchSpace) -> list[SearchSpace]:

@@ -12,6 +12,7 @@ import re
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite, nan
 from pathlib import Path
 
@@ -147,30 +148,45 @@ def _find_line(text: mmap.mmap, place: int, stop: int) -> tuple[int, int]:
     """
     first = max(0, place - _LONGEST_LINE)
     last = min(place + _LONGEST_LINE, stop)
-    start = max(text.rfind(b"\n", first, place), text.rfind(b"\r", first, place), first - 1) + 1
-    ends = (text.find(b"\n", place, last), text.find(b"\r", place, last), last)
-    return start, min(end for end in ends if end >= 0)
+    start = max(text.rfind(b"\n", first, place) + 1, first)
+    end = text.find(b"\n", place, last)
+    end = last if end < 0 else end
+    # Within the line alone: a log that draws no bar has no return to be found for megabytes.
+    drawn = text.find(b"\r", place, end)
+    return max(text.rfind(b"\r", start, place) + 1, start), end if drawn < 0 else drawn
 
 
 def _scan(text: mmap.mmap, series: StepSeries, stop: int) -> None:
-    for trainer, mark, parse in _DIALECTS:
-        if series.trainer not in ("", trainer):
-            continue
-        if parse is _parse_whole and _scan_usual(text, series, stop):
+    for trainer, scan in _DIALECTS:
+        if series.trainer in ("", trainer) and scan(text, series, stop):
             series.trainer = trainer
             return
-        place = series.end
-        has_steps = False
-        while (place := text.find(mark, place, stop)) >= 0:
-            start, end = _find_line(text, place, stop)
-            step = parse(text[start:end])
-            if step is not None:
-                series.add(step, start)
-                has_steps = True
-            place = end
-        if has_steps:
-            series.trainer = trainer
-            return
+
+
+def _scan_marked(
+    mark: bytes,
+    parse: Callable[[bytes], StepLine | None],
+    text: mmap.mmap,
+    series: StepSeries,
+    stop: int,
+) -> bool:
+    """Add the steps of lines that have a mark; False where none is."""
+    place = series.end
+    has_steps = False
+    while (place := text.find(mark, place, stop)) >= 0:
+        start, end = _find_line(text, place, stop)
+        step = parse(text[start:end])
+        if step is not None:
+            series.add(step, start)
+            has_steps = True
+        place = end
+    return has_steps
+
+
+def _scan_megatron(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
+    return _scan_usual(text, series, stop) or _scan_marked(
+        _ELAPSED, _parse_whole, text, series, stop
+    )
 
 
 def _scan_usual(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
@@ -199,6 +215,18 @@ def _scan_usual(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
     match = _OF.search(text[series.offsets[-1] : series.offsets[-1] + _LONGEST_LINE])
     series.total = int(match[1]) if match else series.total
     return True
+
+
+def _scan_torchtitan(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
+    """Add the steps of lines of torchtitan; False where none is."""
+    first = len(series.numbers)
+    for match in _TITAN.finditer(text, series.end, stop):
+        rate = _to_float(match[3])
+        step = StepLine(
+            number=int(match[1]), step_s=0.0, loss=_to_float(match[2]), tokens_per_s=rate
+        )
+        series.add(step, match.start())
+    return len(series.numbers) > first
 
 
 def _add_line_by_line(piece: bytes, place: int, series: StepSeries) -> None:
@@ -234,14 +262,20 @@ _NEMO = re.compile(rb"train_step_timing in s\W+" + _NUMBER)
 _NEMO_STEP = re.compile(rb"(?:iteration|global_step)\W+" + _STEP + rb"(?:\s*/\s*" + _STEP + rb")?")
 _NEMO_LOSS = re.compile(rb"reduced_train_loss\W+" + _NUMBER)
 _NEMO_BAR = re.compile(rb"\|\s*\d+/" + _STEP + rb" \[")
+_COLOURS = rb"(?:\x1b\[[\d;]*m)*"
+# To the end of its line, of which the first step counts. Fields lie within a thousand letters, so
+# that a text without lines is not gone through again from each of its steps.
 _TITAN = re.compile(
-    rb"step:\s*(?:\x1b\[\d+m)*"
+    rb"step:[ \t]*"
+    + _COLOURS
     + _STEP
-    + rb".*?loss:\s*"
+    + rb"[^\n\r]{0,1000}?loss:[ \t]*"
+    + _COLOURS
     + _NUMBER
-    + rb".*?tps:\s*(?:\x1b\[\d+m)*([\d,]+)"
+    + rb"[^\n\r]{0,1000}?tps:[ \t]*"
+    + _COLOURS
+    + rb"([\d,]+)[^\n\r]*"
 )
-_COLOUR = re.compile(rb"\x1b\[[\d;]*m")
 
 
 def _parse_nemo(line: bytes) -> StepLine | None:
@@ -256,14 +290,6 @@ def _parse_nemo(line: bytes) -> StepLine | None:
         loss=_to_float(loss[1]) if loss else nan,
         total=int(step[2]) + 1 if step[2] else total,
     )
-
-
-def _parse_torchtitan(line: bytes) -> StepLine | None:
-    match = _TITAN.search(_COLOUR.sub(b"", line))
-    if match is None:
-        return None
-    rate = _to_float(match[3])
-    return StepLine(number=int(match[1]), step_s=0.0, loss=_to_float(match[2]), tokens_per_s=rate)
 
 
 def _parse_engine(line: bytes) -> StepLine | None:
@@ -290,13 +316,13 @@ def _to_float(text: bytes) -> float:
         return nan
 
 
-# What a line of each trainer has, and no other's.
-_DIALECTS: tuple[tuple[str, bytes, Callable[[bytes], StepLine | None]], ...] = (
-    ("Megatron-LM", _ELAPSED, _parse_whole),
-    ("NeMo", b"train_step_timing in s", _parse_nemo),
-    ("torchtitan", b"tps: ", _parse_torchtitan),
-    ("moewright", b'"kind": "step"', _parse_engine),
-    ("the step recorder", b'"recorded_step": ', _parse_recorder),
+# Each finds what a line of its trainer has, and no other's.
+_DIALECTS: tuple[tuple[str, Callable[[mmap.mmap, StepSeries, int], bool]], ...] = (
+    ("Megatron-LM", _scan_megatron),
+    ("NeMo", partial(_scan_marked, b"train_step_timing in s", _parse_nemo)),
+    ("torchtitan", _scan_torchtitan),
+    ("moewright", partial(_scan_marked, b'"kind": "step"', _parse_engine)),
+    ("the step recorder", partial(_scan_marked, b'"recorded_step": ', _parse_recorder)),
 )
 
 
