@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 from pathlib import Path
+from typing import TypeVar
 
 from moewright.api.advising import advise_job, has_times, judge_advised_job
 from moewright.api.comparison import summarize_plan
@@ -45,6 +46,7 @@ from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.units import is_whole_number, whole_number
 
+_Reading = TypeVar("_Reading")
 _NO_OVERRIDES = ScriptOverrides()
 _SHELL_SUFFIXES = ("", *SCRIPT_SUFFIXES, ".pbs")
 
@@ -265,6 +267,18 @@ def read_flags(
         devices = additions.devices or on
         return _read_once(Path(script), additions, devices, network, strict=strict)
 
+    return _read_completely(inputs, read)
+
+
+def _read_completely(
+    inputs: ScriptAdditions, read: Callable[[ScriptAdditions], _Reading]
+) -> _Reading:
+    """Return what is read with `inputs`; a refusal asks for all that is lacking.
+
+    Raises:
+        BadInput: the job lacks something, or cannot be planned.
+    """
+
     def refuse(additions: ScriptAdditions) -> BadInput | None:
         try:
             read(additions)
@@ -370,10 +384,18 @@ def read_logged_flags(
     overrides: Sequence[str] = (),
 ) -> ScriptPlan | None:
     """Read the arguments that a log printed into a plan; None when they do not say the ranks."""
-    command = _rebuild_launch(arguments, parse_script_overrides(overrides))
-    if command is None:
-        return None
-    return plan_launch(command, log, model=model, on=on, network=network)
+    inputs = ScriptAdditions(
+        devices=on if isinstance(on, str) else "", model=model, settings=tuple(overrides)
+    )
+
+    def read(additions: ScriptAdditions) -> ScriptPlan | None:
+        command = _rebuild_launch(arguments, parse_script_overrides(additions.settings))
+        if command is None:
+            return None
+        devices = additions.devices or on
+        return plan_launch(command, log, model=additions.model, on=devices, network=network)
+
+    return _read_completely(inputs, read)
 
 
 def read_logged_job(arguments: Sequence[tuple[str, str]]) -> ScriptJob | None:
