@@ -4,12 +4,12 @@ const load = (layout, devices) => studio.load(layout, devices);
 /* An answer that was given up leaves no place that seems to fill itself yet. */
 studio.stopWaiting = () => studio.content().querySelectorAll(".skeleton").forEach(node => node.remove());
 
-/* Answers that grow are painted once a second at most: each is a whole page. The last is painted at once. */
+/* Answers that grow are painted once in two seconds at most: each is a whole page. The last is painted at once. */
 studio.paced = paint => {
   let timer = 0, last = -Infinity;
   return view => {
     clearTimeout(timer);
-    timer = setTimeout(() => { last = performance.now(); paint(view); }, view.is_final === false ? Math.max(0, last + 1000 - performance.now()) : 0);
+    timer = setTimeout(() => { last = performance.now(); paint(view); }, view.is_final === false ? Math.max(0, last + 2000 - performance.now()) : 0);
   };
 };
 
