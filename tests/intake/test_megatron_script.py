@@ -371,6 +371,17 @@ def test_the_other_order_of_ranks_is_read_where_it_differs(tmp_path):
     assert back(QWEN, tmp_path, MORE=piped).layout.order is RankOrder.DP_LAST
 
 
+def test_the_rows_of_the_embedding_are_those_of_the_command(tmp_path):
+    """A known model and a given one have them too, not only a model of the script's own sizes."""
+    model = back(QWEN, tmp_path).model
+    named = catalogue.model(model.name)
+    for rows in (model.vocab_size, 160_000):
+        more = f"--padded-vocab-size {rows}"
+        assert back(QWEN, tmp_path, MORE=more).model == replace(model, vocab_size=rows)
+        given = back(QWEN, tmp_path, MORE=more, named=named).model
+        assert given == replace(named, vocab_size=rows)
+
+
 def test_fp8_without_a_recipe_has_delayed_scales(tmp_path):
     for more, scaling in (
         ("--fp8-format hybrid", TensorScaling.DELAYED),

@@ -90,6 +90,16 @@ def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMod
         BadInput: an option is not planned here, or sizes are missing or contradict `named_model`.
     """
     arguments.refuse_unplanned(_NOT_PLANNED)
+    script = _find_model(arguments, named_model)
+    if not arguments.has("--padded-vocab-size"):
+        return script
+    # Whatever names the model: its embedding has the rows that the command says.
+    rows = padded_vocabulary(arguments, script.model.vocab_size)
+    return replace(script, model=replace(script.model, vocab_size=rows))
+
+
+def _find_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptModel:
+    """Return the model of the options, under its name where it is a known one."""
     if not arguments.has("--num-layers"):
         return _use_named_model(arguments, named_model)
     if named_model is None:
