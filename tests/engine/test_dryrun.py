@@ -21,7 +21,7 @@ from moewright.rules.job import Job
 from moewright.rules.routing import round_robin_selection
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import Component
+from moewright.spec.ledger import Component, StorageMoment
 from moewright.spec.model import ModelSpec, NormKind
 from moewright.spec.workload import (
     DataSpec,
@@ -273,6 +273,30 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
             del gathered
             torch.zeros(4)
     assert sum(census.peak_by_module.values()) == 32 + 32
+
+
+def test_a_gradient_in_the_place_of_a_freed_storage_lists_none_of_its_bytes() -> None:
+    """Storages have the ids of those that were freed before: the fullest moment had no gradient."""
+    from moewright.engine.observe.module_scopes import ModuleScopes, ObservingMode
+    from moewright.engine.observe.storage_census import StorageCensus
+    from moewright.engine.torch_private import storage_id
+
+    gradients: list[torch.Tensor] = []
+    census = StorageCensus(ModuleScopes())
+    census.list_states = lambda: gradients
+    census.begin()
+    with ObservingMode(after=(census.weigh,)):
+        passing = torch.ones(1000)
+        key = storage_id(passing)
+        del passing
+        others = []
+        while not gradients:
+            made = torch.ones(1)
+            (gradients if storage_id(made) == key else others).append(made)
+            assert len(others) < 900, "no storage had the id again"
+    census.end()
+    fullest = [row.bytes for row in census.unlisted if row.moment is StorageMoment.PEAK]
+    assert fullest == [4000]
 
 
 def test_copies_of_tokens_that_probabilities_decide_on_are_refused() -> None:

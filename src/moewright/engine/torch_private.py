@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dis
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 __all__ = (
@@ -73,6 +74,7 @@ __all__ = (
     "has_fake_mode",
     "is_profiling",
     "is_view",
+    "keep_shards",
     "keeps_graph",
     "mark_dynamic",
     "qualified_name",
@@ -150,6 +152,19 @@ def has_dispatch_modes() -> bool:
 def has_fake_mode() -> bool:
     """Tell whether tensors are made without memory, as in a dry run."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def keep_shards(module: FSDPModule) -> None:
+    """Let fully_shard keep the shards of a module that it has made; weights are not assigned anew.
+
+    A shard with fewer rows than others is padded when it is made. At the first forward fully_shard
+    tells by its address whether it is still that one, and pads it once more where tensors have no
+    memory, in a dry run.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    parameters: Sequence[Any] = () if group is None else group.fsdp_params
+    for parameter in parameters:
+        parameter.reset_sharded_param = lambda: None
 
 
 def mark_dynamic(tensor: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
@@ -53,9 +54,11 @@ class _Storage(NamedTuple):
     """A living storage: the module that made it, its bytes, and where it was made.
 
     `line` is the code of the engine that made it with its line, `operation` what it called; those
-    that were there before the count have neither.
+    that were there before the count have neither. `number` is its own, unlike the id, which
+    another storage has once this one is freed.
     """
 
+    number: int
     module: Module
     nbytes: int
     line: tuple[CodeType, int] | None = None
@@ -80,6 +83,7 @@ class StorageCensus:
         self._scopes = scopes
         self._device_type = device_type
         self._list_saved = list_saved
+        self._numbers = count()
         # Returns the tensors of states and buffers, which rows of the ledger list.
         self.list_states: Callable[[], Iterable[torch.Tensor]] = tuple
         self._foreign = {
@@ -98,16 +102,17 @@ class StorageCensus:
         self._live_bytes: dict[Module, int] = defaultdict(int)
         self._total = 0
         gc.collect()  # cycles that nobody holds would count until a pass of the collector
-        self._listed = {storage_id(tensor) for tensor in self.list_states()}
-        for key in self._listed:
+        listed = {storage_id(tensor) for tensor in self.list_states()}
+        for key in listed:
             self._foreign.pop(key, None)
         tensors: dict[int, torch.Tensor] = {}
         for tensor in _list_tensors(self._device_type):
             if not self._is_foreign(storage_id(tensor)):
                 tensors.setdefault(storage_id(tensor), tensor)
                 self._add(tensor)
+        self._listed = self._number_states()
         self._holders = name_holders(
-            {key: tensor for key, tensor in tensors.items() if key not in self._listed}
+            {key: tensor for key, tensor in tensors.items() if key not in listed}
         )
         del tensors
         self._resident = dict(self._live_bytes)
@@ -144,7 +149,12 @@ class StorageCensus:
         gc.collect()  # cycles, of Triton's interpreter say, which nobody holds
         self._note(StorageMoment.LEFT)
         # Gradients that are made in the step are listed as soon as they are there.
-        self._listed.update(storage_id(tensor) for tensor in self.list_states())
+        self._listed |= self._number_states()
+
+    def _number_states(self) -> set[int]:
+        """Return the numbers of the storages of states and buffers that live now."""
+        keys = {storage_id(tensor) for tensor in self.list_states()}
+        return {self._storages[key].number for key in keys if key in self._storages}
 
     def _note(self, moment: StorageMoment) -> None:
         self._most[moment] = self._total
@@ -175,9 +185,11 @@ class StorageCensus:
         for moment, (storages, saved) in self._snapshots.items():
             nbytes: dict[tuple[Module, str], int] = defaultdict(int)
             for key, storage in storages.items():
-                if key not in self._listed and key not in saved and storage.nbytes:
+                is_listed = storage.number in self._listed
+                if not is_listed and key not in saved and storage.nbytes:
                     nbytes[storage.module, self._name_place(key, storage)] += storage.nbytes
-            places = sorted(nbytes.items(), key=lambda item: -item[1])
+            # Those of equal size by name: what the collector lists first is chance.
+            places = sorted(nbytes.items(), key=lambda item: (-item[1], item[0]))
             rows += (
                 StorageRow(moment=moment, module=module, place=place, bytes=size)
                 for (module, place), size in places[:_PLACES_NAMED]
@@ -231,12 +243,12 @@ class StorageCensus:
             return
         nbytes = 0 if on_host else storage.nbytes()
         if operation is None:
-            made = _Storage(Module.OTHER, nbytes)
+            made = _Storage(next(self._numbers), Module.OTHER, nbytes)
         else:
             line = _find_engine_line(sys._getframe(1))
             if line is not None and line[0].co_qualname == _BACKEND_WAIT:
                 return
-            made = _Storage(self._scopes.module, nbytes, line, operation)
+            made = _Storage(next(self._numbers), self._scopes.module, nbytes, line, operation)
         if on_host:
             self._host_storages[key] = storage.nbytes()
         self._storages[key] = made

@@ -50,7 +50,14 @@ from moewright.engine.optim.optimizer_states import (
     uses_muon,
 )
 from moewright.engine.runtime import Runtime, torch_dtype
-from moewright.engine.torch_private import AllGather, ReduceScatter, disable_modes, storage_id
+from moewright.engine.torch_private import (
+    AllGather,
+    ReduceScatter,
+    disable_modes,
+    has_fake_mode,
+    keep_shards,
+    storage_id,
+)
 from moewright.rules.shapes.fsdp import FsdpGroups, fsdp_groups, fsdp_units, offloaded_names
 from moewright.rules.shapes.shards import gradient_group, holding_pp_ranks
 from moewright.spec.layout import Layout
@@ -356,6 +363,8 @@ def apply_fsdp(
             ignored_params={weight for weight in module.parameters() if weight not in weights},
         )
         assert isinstance(module, FSDPModule)
+        if has_fake_mode():
+            keep_shards(module)
         module.set_reshard_after_backward(not stays_gathered, recurse=False)
         # The loss is divided already, and gloo has no sum with a factor: a plain sum in any world.
         module.set_gradient_divide_factor(1.0)

@@ -30,6 +30,14 @@ EXPERT_OPTIONS: Mapping[str, int] = MappingProxyType(
         "--create-moe-param-group": 0,
     }
 )
+_MEGATRON_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        _RANKS: "--expert-model-parallel-size",
+        _INTERVAL: "--moe-layer-freq",
+        _TOPK: "--moe-router-topk",
+        _CAPACITY: "--moe-expert-capacity-factor",
+    }
+)
 _COUNT = "--num-experts"
 # Where one of these is said, the layer is Megatron-core's.
 _OF_CORE = ("--moe-router-topk", "--expert-model-parallel-size", "--moe-token-dispatcher-type")
@@ -75,12 +83,16 @@ def refuse_without_deepspeed(foreign: Mapping[str, tuple[str, ...]]) -> None:
     """Refuse options of DeepSpeed's experts in a command that runs without it.
 
     Raises:
-        BadInput: it has some, and they ask for ranks.
+        BadInput: it has some, and they ask for ranks, or only running the script tells how many.
     """
-    for name, values in foreign.items():
-        if values != ("1",):
-            rule = "is Megatron-DeepSpeed's; in Megatron-LM it is --expert-model-parallel-size"
-            raise BadInput(Reason(field=name, value=" ".join(values)[:60], rule=rule))
+    for name in foreign:
+        value = _tell(foreign, name, "")
+        if (name, value) == (_RANKS, "1"):
+            continue
+        own = _MEGATRON_NAMES.get(name)
+        rule = "is Megatron-DeepSpeed's, "
+        rule += f"in Megatron-LM it is {own}" if own else "which this command does not run"
+        raise BadInput(Reason(field=name, value=value[:60], rule=rule))
 
 
 def _tell(foreign: Mapping[str, tuple[str, ...]], name: str, default: str) -> str:
