@@ -29,8 +29,8 @@ NAMES_TAKEN = {
     },
     "run/rendezvous.py": {"DistError", "DistNetworkError", "DistStoreError"},
     "torch_private.py": {
-        "AllGather", "FileStore", "PrefixStore", "ProcessGroup", "ReduceScatter", "Store",
-        "TCPStore", "_fsdp_api",
+        "AllGather", "FSDPModule", "FileStore", "PrefixStore", "ProcessGroup", "ReduceScatter",
+        "Store", "TCPStore", "_fsdp_api",
     },
     "torch_dist/export_weights.py": {  # writes alone, without a process group
         "ChunkStorageMetadata", "DefaultSavePlanner", "FileSystemWriter", "MetadataIndex",
