@@ -52,7 +52,8 @@ from moewright.view.course.route_pictures import load_tiny_router
 
 CHAPTERS = list_chapters()
 # Tables in which a line is looked up; every other page is split when it grows.
-_LOOKED_UP = ("glossary.md", "accuracy/")
+# An entry a term, a row of a publisher, or a verb: nobody reads these pages through.
+_LOOKED_UP = ("glossary.md", "accuracy/", "reference/examples.md")
 HEAD = """+++
 title = "t"
 question = "q"
