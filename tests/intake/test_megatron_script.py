@@ -378,8 +378,8 @@ def test_the_rows_of_the_embedding_are_those_of_the_command(tmp_path):
     for rows in (model.vocab_size, 160_000):
         more = f"--padded-vocab-size {rows}"
         assert back(QWEN, tmp_path, MORE=more).model == replace(model, vocab_size=rows)
-        given = back(QWEN, tmp_path, MORE=more, named=named).model
-        assert given == replace(named, vocab_size=rows)
+        result = back(QWEN, tmp_path, MORE=more, named=named).model
+        assert result == replace(named, vocab_size=rows)
 
 
 def test_fp8_without_a_recipe_has_delayed_scales(tmp_path):

@@ -24,9 +24,8 @@ from moewright.engine.kernels.products import (
     Input,
     KeptInputs,
     multiply_by_weights,
+    multiply_columns,
 )
-from moewright.engine.kernels.scaled_groups import contract_rows
-from moewright.engine.kernels.scaled_products import multiply
 from moewright.engine.kernels.weight_copies import WeightCopies
 from moewright.rules.delayed_scaling import SCALES_OF_LINEAR, ScaledLinear
 from moewright.rules.low_precision import OperandKind, Recipe
@@ -144,10 +143,7 @@ class DelayedProducts:
         products = []
         for g_RN in gradients:
             g = self._take_rows(g_RN, ends, is_new=False)
-            if ends is None:
-                products.append(multiply(g.transpose(), x.transpose(), dtype))
-            else:
-                products.append(contract_rows(g, x, ends, dtype))
+            products.append(multiply_columns(g, x, ends, dtype))
         return products
 
     def convert_input(self, x_RK: torch.Tensor, ends: torch.Tensor | None = None) -> NarrowTensor:

@@ -380,9 +380,7 @@ class NarrowProducts:
             g = g_RN.rows
         else:
             g = self._convert_gradient(g_RN, Groups(ends=ends))
-        if ends is None:
-            return multiply(g.transpose(), x_RK.transpose(), dtype)
-        return contract_rows(g, x_RK, ends, dtype)
+        return multiply_columns(g, x_RK, ends, dtype)
 
     def _find_gradient_product(
         self, width: int, x_RK: Input, ends: torch.Tensor | None
@@ -455,3 +453,12 @@ def multiply_by_weights(
     if ends is None:
         return multiply(a, weights, dtype)
     return multiply_groups(a, weights, shape, ends, dtype)
+
+
+def multiply_columns(
+    g_RN: NarrowTensor, x_RK: NarrowTensor, ends: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return g^T x [N,K] or [E,N,K] of operands with a scale a group, whatever is contracted."""
+    if ends is None:
+        return multiply(g_RN.transpose(), x_RK.transpose(), dtype)
+    return contract_rows(g_RN, x_RK, ends, dtype)
