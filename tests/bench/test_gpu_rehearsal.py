@@ -37,6 +37,11 @@ def test_parts_run_on_a_cpu(name: str) -> None:
         assert "aten::" in section
 
 
+def test_every_file_of_tests_for_a_gpu_is_a_part() -> None:
+    files = {path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert {name for name, part in PARTS.items() if part.group == "tests"} == files
+
+
 @pytest.mark.thorough
 def test_a_rehearsal_writes_a_page_with_every_part(tmp_path: Path) -> None:
     done = subprocess.run(
