@@ -170,9 +170,11 @@ evidence: | $(VENV)/.ready
 design-evidence: $(VENV)/.dev
 	$(BIN)/pytest -v -n 0 tests/cost/test_loss_laws.py tests/published/test_loss_ranks.py tests/rules/test_goodput.py tests/rules/test_slow_workers.py tests/rules/test_checkpoint_interval.py
 
-# The pictures of the studio's pages in docs/studio, by a headless chromium.
+# The pictures of the studio's pages in docs/studio, by a headless chromium; PAGES names some. With TASKS=1 first what people
+# do there and on a terminal of 80 columns, whole: every task at three sizes, every page in every state, by axe too (minutes).
 pictures: $(VENV)/.dev
-	$(BIN)/python -m docs.tools.pictures
+	$(if $(TASKS),$(BIN)/pytest -q -m "not serial" tests/browser tests/cli/test_terminal_tasks.py)
+	$(BIN)/python -m docs.tools.pictures $(PAGES)
 
 # The wheel, in dist/.
 wheel: | $(VENV)/.ready

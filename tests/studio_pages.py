@@ -98,14 +98,19 @@ _FAULTS = (
 )
 
 
-def find_faults(page):
-    """List what is wrong with a page at three sizes, light and dark: its looks and axe's rules."""
+def find_faults(page, *, is_whole=False):
+    """List what is wrong with a page at three sizes, light and dark: its looks and axe's rules.
+
+    Dark it is looked at on one size alone, and for axe once in each colour, unless `is_whole`.
+    """
     faults = []
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        for width, height in SIZES if scheme == "light" else SIZES[:1]:
-            faults += find_faults_of_size(page, width, height)
-        faults += [(scheme, *violation) for violation in find_violations(page)]
+        sizes = SIZES if is_whole or scheme == "light" else SIZES[:1]
+        for size in sizes:
+            faults += find_faults_of_size(page, *size)
+            if is_whole or size == sizes[-1]:
+                faults += [(scheme, size[0], *found) for found in find_violations(page)]
     return faults
 
 

@@ -16,6 +16,7 @@ import sample_run
 from moewright.codec import STEPS_FILE, format_record
 from moewright.codec.run_files import RecordTail
 from moewright.report.run_panel import RunPanel, draw_curve, format_duration
+from moewright.spec.run import GroupWait
 from moewright.spec.units import format_figures
 
 RECORD = sample_run.record(steps=8)
@@ -102,6 +103,22 @@ def test_a_narrow_panel_leaves_parts_out_and_cuts_no_word(columns: int, tmp_path
         assert line.startswith(shown)
         assert len(shown) < columns
         assert line[len(shown) :][:1] in ("", " ")
+
+
+def test_a_panel_says_all_that_is_known_of_a_run(tmp_path: Path) -> None:
+    waits = (GroupWait(group="ep", seconds=RECORD.steps[-1].step_s / 4),)
+    steps = [replace(step, waits=waits) for step in RECORD.steps]
+    (tmp_path / STEPS_FILE).write_text("".join(map(format_record, (*RECORD.sessions, *steps))))
+    terminal = Terminal(120, 40)
+    panel = RunPanel(terminal.stream)
+    panel.begin(PLAN, tmp_path, 9)
+    panel.refresh()
+    text = ESCAPES.sub("", terminal.read())
+    names = {line.split(maxsplit=1)[0] for line in text.splitlines()}
+    assert {"loss", "speed", "time", "waits", "experts", "memory", "saved"} <= names
+    assert " left" in text
+    assert "predicted" in text
+    assert re.search("[\u2801-\u28ff]", text)  # the curve
 
 
 def test_a_terminal_without_a_size_is_taken_for_a_usual_one(tmp_path: Path) -> None:

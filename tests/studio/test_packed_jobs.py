@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import moewright as mw
 from moewright.api.launch_scripts import read_flags
-from moewright.codec import format_layout
+from moewright.codec import format_layout, write_json
 from moewright.intake import catalogue, hf
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import (
@@ -20,10 +21,12 @@ from moewright.spec.workload import (
     TrainerSpec,
     Workload,
 )
+from moewright.studio.folder import StudioFolder
 from moewright.studio.queries import (
     MOST_LETTERS,
     pack_config,
     pack_job,
+    read_dropped_model,
     read_query,
     unpack_job,
 )
@@ -39,6 +42,28 @@ def test_a_model_comes_back_from_an_address(name):
     query = read_query({"model": packed, "on": "8xH100", "layout": "ep8"})
     assert hf.build_config(query.model) == hf.build_config(model)
     assert query.model.name == "mine"
+
+
+@pytest.mark.parametrize("on", ["4xH100", "4xH100 with 96GB", "8xGB200"])
+def test_a_plan_that_another_studio_has_sent_comes_back_whole(on, tmp_path):
+    plan = mw.estimate("OLMoE-1B-7B-0924", "ep4", on=on, seq_len=2048, precision="fp8")
+    path = tmp_path / "plan.json"
+    write_json(path, plan)
+    query = read_dropped_model(StudioFolder(tmp_path), path)["query"]
+    assert str(tmp_path) not in query["model"]
+    assert read_query(query).build() == plan
+
+
+def test_a_plan_on_hardware_of_its_own_is_kept_as_a_file(tmp_path):
+    plan = mw.estimate("OLMoE-1B-7B-0924", "ep4", on="4xH100")
+    memory = replace(plan.hardware.device.memory_Bps, value=1e12)
+    device = replace(plan.hardware.device, memory_Bps=memory)
+    plan = mw.estimate(plan, on=replace(plan.hardware, device=device))
+    path = tmp_path / "plan.json"
+    write_json(path, plan)
+    answer = read_dropped_model(StudioFolder(tmp_path), path)
+    assert "send plan.json" in answer["notes"][0]
+    assert read_query(answer["query"]).build() == plan
 
 
 def test_what_is_cut_changed_or_endless_is_refused():

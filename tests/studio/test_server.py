@@ -55,9 +55,9 @@ class Studio:
         return answer.status, json.loads(text)
 
     def workers(self):
-        """Return the process ids of its workers."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return children.split()
+        """Return the process ids of its workers, which the one that it keeps warm has forked."""
+        (warm,) = list_children(self.process.pid)
+        return list_children(warm)
 
     def __enter__(self):
         return self
@@ -67,6 +67,10 @@ class Studio:
             self.process.send_signal(signal.SIGINT)
             assert self.process.wait(30) == 0
         self.process.stdout.close()
+
+
+def list_children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def why(answer):
@@ -218,15 +222,32 @@ def test_workers_end_when_nobody_waits_and_are_few(studio):
         connection.request("GET", search, headers={"authorization": f"Bearer {studio.token}"})
     refused = connections[-1].getresponse().read()
     assert b"more questions" in refused
-    assert len(studio.workers()) <= 3  # two at work, and one that may be ready
+    assert len(studio.workers()) <= 2
     for connection in connections:
         connection.close()
     deadline_s = time.monotonic() + 20
-    while len(studio.workers()) != 1 and time.monotonic() < deadline_s:
+    while studio.workers() and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    (ready,) = studio.workers()
     time.sleep(0.5)
-    assert studio.workers() == [ready]  # nobody's search goes on
+    assert studio.workers() == []  # nobody's search goes on
+
+
+def test_questions_are_answered_by_forks_of_what_is_warm_and_by_a_new_one_where_it_was_killed(
+    place,
+):
+    studio = Studio(place / "root", "--port", "0", "--folder", "runs/studio", "--read-only")
+    try:
+        (warm,) = list_children(studio.process.pid)
+        budget = "/api/task/budget?model=allenai/OLMoE-1B-7B-0924&on=4xH100&tokens=x"
+        assert "must be" in why(studio.ask(budget))
+        assert "must be" in why(studio.ask(budget))
+        assert list_children(studio.process.pid) == [warm]
+        os.kill(int(warm), signal.SIGKILL)
+        assert "must be" in why(studio.ask(budget))
+        assert list_children(studio.process.pid) != [warm]
+    finally:
+        studio.process.terminate()
+        studio.process.wait()
 
 
 def test_connections_that_ask_nothing_do_not_keep_the_places_of_others(studio):

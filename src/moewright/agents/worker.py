@@ -1,4 +1,4 @@
-"""A process that answers one question of an agent, within walls and limits."""
+"""What processes beside the server answer agents, within walls and limits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moewright.agents.tools import call_tool
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.record import format_json, to_plain_data
 from moewright.studio.confinement import Confinement
-from moewright.studio.worker import work
+from moewright.studio.forking import work
 
 # A small job, whose answer fills the caches of tables and imports before anybody asks.
-_WARM_UP = ("estimate", {"model": "Qwen3-30B-A3B", "on": "8xH100"})
+_WARM_UPS = (("estimate", {"model": "Qwen3-30B-A3B", "on": "8xH100"}),)
 
 
 def answer(task: str, params: Mapping[str, Any], _: Confinement) -> Iterator[bytes]:
@@ -39,4 +39,4 @@ def encode_refusal(*reasons: Reason) -> bytes:
 
 
 if __name__ == "__main__":
-    work(sys.argv[1:], answer, encode_refusal, _WARM_UP)
+    work(sys.argv[1:], answer, encode_refusal, _WARM_UPS)

@@ -17,7 +17,7 @@ from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
 from moewright.diagnosis.advice import Advice, AdvisedJob
 from moewright.diagnosis.compare_ledgers import compare_ranks
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
-from moewright.diagnosis.judgement import Judgement, judge_quickly
+from moewright.diagnosis.judgement import Judgement, add_judgement, judge_quickly
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
 from moewright.diagnosis.traces.capture import Capture
@@ -107,13 +107,12 @@ class Diagnosis(Record):
         return fmean([rank.step_s for rank in self.breakdowns] or [0.0])
 
     def title(self) -> str:
-        """Return the headline, else the first finding in one line."""
-        if self.headline:
-            return self.headline
-        if not self.findings:
-            return "no wall found"
-        first = self.findings[0]
-        return f"{first.wall} wall: {first.title} ({first.share:.0%})"
+        """Return the headline, else the first finding in one line, and the judgement of the job."""
+        title = self.headline or "no wall found"
+        if self.findings and not self.headline:
+            first = self.findings[0]
+            title = f"{first.wall} wall: {first.title} ({first.share:.0%})"
+        return add_judgement(title, self.judgement)
 
     def to_rows(self) -> list[Row]:
         """Return a row for each finding, with the first fix."""

@@ -18,7 +18,7 @@ from moewright.codec import format_layout
 from moewright.codec.foreign import BeyondBudget, budget, read_apart
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, field_option
 from moewright.diagnosis.advice import Advice
-from moewright.diagnosis.judgement import Judgement, judge_plan
+from moewright.diagnosis.judgement import Judgement, add_judgement, judge_plan
 from moewright.diagnosis.priced_fixes import Trainer
 from moewright.diagnosis.traces.megatron_log import read_log as read_megatron_log
 from moewright.intake import catalogue
@@ -209,8 +209,8 @@ class BetterLayouts(Record):
     change_list: Advice | None = None
 
     def title(self) -> str:
-        """Return the advice."""
-        return self.advice
+        """Return the advice, and the judgement of the plan's own layout."""
+        return add_judgement(self.advice, self.judgement)
 
     def to_rows(self) -> list[Row]:
         """Return a row for each plan."""

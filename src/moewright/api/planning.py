@@ -19,7 +19,7 @@ from moewright.api.requests import (
     translate_fields,
 )
 from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
-from moewright.diagnosis.judgement import Judgement, judge_plan
+from moewright.diagnosis.judgement import Judgement, add_judgement, judge_plan
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.rules.limits.legality import check_legality
@@ -75,8 +75,7 @@ class Plans(Record):
         """Return what was planned, whether the best plan is good, and what its step goes to."""
         request = self.request
         subject = f"{request.model.name} on {request.hardware.count} x {request.hardware.name}"
-        judged = [] if self.judgement is None else [self.judgement.speed, self.judgement.measured]
-        return "\n".join([subject, *filter(None, judged), *self.why[:1]])
+        return "\n".join((add_judgement(subject, self.judgement), *self.why[:1]))
 
     def to_rows(self) -> list[Row]:
         """Return a row for each plan: layout, step, speed, memory, verdict."""

@@ -79,6 +79,11 @@ class Judgement(Record):
         return [{"part": name, "verdict": getattr(self, name)} for name in names]
 
 
+def add_judgement(title: str, judgement: Judgement | None) -> str:
+    """Return the title of a judged answer with the parts of the judgement, a line each."""
+    return "\n".join((title, *(judgement.lines() if judgement else ())))
+
+
 def judge_plan(
     plan: Plan,
     best: Plan | None = None,

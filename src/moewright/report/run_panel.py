@@ -27,8 +27,8 @@ from moewright.codec.run_files import RecordTail
 from moewright.report.console import spell
 from moewright.report.document import draw_bar
 from moewright.report.run_sections import is_number
-from moewright.spec.plan import Plan
-from moewright.spec.run import EvalRecord, LayerLoad, StepRecord
+from moewright.spec.plan import Estimate, Plan
+from moewright.spec.run import DeviceSample, EvalRecord, LayerLoad, StepRecord
 from moewright.spec.units import (
     DAY_S,
     format_bytes,
@@ -264,11 +264,7 @@ def draw_progress(
         yield _name("waits", _describe_waits(record))
     if progress.loads:
         yield _name("experts", _describe_loads(progress.loads))
-    if record.device is not None:
-        used = f"{format_bytes(record.device.used_bytes)} of "
-        capacity = format_bytes(progress.plan.estimate.capacity_bytes)
-        busy = f"; the device {record.device.resident_share:.0%} busy"
-        yield _name("memory", f"{used}{capacity} on rank 0{busy}")
+    yield _name("memory", _describe_memory(progress.plan.estimate, record.device))
     yield _name("saved", _describe_saves(progress, record))
 
 
@@ -363,6 +359,16 @@ def _describe_loads(loads: tuple[LayerLoad, ...]) -> str:
     if dropped:
         text += f"; up to {dropped:.1%} dropped"
     return text
+
+
+def _describe_memory(estimate: Estimate, device: DeviceSample | None) -> str:
+    """Return what rank 0 holds; what the fullest rank should, where no device counts it."""
+    capacity = format_bytes(estimate.capacity_bytes)
+    if device is None:
+        peak = format_bytes(estimate.peak_bytes)
+        return f"{peak} of {capacity} predicted on rank {estimate.peak_rank}; not counted on a CPU"
+    busy = f"the device {device.resident_share:.0%} busy"
+    return f"{format_bytes(device.used_bytes)} of {capacity} on rank 0; {busy}"
 
 
 def _describe_saves(progress: RunProgress, record: StepRecord) -> str:

@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from moewright.api.launch_scripts import read_flags
-from moewright.api.planning import workload_options
+from moewright.api.planning import is_plan_file, workload_options
 from moewright.api.views import ViewQuery
 from moewright.api.watching import WatchedJob
-from moewright.codec import format_layout, parse_json, write_json
+from moewright.codec import format_layout, parse_json, read_json, write_json
 from moewright.codec.data import from_data, to_data
 from moewright.codec.files import read_text
 from moewright.codec.numbers import explain_thousands, parse_count
 from moewright.intake import hf
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Plan
 from moewright.spec.workload import BatchRampSpec, Workload
 from moewright.studio.folder import StudioFolder
 
@@ -34,7 +35,10 @@ MOST_LETTERS = 3500  # of what addresses of every browser and proxy hold
 _MOST_BYTES = 1 << 18  # of fields
 _MOST_NAME = 40
 _MOST_DIGITS = 12
-_TOO_LONG = "too long for an address: it names a file of this machine; send plan.json of Share"
+_TOO_LONG = (
+    "too long for an address: it names a file of this machine; send plan.json of Share, which "
+    "another studio takes where it is dropped"
+)
 _PACKED = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)~(?P<kind>job~)?(?P<fields>[A-Za-z0-9_-]+)")
 
 
@@ -115,14 +119,16 @@ def unpack_job(text: str) -> PackedJob | None:
 
 
 def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, object]:
-    """Return the query of a config.json, which holds all of it, with notes.
+    """Return the query of a config.json or a plan.json, which holds all of it, with notes.
 
     Of a long one the address has the fields that the model follows from; one whose model is too
     long for an address is kept in the studio's folder.
 
     Raises:
-        BadInput: the file is no config.json of a model that can be planned.
+        BadInput: the file is neither a config.json of a model that can be planned nor a plan.
     """
+    if is_plan_file(path):
+        return _read_dropped_plan(path)
     data = parse_json(read_text(path), where="config.json")
     if not isinstance(data, Mapping):
         raise BadInput(Reason(field="config.json", rule="must be an object"))
@@ -133,6 +139,29 @@ def read_dropped_model(folder: StudioFolder, path: Path) -> dict[str, object]:
         return {"query": {"model": packed}, "notes": []}
     kept = folder.keep_model(json.dumps(data), name)
     return {"query": {"model": str(kept)}, "notes": [_TOO_LONG]}
+
+
+def _read_dropped_plan(path: Path) -> dict[str, object]:
+    """Return the query of a plan.json, which another studio has sent; it brings a whole job."""
+    plan = read_json(Plan, path)
+    layout = format_layout(plan.layout)
+    replaced = ("seq_len", "global_batch", "precision", "network", "rampup_batch_size", "load")
+    fresh = dict.fromkeys(replaced, "")
+    query = {
+        "model": pack_job(plan.model, plan.workload),
+        "on": f"{plan.hardware.count}x{plan.hardware.device.name}",
+        "layout": layout,
+    }
+    try:
+        is_whole = bool(query["model"]) and read_query(query).build().hardware == plan.hardware
+    except BadInput:  # hardware of a file of its own, say
+        is_whole = False
+    if is_whole:
+        return {"query": {**fresh, **query}, "notes": []}
+    return {
+        "query": {**fresh, "model": str(path), "on": "", "layout": layout},
+        "notes": [_TOO_LONG],
+    }
 
 
 def _name_config(path: Path, data: Mapping[str, object]) -> str:

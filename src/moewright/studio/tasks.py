@@ -1,23 +1,36 @@
-"""Worker processes: one is kept ready, so that an answer does not wait for its imports."""
+"""Processes for tasks: forks of one that is kept warm, so that an answer waits for no imports."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import socket
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from moewright.spec.errors import Reason
 from moewright.studio.confinement import Confinement
+from moewright.studio.forking import SOCKETS
 from moewright.studio.wire import encode_refusal
 
 _LONGEST_LINE = 64 * 2**20  # a record of the largest page, as JSON
 _MOST_AT_WORK = 2  # a search keeps a core busy for seconds
 _MOST_WAITING = 8  # whoever comes later is told to come again
+_MOST_DIGITS = 8  # of an exit code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WarmProcess:
+    """A process that forks for each question that comes over its socket."""
+
+    process: Process
+    questions: socket.socket
 
 
 def _ignore() -> None:
@@ -25,10 +38,10 @@ def _ignore() -> None:
 
 
 class Workers:
-    """Starts a worker for each task, and ends it when its answers are no longer read.
+    """Has each task answered by a process of its own, ended when its answers are not read.
 
-    Few work at a time, the others wait for their turn. A worker runs the program `module`; `refuse`
-    writes why a task has no answer, as its worker would.
+    Few work at a time, the others wait for their turn. They are forks of a process that is warm and
+    runs the program `module`; `refuse` writes why a task has no answer, as it would.
     """
 
     def __init__(
@@ -41,27 +54,30 @@ class Workers:
         self._confinement = confinement
         self._module = module
         self._encode_refusal = refuse
-        self._ready: Process | None = None
+        self._warm: _WarmProcess | None = None
         self._turns = asyncio.Semaphore(_MOST_AT_WORK)
         self._starting = asyncio.Lock()
-        self._replacing: set[asyncio.Task[None]] = set()
         self._waiting = 0
 
     async def prepare(self) -> None:
-        """Start the process that takes the next task."""
+        """Start the process that forks for each task, if none runs."""
         async with self._starting:
-            if self._ready is None:
-                self._ready = await self._start()
+            if self._warm is None or self._warm.process.returncode is not None:
+                self._warm = await self._start()
 
-    async def _start(self) -> Process:
+    async def _start(self) -> _WarmProcess:
         walls = self._confinement
         # -P: modules are never taken from the folder that the program stands in.
         command = [sys.executable, "-P", "-m", self._module]
         command += [str(walls.root), str(walls.folder), str(walls.hub_cache)]
         command += ["--read-only"] * walls.is_read_only
-        return await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, limit=_LONGEST_LINE
-        )
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A session of its own: its group is what it has forked, and Ctrl-C does not reach it.
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=theirs.fileno(), stdout=DEVNULL, start_new_session=True
+            )
+        return _WarmProcess(process=process, questions=ours)
 
     async def ask(
         self, task: str, params: Mapping[str, Any], *, on_turn: Callable[[], None] = _ignore
@@ -94,43 +110,60 @@ class Workers:
             self._turns.release()
 
     async def _answer(self, task: str, params: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        process = self._ready or await self._start()
-        self._ready = None
-        assert process.stdin is not None
-        assert process.stdout is not None
         has_answered = False
+        talk, end = await self._open_fork()
         try:
-            question = json.dumps({"task": task, "params": dict(params)}) + "\n"
-            with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: said below
-                process.stdin.write(question.encode())
-                await process.stdin.drain()
-            while line := await process.stdout.readline():
-                has_answered = True
-                yield line
-            code = await process.wait()
-            if code or not has_answered:
-                yield self._refuse(_explain_end(code))
+            reader, writer = await asyncio.open_connection(sock=talk, limit=_LONGEST_LINE)
+            try:
+                question = json.dumps({"task": task, "params": dict(params)}) + "\n"
+                with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: said below
+                    writer.write(question.encode())
+                    await writer.drain()
+                    while line := await reader.readline():
+                        has_answered = True
+                        yield line
+            finally:
+                writer.close()
+            code = await asyncio.get_running_loop().sock_recv(end, _MOST_DIGITS)
+            if code != b"0" or not has_answered:
+                yield self._refuse(_explain_end(int(code or 1)))
         finally:
-            _kill(process)
-            # A task of its own: this one may be cancelled, and could wait for nothing any more.
-            replacing = asyncio.create_task(self._replace(process))
-            self._replacing.add(replacing)
-            replacing.add_done_callback(self._replacing.discard)
+            end.close()  # which ends a process that still works
+
+    async def _open_fork(self) -> tuple[socket.socket, socket.socket]:
+        """Return the sockets of a new fork: for question and answers, and for its end."""
+        await self.prepare()
+        assert self._warm is not None
+        ours, theirs = zip(*(socket.socketpair() for _ in range(SOCKETS)), strict=True)
+        try:
+            socket.send_fds(self._warm.questions, [b"?"], [side.fileno() for side in theirs])
+        except OSError:  # it was killed, which has not been noticed yet
+            await self._end_warm()
+            return await self._open_fork()
+        finally:
+            for side in theirs:
+                side.close()
+        for side in ours:
+            side.setblocking(False)
+        talk, end = ours
+        return talk, end
 
     def _refuse(self, rule: str) -> bytes:
         return self._encode_refusal(Reason(field="server", rule=rule)) + b"\n"
 
-    async def _replace(self, process: Process) -> None:
-        await process.wait()
-        await self.prepare()
-
     async def close(self) -> None:
-        """End the process that waits."""
-        await asyncio.gather(*self._replacing)
-        if self._ready is not None:
-            _kill(self._ready)
-            await self._ready.wait()
-            self._ready = None
+        """End the process that is warm, and all that it has forked."""
+        if self._warm is not None:
+            await self._end_warm()
+
+    async def _end_warm(self) -> None:
+        assert self._warm is not None
+        warm = self._warm
+        self._warm = None
+        warm.questions.close()
+        with suppress(ProcessLookupError):
+            os.killpg(warm.process.pid, signal.SIGKILL)
+        await warm.process.wait()
 
 
 def _explain_end(code: int) -> str:
@@ -140,8 +173,3 @@ def _explain_end(code: int) -> str:
     if code < 0:
         return f"had no answer: its worker was killed by {signal.Signals(-code).name}"
     return "had no answer: its worker failed"
-
-
-def _kill(process: Process) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()

@@ -1,15 +1,9 @@
-"""A process that works on long questions, and on files that strangers may have written.
-
-A query comes in on standard input, answers go out as lines. The server kills it when nobody waits
-for it any more; what it may use of time and memory, and of the disk, is limited.
-"""
+"""What processes beside the server answer: long questions, and those of files of strangers."""
 
 from __future__ import annotations
 
-import json
-import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +12,11 @@ from moewright.api.designing import compute_design
 from moewright.api.diagnosing import diagnose_file, read_logged_sizes, view_diagnosis
 from moewright.api.views import view_budget, view_search
 from moewright.api.watching import view_watch
-from moewright.spec.errors import BadInput, Reason, lacks_memory
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.options import DesignOptions
-from moewright.spec.units import format_bytes
 from moewright.studio.confinement import Confinement
 from moewright.studio.folder import StudioFolder
+from moewright.studio.forking import work, write_line
 from moewright.studio.queries import (
     read_counts,
     read_dropped_model,
@@ -35,49 +29,9 @@ from moewright.studio.wire import encode_data, encode_failure, encode_record, en
 from moewright.view.design_view import DesignView
 from moewright.view.run_view import DiagnosisView
 
-# A small job, whose search fills the caches of tables and imports before anybody asks.
-_WARM_UP = {"model": "Qwen/Qwen3-30B-A3B", "on": "8xH100", "global_batch": "64"}
-_MOST_BYTES = 4 * 2**30
-_MOST_CPU_S = 300
-
-
-Answer = Callable[[str, Mapping[str, Any], Confinement], Iterator[bytes]]
-
-
-def work(
-    arguments: Sequence[str],
-    answer_task: Answer,
-    refuse: Callable[[Reason], bytes],
-    warm_up: tuple[str, Mapping[str, Any]],
-) -> None:
-    """Answer one question: {"task": ..., "params": {...}}, within the walls that are named.
-
-    `warm_up` is a task whose answer fills caches before anybody asks; `refuse` writes that there
-    is no memory for an answer.
-    """
-    root, folder, hub_cache, *options = arguments
-    confinement = Confinement(
-        root=Path(root),
-        folder=Path(folder),
-        hub_cache=Path(hub_cache),
-        is_read_only="--read-only" in options,
-    )
-    confinement.enter()
-    _limit(resource.RLIMIT_AS, _MOST_BYTES)
-    next(answer_task(*warm_up, confinement), None)
-    line = sys.stdin.readline()
-    if not line:
-        return  # nobody asks any more
-    _limit(resource.RLIMIT_CPU, _used_cpu_s() + _MOST_CPU_S)
-    question = json.loads(line)
-    try:
-        for answered in answer_task(question["task"], question["params"], confinement):
-            _write(answered)
-    except Exception as error:
-        if not lacks_memory(error):
-            raise
-        rule = f"needs more memory for an answer than {format_bytes(_MOST_BYTES)}"
-        _write(refuse(Reason(field="server", rule=rule)))
+# A small job, whose answers fill the caches of tables and imports before anybody asks.
+_SMALL = {"model": "Qwen/Qwen3-30B-A3B", "on": "8xH100", "global_batch": "64"}
+_WARM_UPS = (("search", _SMALL),)
 
 
 def answer(task: str, params: Mapping[str, Any], confinement: Confinement) -> Iterator[bytes]:
@@ -165,25 +119,9 @@ def _diagnose(path: Path, params: Mapping[str, Any]) -> DiagnosisView:
     return view_diagnosis(diagnosis)
 
 
-def _limit(kind: int, value: int) -> None:
-    """Lower a limit of this process; one that is lower already stays."""
-    limits = [limit for limit in resource.getrlimit(kind) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(kind, (min(value, *limits, value), resource.getrlimit(kind)[1]))
-
-
-def _used_cpu_s() -> int:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return int(usage.ru_utime + usage.ru_stime) + 1
-
-
 def _report_progress(done: int, total: int) -> None:
-    _write(encode_data({"done": done, "total": total}))
-
-
-def _write(data: bytes) -> None:
-    sys.stdout.buffer.write(data + b"\n")
-    sys.stdout.buffer.flush()
+    write_line(encode_data({"done": done, "total": total}))
 
 
 if __name__ == "__main__":
-    work(sys.argv[1:], answer, encode_refusal, ("search", _WARM_UP))
+    work(sys.argv[1:], answer, encode_refusal, _WARM_UPS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from moewright.cost.pipeline_rows import simulate_plan
-from moewright.diagnosis.judgement import Judgement, judge_plan
+from moewright.diagnosis.judgement import Judgement, add_judgement, judge_plan
 from moewright.diagnosis.published import PublishedRun, find_nearest_runs
 from moewright.report.plan_text import describe_evidence
 from moewright.rules.timetable.stages import pipeline_chunks, virtual_stage
@@ -143,8 +143,8 @@ class PlanView(Record):
     notes: tuple[str, ...] = ()
 
     def title(self) -> str:
-        """Return the job, and the verdict in a sentence."""
-        return f"{self.job.title()}\n{self.headline}: {self.sentence}"
+        """Return the job, its figures in a sentence, and the judgement of the layout."""
+        return add_judgement(f"{self.job.title()}\n{self.sentence}", self.judgement)
 
     def to_rows(self) -> list[Row]:
         """Return a row for each part of the step."""

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from moewright.diagnosis.advice import Advice
 from moewright.diagnosis.compare_ledgers import TOTAL, LedgerComparison, Section
-from moewright.diagnosis.judgement import Judgement
+from moewright.diagnosis.judgement import Judgement, add_judgement
 from moewright.diagnosis.traces.breakdown import Breakdown
 from moewright.diagnosis.traces.worst_step import WorstStep
 from moewright.diagnosis.utilization import list_device_use
@@ -75,10 +75,9 @@ class DiagnosisView(Record):
     advice: DocumentSection | None = None
 
     def title(self) -> str:
-        """Return the first finding."""
-        if not self.walls:
-            return "no wall was found"
-        return join_runs(self.walls[0].title)
+        """Return the first finding, and the judgement of the job."""
+        title = join_runs(self.walls[0].title) if self.walls else "no wall was found"
+        return add_judgement(title, self.judgement)
 
     def to_rows(self) -> list[Row]:
         """Return a row for each finding."""

@@ -63,6 +63,7 @@ class AnswerView:
 
     title: str
     shown: LayoutView = field(metadata=spread(*SHOWN_NAMES))
+    step_s: float
     expected_step_s: float
     runs: int
     grade: str
@@ -185,6 +186,7 @@ def _build_answer(
     return AnswerView(
         title=title,
         shown=shown,
+        step_s=answer.step_s,
         expected_step_s=answer.expected_step_s,
         runs=answer.runs,
         grade=answer.grade.value,

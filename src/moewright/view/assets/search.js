@@ -51,10 +51,10 @@ mw.searchTable = (view, pick) => {
 };
 
 /* The fastest layout, and the fastest that somebody ran: what each adds to the other. */
-mw.answerPanel = (answer, pick) => mw.el("section", {class: "panel", "data-answer": answer.layout},
+mw.answerPanel = (answer, pick, more = answer.expected_step_s / answer.step_s - 1) => mw.el("section", {class: "panel", "data-answer": answer.layout},
   mw.el("h2", {}, answer.title), mw.layoutFace(answer),
   pick ? mw.el("p", {style: "margin:.5rem 0"}, mw.el("button", {type: "button", class: "small pick", onclick: () => pick(answer.layout)}, "Show this plan")) : "",
-  mw.el("p", {}, `Expect ${mw.seconds(answer.expected_step_s)} a step. `, mw.el("span", {class: "badge"}, answer.runs ? `${mw.count(answer.runs)} published runs made its choices` : mw.gradeWords[answer.grade] || answer.grade)),
+  mw.el("p", {}, `Expect ${mw.seconds(answer.expected_step_s)} a step${more ? ` (${mw.seconds(answer.step_s)} by estimate, ${mw.signed(more, mw.percent)}: picked from many)` : ""}. `, mw.el("span", {class: "badge"}, answer.runs ? `${mw.count(answer.runs)} published runs made its choices` : mw.gradeWords[answer.grade] || answer.grade)),
   answer.adds.length && !answer.runs ? mw.el("p", {class: "note"}, "Adds ", answer.adds.join(", "), ": nobody published all of them together.") : "",
   answer.published ? mw.el("p", {class: "note"}, `${answer.published}.`) : "");
 
@@ -159,6 +159,10 @@ mw.render.DesignView = (view, root) => {
   const answer = mw.el("div");
   mw.render.Document(view.document, answer);
   const [heading, ...sections] = answer.childNodes;
+  const chosen = view.points.find(point => point.role === "chosen");
+  if (chosen) heading.append(mw.el("div", {class: "tiles"},
+    mw.tile("Predicted loss", chosen.loss.toFixed(3), `nats; ${chosen.interval.map(end => end.toFixed(3)).join(" to ")}`), mw.tile("Parameters", mw.tokens(chosen.total), `${mw.tokens(chosen.active)} a token`),
+    mw.tile("Tokens", mw.tokens(chosen.tokens), "of training"), mw.tile("Days", mw.digits(chosen.days), "steps alone")));
   root.append(heading, mw.panel("Loss by size", mw.chart("Predicted losses of shapes by their parameters, with published models trained alike", 320, plot)), ...sections);
 };
 mw.tokens = value => { for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6]]) if (value >= scale) return `${mw.digits(value / scale)}${unit}`; return mw.count(value); };

@@ -105,7 +105,7 @@ studio.buildForm = () => {
       mw.el("button", {type: "button", class: "primary", id: "find-best", onclick: () => studio.findBest()}, "Find the best layout"),
       mw.el("span", {class: "note", id: "search-state", role: "status"})),
     mw.el("div", {id: "layout-controls"}),
-    mw.el("details", {class: "group"}, mw.el("summary", {}, "Bring a config.json or a Megatron script"), studio.buildDrop()));
+    mw.el("details", {class: "group"}, mw.el("summary", {}, "Bring a config.json, a plan.json or a script"), studio.buildDrop()));
 };
 
 studio.setHardware = () => studio.go({on: `${document.getElementById("in-devices").value || 1}x${document.getElementById("in-device").value}`});
@@ -129,7 +129,7 @@ studio.buildDrop = () => {
     const answer = await studio.post("/api/model", text, new URLSearchParams({name: file.name}));
     const ok = !answer.reasons;
     say(ok ? [`${file.name} is read`, ...answer.notes].join("; ") : answer.reasons.map(reason => reason.text).join("; "));
-    if (ok) studio.go({...answer.query, layout: ""});
+    if (ok) studio.go({layout: "", ...answer.query});
   };
   const drop = mw.el("div", {class: "drop"},
     mw.el("label", {for: "file"}, "Drop a file here, or choose one: "), mw.el("input", {type: "file", id: "file", accept: ".json,.sh,.txt,.bash", onchange: event => event.target.files[0] && takeFile(event.target.files[0])}),

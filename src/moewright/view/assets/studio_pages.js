@@ -23,7 +23,7 @@ studio.pages.top = () => {
   studio.fill(head, ...mw.skeleton(180, 380, 500));
   const params = studio.job();
   params.delete("layout");
-  const finish = text => { state.textContent = text; head.hidden = !text; stop.remove(); bar.remove(); studio.stopWaiting(); };
+  const finish = text => { state.textContent = text; head.hidden = !text; head.classList.remove("panel"); stop.remove(); bar.remove(); studio.stopWaiting(); };
   studio.stream("/api/task/search", params, cancel.signal, view => {
     if (cancel.signal.aborted) return;
     const root = mw.el("div");
@@ -142,7 +142,7 @@ studio.pages.share = async () => {
     shown.replaceChildren(mw.el("div", {class: "row"}, mw.el("b", {}, title), mw.el("button", {type: "button", class: "small", onclick: () => navigator.clipboard.writeText(text)}, "Copy"), mw.el("button", {type: "button", class: "small", onclick: () => mw.save(`${target}.${{bridge: "py", torchtitan: "py", k8s: "yaml"}[target] || "sh"}`, text, "text/plain")}, "Download")), mw.el("pre", {class: "file", tabindex: "0"}, text));
   };
   studio.fill(
-    mw.panel("Share this layout", mw.el("label", {for: "address"}, "The address holds the whole state: open it in any studio"), mw.el("div", {class: "row"}, address, mw.el("button", {type: "button", onclick: () => { address.select(); navigator.clipboard.writeText(address.value); }}, "Copy")),
+    mw.panel("Share this layout", mw.el("label", {for: "address"}, /^[/~.]|[.](json|toml)$/.test(params.get("model") || "") ? "This address names a file of this machine: send plan.json, which another studio takes where it is dropped" : "The address holds the whole state: open it in any studio"), mw.el("div", {class: "row"}, address, mw.el("button", {type: "button", onclick: () => { address.select(); navigator.clipboard.writeText(address.value); }}, "Copy")),
       mw.el("div", {class: "row", style: "margin-top:.8rem"}, mw.el("a", {class: "button", id: "get-page", href: `/api/page?${params}`, download: "plan.html"}, "One offline page (HTML)"), mw.el("a", {class: "button", id: "get-plan", href: `/api/plan.json?${params}`, download: "plan.json"}, "plan.json"), mw.el("a", {class: "button", id: "get-card", href: `/api/card.svg?${params}`, download: "plan.svg"}, "Card for a README (SVG)"), mw.el("a", {class: "button", href: `/api/trace?${params}`, download: "timetable.json"}, "Timetable for Perfetto"))),
     mw.panel("Launch files", mw.el("div", {class: "row"}, ...studio.targets.map(([target, title]) => mw.el("button", {type: "button", "data-target": target, onclick: () => show(target, title)}, title))), mw.el("div", {class: "fields", style: "margin-top:.6rem"}, mw.el("div", {}, mw.el("label", {for: "export-job"}, "Job file: torchrun needs it; Slurm and Kubernetes start our engine with it, Megatron-LM without"), job), mw.el("div", {}, mw.el("label", {for: "export-image"}, "Container image: Kubernetes needs it"), image)), shown),
     mw.panel("Pictures", mw.el("p", {class: "note"}, "The two charts of the page Plan as they stand."), mw.el("div", {class: "row"}, ...[["memory", "memoryChart"], ["step", "stepChart"]].flatMap(([name, build]) => ["png", "svg"].map(kind => mw.el("button", {type: "button", "data-picture": `${name}.${kind}`, onclick: () => studio.picture(name, build, kind)}, `${name}.${kind}`))))));
