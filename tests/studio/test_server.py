@@ -232,22 +232,19 @@ def test_workers_end_when_nobody_waits_and_are_few(studio):
     assert studio.workers() == []  # nobody's search goes on
 
 
-def test_questions_are_answered_by_forks_of_what_is_warm_and_by_a_new_one_where_it_was_killed(
+@pytest.mark.slow
+def test_questions_are_answered_by_forks_of_a_warm_process_and_of_a_new_one_where_it_was_killed(
     place,
 ):
-    studio = Studio(place / "root", "--port", "0", "--folder", "runs/studio", "--read-only")
-    try:
-        (warm,) = list_children(studio.process.pid)
-        budget = "/api/task/budget?model=allenai/OLMoE-1B-7B-0924&on=4xH100&tokens=x"
+    budget = "/api/task/budget?model=allenai/OLMoE-1B-7B-0924&on=4xH100&tokens=x"
+    with Studio(place, "--root", "root", "--port", "0", "--read-only") as studio:
         assert "must be" in why(studio.ask(budget))
+        (warm,) = list_children(studio.process.pid)
         assert "must be" in why(studio.ask(budget))
         assert list_children(studio.process.pid) == [warm]
         os.kill(int(warm), signal.SIGKILL)
         assert "must be" in why(studio.ask(budget))
         assert list_children(studio.process.pid) != [warm]
-    finally:
-        studio.process.terminate()
-        studio.process.wait()
 
 
 def test_connections_that_ask_nothing_do_not_keep_the_places_of_others(studio):

@@ -23,6 +23,7 @@ _LONGEST_LINE = 64 * 2**20  # a record of the largest page, as JSON
 _MOST_AT_WORK = 2  # a search keeps a core busy for seconds
 _MOST_WAITING = 8  # whoever comes later is told to come again
 _MOST_DIGITS = 8  # of an exit code
+_TRIES = 2  # of a question whose process was killed with the one that had forked it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,25 +111,30 @@ class Workers:
             self._turns.release()
 
     async def _answer(self, task: str, params: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+        question = json.dumps({"task": task, "params": dict(params)}) + "\n"
         has_answered = False
-        talk, end = await self._open_fork()
-        try:
-            reader, writer = await asyncio.open_connection(sock=talk, limit=_LONGEST_LINE)
+        code = b""
+        # Where the process that is warm was killed, nobody tells how a fork has ended.
+        for _ in range(_TRIES):
+            talk, end = await self._open_fork()
             try:
-                question = json.dumps({"task": task, "params": dict(params)}) + "\n"
-                with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: said below
-                    writer.write(question.encode())
-                    await writer.drain()
-                    while line := await reader.readline():
-                        has_answered = True
-                        yield line
+                reader, writer = await asyncio.open_connection(sock=talk, limit=_LONGEST_LINE)
+                try:
+                    with suppress(BrokenPipeError, ConnectionResetError):  # it has ended
+                        writer.write(question.encode())
+                        await writer.drain()
+                        while line := await reader.readline():
+                            has_answered = True
+                            yield line
+                finally:
+                    writer.close()
+                code = await asyncio.get_running_loop().sock_recv(end, _MOST_DIGITS)
             finally:
-                writer.close()
-            code = await asyncio.get_running_loop().sock_recv(end, _MOST_DIGITS)
-            if code != b"0" or not has_answered:
-                yield self._refuse(_explain_end(int(code or 1)))
-        finally:
-            end.close()  # which ends a process that still works
+                end.close()  # which ends a process that still works
+            if code or has_answered:
+                break
+        if code != b"0" or not has_answered:
+            yield self._refuse(_explain_end(int(code or 1)))
 
     async def _open_fork(self) -> tuple[socket.socket, socket.socket]:
         """Return the sockets of a new fork: for question and answers, and for its end."""
