@@ -57,7 +57,7 @@ class GainView:
 class AnswerView:
     """An answer of a search: the fastest layout, or the fastest that somebody ran on the part.
 
-    `adds` are the labels of its layout that the other answer has not, and `published` says how its
+    `adds` are the choices of its layout that the other answer has not, and `published` says how its
     speed stands to measured runs.
     """
 
@@ -175,7 +175,7 @@ def _build_answer(
     title: str, answer: Recommendation, other: Recommendation, node: int
 ) -> AnswerView:
     shown = build_layout_view(answer.layout, node)
-    other_labels = describe_layout(other.layout).labels
+    other_choices = describe_layout(other.layout).choices
     run = answer.published
     published = ""
     if run is not None:
@@ -190,7 +190,11 @@ def _build_answer(
         expected_step_s=answer.expected_step_s,
         runs=answer.runs,
         grade=answer.grade.value,
-        adds=tuple(label for label in shown.labels if label not in other_labels),
+        adds=tuple(
+            choice
+            for choice in describe_layout(answer.layout).choices
+            if choice not in other_choices
+        ),
         published=published,
     )
 
