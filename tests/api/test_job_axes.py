@@ -8,8 +8,8 @@ import pytest
 
 import moewright as mw
 from moewright.api.job_axes import list_batches, search_axes
-from moewright.api.planning import workload_options
 from moewright.api.requests import read_axes, read_plan_request
+from moewright.api.workload_choices import workload_options
 from moewright.cost.evidence import read_measured_choices
 from moewright.spec.errors import BadInput
 from moewright.spec.options import JobAxes, SearchOptions

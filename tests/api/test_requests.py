@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -14,7 +17,7 @@ from moewright.codec import write_json
 from moewright.spec.ledger import Component
 from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Task, Workload
+from moewright.spec.workload import BaseQuantization, Task, Workload
 
 
 def estimate(options: WorkloadOptions, model: str | Path = "Mixtral-8x7B") -> Plan:
@@ -96,3 +99,46 @@ def test_a_batch_that_is_meant_in_tokens_is_told_in_sequences(batch: int, end: s
     request = read_plan_request("DeepSeek-V3", "2048xH800", options)
     lines = [line for line in request.defaults if "counts sequences" in line]
     assert [line.endswith(end) for line in lines] == [True] * bool(end)
+
+
+# Each as a user of the package writes it, and as a verb reads it.
+STATED: dict[str, tuple[Any, Any]] = {
+    "seq_len": (2048, 2048),
+    "global_batch": (64, 64),
+    "precision": ("fp8", "fp8"),
+    "network": ("roce", "roce"),
+    "rampup_batch_size": ((16, 16, 6400), (16, 16, 6400)),
+    "task": ("lora", Task.LORA),
+    "lora_rank": (8, 8),
+    "quantize_base": ("nf4", BaseQuantization.NF4),
+    "load": (1.5, Path("1.5")),
+    "steps": (300, 300),
+    "tokens": ("2B", 2_000_000_000),
+}
+
+
+@pytest.mark.parametrize("function", [mw.plan, mw.estimate, mw.show, mw.budget])
+def test_functions_take_every_option_of_the_workload(function: Any) -> None:
+    """As their verbs do: an option that only the command line had would be a second way."""
+    hints = get_type_hints(function)
+    (keys,) = get_args(hints["choices"])
+    names = {*signature(function).parameters, *keys.__annotations__}
+    told = {field.name for field in fields(WorkloadOptions)}
+    if function in (mw.show, mw.budget):
+        told -= {"steps", "tokens", "lengths"}  # NoOption there: no figure depends on them
+    assert told <= names
+
+
+@pytest.mark.parametrize("key", STATED)
+def test_a_keyword_is_the_option_of_its_name(key: str) -> None:
+    stated, read = STATED[key]
+    lora = {"lora_rank": 8} if key == "quantize_base" else {}
+    told = mw.estimate("Mixtral-8x7B", "tp2,ep4", on="8xH100", **{key: stated}, **lora)
+    assert told == estimate(WorkloadOptions(**{key: read}, **lora))
+
+
+def test_keywords_that_are_none_are_refused() -> None:
+    with pytest.raises(mw.BadInput, match=r"task=lorra: must be one of .*value: lora"):
+        mw.estimate("Mixtral-8x7B", "tp2,ep4", on="8xH100", task="lorra")
+    with pytest.raises(TypeError, match=r"budget\(\) got an unexpected keyword argument 'stepps'"):
+        mw.budget("Mixtral-8x7B", on="8xH100", tokens="1B", stepps=3)  # type: ignore[call-arg]

@@ -12,8 +12,14 @@ from typing import TypedDict, Unpack
 import numpy as np
 
 from moewright.api.calendar import read_operations
-from moewright.api.planning import find_best, workload_options
+from moewright.api.planning import find_best
 from moewright.api.requests import PlanRequest, read_plan_request
+from moewright.api.workload_choices import (
+    LoadChoices,
+    check_keywords,
+    select_keywords,
+    workload_options,
+)
 from moewright.codec import format_layout
 from moewright.codec.layout_words import describe_layout
 from moewright.codec.numbers import parse_count
@@ -65,6 +71,10 @@ class OperationChoices(TypedDict, total=False):
     watts: float
     pue: float
     grid: float
+
+
+class BudgetChoices(OperationChoices, LoadChoices, total=False):
+    """The keywords of `budget` that say how the job is run, and more of the workload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +177,7 @@ def budget(
     global_batch: int | None = None,
     precision: Dtype | str | None = None,
     price: float | None = None,
-    **operation: Unpack[OperationChoices],
+    **choices: Unpack[BudgetChoices],
 ) -> Budget:
     """Tell the days and device-hours of training on `tokens`, on more and fewer devices too.
 
@@ -181,8 +191,10 @@ def budget(
         global_batch: sequences a step.
         precision: compute precision.
         price: what an hour of a device costs you; None leaves costs out.
-        **operation: how the job is run, as the options of `moewright budget`: with `mtbf`, "auto"
+        **choices: how the job is run, as the options of `moewright budget`: with `mtbf`, "auto"
             or hours between failures, days are by the calendar too, with goodput, spares, energy.
+            And of the workload, as `estimate` takes them: `load`, `from_trace`, `network`, `task`,
+            `lora_rank`, `quantize_base`, `rampup_batch_size`.
 
     Raises:
         BadInput: something cannot be used, or nothing fits.
@@ -193,9 +205,10 @@ def budget(
         >>> len(answer.lines) > 1
         True
     """
-    workload = workload_options(seq_len, global_batch, precision)
-    choices = BudgetOptions(price=price, **operation)
-    return compute_budget(model, on, workload, tokens=str(tokens), options=choices)
+    check_keywords("budget", choices, BudgetChoices)
+    workload = workload_options(seq_len, global_batch, precision, choices=choices)
+    options = BudgetOptions(price=price, **select_keywords(choices, OperationChoices))
+    return compute_budget(model, on, workload, tokens=str(tokens), options=options)
 
 
 def compute_budget(

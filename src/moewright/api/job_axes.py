@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TypedDict, Unpack, cast
+from typing import NoReturn, TypedDict, Unpack
 
 from moewright.api.planning import (
     Plans,
@@ -20,9 +20,14 @@ from moewright.api.planning import (
     explain_empty_search,
     file_name,
     search_request,
-    workload_options,
 )
 from moewright.api.requests import PlanRequest, read_axes, read_plan_request
+from moewright.api.workload_choices import (
+    LengthChoices,
+    check_keywords,
+    select_keywords,
+    workload_options,
+)
 from moewright.cost.evidence import count_runs_in
 from moewright.rules.limits.legality import check_precision
 from moewright.rules.limits.trainers import TargetTrainer, job_refusals
@@ -52,8 +57,8 @@ class LayoutChoices(TypedDict, total=False):
     runs_on: str
 
 
-class PlanChoices(LayoutChoices, total=False):
-    """The keywords of `plan` that choose among layouts, and what of the job it may set."""
+class PlanChoices(LayoutChoices, LengthChoices, total=False):
+    """The keywords of `plan` that choose among layouts, and that say the job or vary it."""
 
     switches: Sequence[JobSwitchKind | str]
 
@@ -88,7 +93,9 @@ def plan(
             devices, up to those of `on`, on which a layout is safe; `fit_probability` (0.9) and
             `risk` (0.1) of the ranking; `runs_on`, "engine", "megatron" or "torchtitan", to take
             layouts that this trainer starts; `switches` that the plan may set ("bf16-gradients",
-            "bf16-moments", "fused-experts", "narrow-head").
+            "bf16-moments", "fused-experts", "narrow-head"); and, as `estimate` takes them,
+            `from_trace`, `network`, `task`, `lora_rank`, `quantize_base`, `rampup_batch_size`,
+            `lengths`, `steps`, `tokens`.
 
     Raises:
         BadInput: something cannot be used, or no layout is legal and fits.
@@ -100,23 +107,16 @@ def plan(
         (2, 8)
     """
     dtype, most, axes = read_axes(precision, global_batch)
-    axes = replace(axes, switches=_read_switches(_check_choices(choices).get("switches", ())))
-    request = read_plan_request(model, on, workload_options(seq_len, most, dtype, load))
-    search_options = SearchOptions(top=top, **_keep_layout_choices(choices))
+    check_keywords("plan", choices, PlanChoices)
+    axes = replace(axes, switches=_read_switches(choices.get("switches", ())))
+    request = read_plan_request(model, on, workload_options(seq_len, most, dtype, load, choices))
+    search_options = SearchOptions(top=top, **select_keywords(choices, LayoutChoices))
     result = search_axes(request, Path(file_name(model)), axes, search_options)
     if result.best is None:
         raise explain_empty_search(
             result.request, result.search, Path(file_name(model)), layout=search_options.layout
         )
     return result
-
-
-def _keep_layout_choices(choices: PlanChoices) -> LayoutChoices:
-    """Return the keywords that choose among layouts."""
-    return cast(
-        LayoutChoices,
-        {name: value for name, value in choices.items() if name in LayoutChoices.__annotations__},
-    )
 
 
 def _read_switches(names: Sequence[JobSwitchKind | str]) -> tuple[JobSwitchKind, ...]:
@@ -131,14 +131,6 @@ def _read_switches(names: Sequence[JobSwitchKind | str]) -> tuple[JobSwitchKind,
             nearest = closest_match(name, list(JobSwitchKind))
             raise BadInput(Reason(field="switches", value=name, rule=rule, nearest=nearest))
     return tuple(dict.fromkeys(JobSwitchKind(name) for name in names))
-
-
-def _check_choices(choices: PlanChoices) -> PlanChoices:
-    """Raise TypeError for a keyword that is no choice of `plan`, as Python does for others."""
-    unknown = set(choices) - set(PlanChoices.__annotations__)
-    if unknown:
-        raise TypeError(f"plan() got an unexpected keyword argument {min(unknown)!r}")
-    return choices
 
 
 def list_batches(low: int, high: int) -> tuple[int, ...]:

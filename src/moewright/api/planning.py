@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 from moewright.api.comparison import summarize_plan
 from moewright.api.recommending import recommend_fast, recommend_proven
@@ -18,6 +19,7 @@ from moewright.api.requests import (
     to_options,
     translate_fields,
 )
+from moewright.api.workload_choices import LengthChoices, check_keywords, workload_options
 from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.diagnosis.judgement import Judgement, add_judgement, judge_plan
 from moewright.rules.job import Job
@@ -135,29 +137,6 @@ def find_best(request: PlanRequest) -> Plan | None:
     """Return the best plan of a request, whatever layout keys its job has; None where none fits."""
     nouns = (request.model, request.workload, request.hardware)
     return next(iter(search(*nouns, top=1, allowed=build_objections(request)).plans), None)
-
-
-def workload_options(
-    seq_len: int | None,
-    global_batch: int | None,
-    precision: Dtype | str | None,
-    load: Path | str | float | None = None,
-) -> WorkloadOptions:
-    """Return what the caller says of the workload; a wrong precision is refused by name."""
-    if precision is not None:
-        try:
-            precision = Dtype(precision)
-        except ValueError:
-            names = ", ".join(Dtype)
-            reason = Reason(field="precision", value=str(precision), rule=f"must be one of {names}")
-            raise BadInput(reason) from None
-    return WorkloadOptions(
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        # A number or a word as well: what reads it tells them from files.
-        load=None if load is None else Path(str(load)),
-    )
 
 
 def file_name(model: str | Path | ModelSpec) -> str:
@@ -359,6 +338,7 @@ def estimate(
     global_batch: int | None = None,
     precision: Dtype | str | None = None,
     load: Path | str | float | None = None,
+    **choices: Unpack[LengthChoices],
 ) -> Plan:
     """Predict memory, time and verdict of one layout; the answer is a Plan with its `estimate`.
 
@@ -371,6 +351,9 @@ def estimate(
         global_batch: sequences a step.
         precision: compute precision.
         load: "balanced", the hottest rank's rows over the mean, or a file of measured tokens.
+        **choices: the other options of `moewright estimate` that say the workload: `from_trace`, a
+            traced step of these devices that calibrates the prediction; `network`, `task`,
+            `lora_rank`, `quantize_base`, `rampup_batch_size`, `lengths`, `steps`, `tokens`.
 
     `moewright estimate` exits with 0 where the verdict is "fits" or "uncertain", with 3 where it
     is "oom", and with 2 where something cannot be used.
@@ -384,7 +367,8 @@ def estimate(
         >>> plan.estimate.micro_batches, plan.estimate.verdict.value
         (16, 'fits')
     """
-    options = workload_options(seq_len, global_batch, precision, load)
+    check_keywords("estimate", choices, LengthChoices)
+    options = workload_options(seq_len, global_batch, precision, load, choices)
     return estimate_request(model, layout, on=on, options=options)[0]
 
 

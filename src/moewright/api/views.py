@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
 from moewright.api.budgets import check_budget_figures, price_devices, scale_devices
 from moewright.api.judging import view_misfit
@@ -13,7 +14,6 @@ from moewright.api.planning import (
     explain_empty_search,
     is_plan_file,
     search_request,
-    workload_options,
 )
 from moewright.api.requests import (
     PlanRequest,
@@ -24,6 +24,7 @@ from moewright.api.requests import (
     translate_fields,
 )
 from moewright.api.running import list_trainers
+from moewright.api.workload_choices import LoadChoices, check_keywords, workload_options
 from moewright.codec import format_layout, parse_layout, read_json
 from moewright.codec.layout_words import describe_layout
 from moewright.diagnosis.judgement import QUICK_PART, Judgement, judge_plan
@@ -116,6 +117,7 @@ def show(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Dtype | str | None = None,
+    **choices: Unpack[LoadChoices],
 ) -> PlanView | RefusalView:
     """Return what the studio's page shows of one layout: figures, stages, parts, legal steps.
 
@@ -128,6 +130,8 @@ def show(
         seq_len: tokens a sequence.
         global_batch: sequences a step.
         precision: compute precision.
+        **choices: as `estimate` takes them: `load`, `from_trace`, `network`, `task`, `lora_rank`,
+            `quantize_base`, `rampup_batch_size`.
 
     Example:
         >>> import moewright as mw
@@ -137,8 +141,9 @@ def show(
         >>> mw.show("Qwen3-30B-A3B", "tp3,ep8", on="16xH100").reasons[0].key
         'tp'
     """
+    check_keywords("show", choices, LoadChoices)
     try:
-        options = workload_options(seq_len, global_batch, precision)
+        options = workload_options(seq_len, global_batch, precision, choices=choices)
     except BadInput as error:
         return build_refusal(error.reasons)
     return view_plan(ViewQuery(model=model, on=on, options=options, layout=layout))

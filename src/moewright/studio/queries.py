@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from moewright.api.launch_scripts import read_flags
-from moewright.api.planning import is_plan_file, workload_options
+from moewright.api.planning import is_plan_file
 from moewright.api.views import ViewQuery
 from moewright.api.watching import WatchedJob
+from moewright.api.workload_choices import workload_options
 from moewright.codec import format_layout, parse_json, read_json, write_json
 from moewright.codec.data import from_data, to_data
 from moewright.codec.files import read_text
