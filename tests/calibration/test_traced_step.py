@@ -19,6 +19,7 @@ from moewright.cost.estimate import estimate
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.plan import Plan, TimePart
 from moewright.spec.units import Sourced, SourceKind
+from moewright.view.plan_view import PlanView
 
 ROOT = Path(__file__).parents[2]
 SCALES = (
@@ -163,8 +164,20 @@ def test_a_trace_beside_its_plan_calibrates_an_estimate(
     assert changed
     sources = {item.name: item.value.source for item in told.hardware.constants}
     assert all(sources[name] == "the trace trace.json" for name in changed)
-    assert len(told.hardware.own_runs) == 1
-    assert "constants of" in capsys.readouterr().out
+    # Passes without an update are no whole step.
+    assert told.hardware.own_runs == ()
+    assert "it holds no update of weights" in capsys.readouterr().out
+    # The functions take it as the verbs do.
+    job = {"on": "4xH100", "global_batch": 4, "from_trace": str(trace)}
+    own = mw.estimate("OLMoE-1B-7B-0924", "ep4", **job)
+    assert own.estimate == told.estimate
+    shown = mw.show("OLMoE-1B-7B-0924", "ep4", **job)
+    assert isinstance(shown, PlanView)
+    assert shown.estimate.step_s == told.estimate.step_s
+    # A whole step, as the kernel of an optimizer says.
+    whole = trace.read_text().replace("vectorized_elementwise_kernel", "multi_tensor_apply_kernel")
+    trace.write_text(whole)
+    assert len(mw.estimate("OLMoE-1B-7B-0924", "ep4", **job).hardware.own_runs) == 1
     # A job of which the trace has no kernels, and other devices.
     assert main([*verb[:-1], "4096", "--json", str(stated)]) in (0, 3)
     capsys.readouterr()
@@ -173,3 +186,31 @@ def test_a_trace_beside_its_plan_calibrates_an_estimate(
     verb[3] = "4xB200"
     assert main([*verb, "--from-trace", str(trace)]) == 2
     assert "was traced on H100, not on B200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_products_whose_names_err_share_a_factor(looped: bool) -> None:
+    """A library of grouped products has plain ones under the same names, or the other way round."""
+    plan = mw.estimate("Qwen3-30B-A3B", "ep8,recompute=full", on="8xH100")
+    factors = dict.fromkeys(SCALES, 1.3) | {"grouped_gemm_time_scale": 1.0}
+    told = trace_of(plan, factors)
+    both = told.products + told.grouped
+    few, most = 0.001 * both, 0.999 * both
+    named = replace(told, products=most if looped else few, grouped=few if looped else most)
+    _, found = calibrate_on_trace(plan.hardware, row_of(plan, plan.estimate.step_s), named)
+    assert [item.kind for item in found if "products" in item.kind] == ["products"]
+    assert found[0].factor == pytest.approx(1.3, rel=0.02)
+
+
+def test_passes_without_an_update_leave_the_optimizer_and_the_step_as_they_are() -> None:
+    plan = mw.estimate("Qwen3-30B-A3B", "ep8,recompute=full", on="8xH100")
+    told = trace_of(plan, dict.fromkeys(SCALES, 1.0) | {"elementwise_time_scale": 1.2})
+    update_s = sum(share.seconds for share in plan.estimate.shares if share.part == "optimizer")
+    part = replace(told, other=told.other - 1.2 * update_s, has_update=False)
+    row = row_of(plan, plan.estimate.step_s - update_s)
+    calibrated, _ = calibrate_on_trace(plan.hardware, row, part)
+    values, before = Constants(calibrated), Constants(plan.hardware)
+    assert values["optimizer_time_scale"] == before["optimizer_time_scale"]
+    ratio = values["elementwise_time_scale"] / before["elementwise_time_scale"]
+    assert ratio == pytest.approx(1.2, rel=0.15)
+    assert calibrated.own_runs == ()

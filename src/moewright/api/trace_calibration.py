@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +25,8 @@ from moewright.spec.plan import Plan
 
 _OPTION = "--from-trace"
 _STEPS_FILE = "steps.jsonl"
+# Names of the kernels of an update: torch's fused and looped ones, Apex', Transformer Engine's.
+_UPDATE_KERNEL = re.compile(r"multi_tensor|adam|addcdiv|muon|newton|optimi[sz]er|sgd|lamb_", re.I)
 
 
 def calibrate_from_trace(path: Path, hardware: Hardware) -> tuple[Hardware, str]:
@@ -41,13 +44,14 @@ def calibrate_from_trace(path: Path, hardware: Hardware) -> tuple[Hardware, str]
         rule = f"was traced on {row.hardware.name}, not on {hardware.name}"
         raise BadInput(Reason(field=f"{_OPTION} {path}", rule=rule))
     breakdowns = [break_down_step(capture, row.layout) for capture in captures]
-    calibrated, factors = calibrate_on_trace(
-        hardware, row, _measure_kinds(captures, breakdowns, row.layout)
-    )
+    traced = _measure_kinds(captures, breakdowns, row.layout)
+    calibrated, factors = calibrate_on_trace(hardware, row, traced)
     if not factors:
         rule = f"has no kernels of the job that {PLAN_FILE} states: none takes 0.1 to 10 x as long"
         raise BadInput(Reason(field=f"{_OPTION} {path}", rule=rule))
     told = ", ".join(f"{item.kind} x {item.factor:.2f}" for item in factors)
+    if not traced.has_update:
+        told += "; it holds no update of weights, so that its length is not taken for a step's"
     line = f"constants of {path}: {told} ({_OPTION})"
     return calibrated, line
 
@@ -100,4 +104,10 @@ def _measure_kinds(
         other=seconds.get(KernelKind.OTHER, 0.0),
         exchange=measure(CommClass.EP, Overlap.EP),
         tensor=measure(CommClass.TP, Overlap.TP),
+        has_update=any(map(_holds_update, captures)),
     )
+
+
+def _holds_update(capture: Capture) -> bool:
+    ranges = () if capture.host_ranges is None else capture.host_ranges.names
+    return any(_UPDATE_KERNEL.search(name) for name in (*capture.kernels.names, *ranges))

@@ -6,7 +6,7 @@ a little larger. So a kind of kernels has as many predicted seconds as its const
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moewright.calibration.fit_inputs import run_from_row
@@ -25,7 +25,8 @@ _OUTSIDE = (TimePart.BUBBLE, TimePart.HOST)  # no kernels
 _PRODUCTS = ("gemm_time_scale", "gemm_8bit_time_scale")
 _GROUPED = ("grouped_gemm_time_scale",)
 _ATTENTION = ("attention_time_scale", "attention_backward_time_scale")
-_OTHER = ("elementwise_time_scale", "optimizer_time_scale")
+_ELEMENTWISE = ("elementwise_time_scale",)
+_UPDATE = ("optimizer_time_scale",)
 _EXCHANGE = (
     "alltoall_inside_time_scale",
     "alltoall_between_time_scale",
@@ -40,7 +41,8 @@ class TracedSeconds:
     """Seconds of a step by the work that was traced; 0: there was none, or it is not known.
 
     `products` are matrix products but those of experts in groups, `other` all that is neither a
-    product nor attention. Exchanges count without waits for ranks that came late.
+    product nor attention. Exchanges count without waits for ranks that came late. Without
+    `has_update` it is a part of a step: passes alone, and no optimizer behind them.
     """
 
     products: float
@@ -49,6 +51,7 @@ class TracedSeconds:
     other: float
     exchange: float
     tensor: float
+    has_update: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +67,8 @@ def calibrate_on_trace(
 ) -> tuple[Hardware, tuple[KindFactor, ...]]:
     """Return the hardware with the constants of a traced step, and how far it was off before.
 
-    What they leave open of the step is carried over to runs that make the same choices, as those of
-    a fit are.
+    What they leave open of a whole step is carried over to runs that make the same choices, as
+    those of a fit are.
     """
     # Own runs move a whole step: beside them constants would not add up to it.
     priced = replace(hardware, count=row.layout.world_size, own_runs=())
@@ -83,8 +86,10 @@ def calibrate_on_trace(
     }
     kept = [constant for constant in hardware.constants if constant.name not in changed]
     calibrated = replace(hardware, constants=(*kept, *changed.values()), own_runs=())
-    run = run_from_row(row, calibrated)
-    own_runs = weigh_own_runs([run], [run.prepared.step_s(calibrated.constants)], source=source)
+    own_runs = calibrated.own_runs
+    if traced.has_update:
+        run = run_from_row(row, calibrated)
+        own_runs = weigh_own_runs([run], [run.prepared.step_s(calibrated.constants)], source=source)
     return (
         replace(calibrated, own_runs=own_runs),
         tuple(KindFactor(kind=kind, factor=factor) for kind, _, factor in factors),
@@ -126,28 +131,44 @@ def _compare_kinds(
     scaled: _ScaledSeconds, traced: TracedSeconds
 ) -> list[tuple[str, tuple[str, ...], float]]:
     """Return each kind whose constants the trace tells: its name, they, and their factor."""
-    grouped_s = scaled.of_constants(_GROUPED)
-    products_s = scaled.of_constants(_PRODUCTS)  # those in groups among them
-    measured_s = traced.products + traced.grouped
-    has_groups = traced.grouped > 0 and grouped_s > 0 and products_s > grouped_s
-    if has_groups:
-        measured_s, products_s = traced.products, products_s - grouped_s
-    answer: list[tuple[str, tuple[str, ...], float]] = []
-    product_factor = _find_factor(measured_s, products_s, scaled.step_s)
-    if product_factor:
-        answer.append(("products", _PRODUCTS, product_factor))
-    if has_groups and (factor := _find_factor(traced.grouped, grouped_s, scaled.step_s)):
-        # The scale of grouped products multiplies that of all products (cost.time.op_time).
-        answer.append(("products of experts", _GROUPED, factor / (product_factor or 1.0)))
+    answer = list(_compare_products(scaled, traced))
+    others = (*_ELEMENTWISE, *_UPDATE) if traced.has_update else _ELEMENTWISE
     for kind, names, seconds in (
         ("attention", _ATTENTION, traced.attention),
-        ("other kernels", _OTHER, traced.other),
+        ("other kernels", others, traced.other),
         ("exchanges of experts", _EXCHANGE, traced.exchange),
         ("exchanges of tensor parallelism", _TENSOR, traced.tensor),
     ):
         if factor := _find_factor(seconds, scaled.of_constants(names), scaled.step_s):
             answer.append((kind, names, factor))
     return answer
+
+
+def _compare_products(
+    scaled: _ScaledSeconds, traced: TracedSeconds
+) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Yield the factors of matrix products: of experts and of others, or of all where names err.
+
+    Libraries of grouped products have plain ones too, under the same names, and trainers start
+    experts one by one: then one of the two kinds has next to no kernels.
+    """
+    grouped_s = scaled.of_constants(_GROUPED)
+    products_s = scaled.of_constants(_PRODUCTS)  # those in groups among them
+    kinds = ((traced.products, products_s - grouped_s), (traced.grouped, grouped_s))
+    plain, grouped = (_find_factor(*kind, scaled.step_s) for kind in kinds)
+    least_s = _LEAST_SHARE * scaled.step_s
+    if any(
+        predicted_s >= least_s and not factor
+        for (_, predicted_s), factor in zip(kinds, (plain, grouped), strict=True)
+    ):
+        if factor := _find_factor(traced.products + traced.grouped, products_s, scaled.step_s):
+            yield "products", _PRODUCTS, factor
+        return
+    if plain:
+        yield "products", _PRODUCTS, plain
+    if grouped:
+        # The scale of grouped products multiplies that of all products (cost.time.op_time).
+        yield "products of experts", _GROUPED, grouped / (plain or 1.0)
 
 
 def _find_factor(measured_s: float, predicted_s: float, step_s: float) -> float:
