@@ -26,8 +26,8 @@ def exit_code(*, holds: bool, otherwise: int = FAILED) -> int:
     return DONE if holds else otherwise
 
 
-_NOT_WRITTEN = "a file cannot be read or written"
-_NOT_USABLE = "input that cannot be used"
+_MACHINE = "standard output cannot be written, or memory is out"
+_NOT_USABLE = "input that cannot be used, or a file that cannot be read or written"
 _RANK_FAILED = "a rank failed"
 _STOPPED = "stopped by SIGTERM: the same command goes on"
 _SAVED = "saved on SIGTERM: the same command goes on"
@@ -51,12 +51,12 @@ _MEANINGS: Mapping[str, Mapping[int, str]] = {
     "chat": {},
     "verify": {
         DONE: "every figure is within its bound",
-        FAILED: f"a figure is further off than its bound, or {_NOT_WRITTEN}",
+        FAILED: f"a figure is further off than its bound, or {_MACHINE}",
         RANK_FAILED: _RANK_FAILED,
     },
     "dryrun": {
         DONE: "every count equals its prediction",
-        FAILED: f"a count does not equal its prediction, or {_NOT_WRITTEN}",
+        FAILED: f"a count does not equal its prediction, or {_MACHINE}",
     },
     "upcycle": {},
     "report": {},
@@ -74,7 +74,7 @@ _MEANINGS: Mapping[str, Mapping[int, str]] = {
     },
     "studio": _SERVES,
     "mcp": {DONE: "the client has closed, or Ctrl-C"},
-    "tune": {NOTHING_VALID: f"no layout was found valid, or {_NOT_WRITTEN}", STOPPED: _STOPPED},
+    "tune": {NOTHING_VALID: f"no layout was found valid, or {_MACHINE}", STOPPED: _STOPPED},
     "export": {},
     "capture": _FITS,
     "models": {},
@@ -91,7 +91,7 @@ _MEANINGS: Mapping[str, Mapping[int, str]] = {
 
 def exit_meanings(verb: str) -> Mapping[int, str]:
     """Return what each exit code of a verb means; a verb of a group has its name before it."""
-    every = {DONE: "done", FAILED: _NOT_WRITTEN, BAD_INPUT: _NOT_USABLE}
+    every = {DONE: "done", FAILED: _MACHINE, BAD_INPUT: _NOT_USABLE}
     return dict(sorted({**every, **_MEANINGS[verb]}.items()))
 
 

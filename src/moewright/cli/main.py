@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -114,8 +113,8 @@ def _run_verb(arguments: Sequence[str], build_app: Callable[[], App]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except OSError as error:
-        # A name that no file can have is the user's.
-        code = BAD_INPUT if error.errno == errno.ENAMETOOLONG else FAILED
+        # What a user has named is the user's to mend, as any other input is.
+        code = BAD_INPUT if error.filename else FAILED
         return _report(f"{error.filename or 'system'}: {error.strerror or error}", code)
     return code if isinstance(code, int) else DONE
 
