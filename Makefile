@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: torchtitan bridge astra-sim what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-slow test-all durations mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-material reading-table
+.PHONY: torchtitan bridge astra-sim load-records what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-slow test-all durations mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-material reading-table
 .DELETE_ON_ERROR:
 
 # Tests start hundreds of processes: where bytecode is not kept, each of them compiles the package again.
@@ -65,6 +65,11 @@ gpu-wheels: | $(VENV)/.ready
 # ASTRA-sim, from a checkout of it with its submodules, runs the traces of plans; its steps beside the planner's (minutes).
 astra-sim: | $(VENV)/.ready
 	$(BIN)/python -m benchmarks.astra_sim $(or $(ASTRA_SIM),$(error ASTRA_SIM=DIR, a checkout of ASTRA-sim))
+
+# Forecasts of expert loads beside two naive ones, on records of others and of own runs (seconds).
+load-records: | $(VENV)/.ready
+	$(BIN)/python -m benchmarks.load_records $(or $(AHEAD),$(error AHEAD=10, records ahead)) \
+		$(or $(RECORDS),$(error RECORDS="FILE RUN", printed loads or folders of runs))
 
 # How near tuning comes to the best of a space; every point of it is run.
 bench-tuning: | $(VENV)/.ready

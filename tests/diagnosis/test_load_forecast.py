@@ -14,9 +14,9 @@ import sample_run
 from moewright.cli.main import main
 from moewright.diagnosis.load_forecast import (
     SURE,
+    forecast_history,
+    forecast_line,
     forecast_run,
-    forecast_shares,
-    weigh_forecasts,
 )
 from moewright.rules.expert_placement import rank_load_factor
 from moewright.spec.errors import BadInput
@@ -42,7 +42,7 @@ def test_drifting_shares_are_forecast_better_than_by_the_latest() -> None:
         seen, ahead = history[:300], history[300 + AHEAD - 20 :].mean(axis=0)
         truth = ahead / ahead.sum()
         latest = seen[-20:].mean(axis=0)
-        errors.append(np.abs(forecast_shares(seen, AHEAD, 1.0) - truth).sum())
+        errors.append(np.abs(forecast_line(seen, AHEAD) - truth).sum())
         naive.append(np.abs(latest / latest.sum() - truth).sum())
     assert np.mean(errors) < 0.4 * np.mean(naive)
 
@@ -51,7 +51,7 @@ def test_noise_alone_is_no_trend() -> None:
     for seed in range(20):
         history = draw_history(seed, 100, drift=0.0)
         mean = history.mean(axis=0)
-        told = weigh_forecasts(history, 1000, EP).shares
+        told = forecast_history(history, 1000, EP).shares
         assert np.abs(told - mean / mean.sum()).sum() < 0.05
 
 
@@ -64,7 +64,7 @@ def test_eight_of_ten_outcomes_lie_within_the_interval() -> None:
             rng = np.random.default_rng(seed)
             history = history * np.exp(np.cumsum(rng.normal(0, 0.01, (300, EXPERTS)), axis=0))
         seen = history[:240]
-        told = weigh_forecasts(seen, 60, EP)
+        told = forecast_history(seen, 60, EP)
         came = rank_load_factor(tuple(map(int, history[-1])), EP)
         inside.append(abs(np.log(told.factor / came)) <= SURE * told.error)
     assert 0.65 <= np.mean(inside) <= 0.95
@@ -76,7 +76,7 @@ def test_loads_that_are_pulled_back_are_not_followed() -> None:
     decay = np.exp(-np.arange(240) / 40)[:, None]
     logs = decay * rng.normal(0, 0.5, EXPERTS) + rng.normal(0, 0.05, (240, EXPERTS))
     history = 1e6 * np.exp(logs)
-    told = weigh_forecasts(history[:160], 80, EP)
+    told = forecast_history(history[:160], 80, EP)
     came = rank_load_factor(tuple(map(int, history[-1])), EP)
     assert abs(np.log(told.factor / came)) < max(0.05, SURE * told.error)
 
@@ -96,7 +96,7 @@ def test_a_forecast_is_nearer_than_the_latest_and_the_mean() -> None:
             history = history * np.exp(0.1 * swing)
         factors = single_factors(history)
         came = float(np.median(factors[300 + AHEAD - 10 :]))
-        told = weigh_forecasts(history[:300], AHEAD, EP).factor
+        told = forecast_history(history[:300], AHEAD, EP).factor
         rivals = (told, factors[299], float(np.mean(factors[:300])))
         for name, value in zip(errors, rivals, strict=True):
             errors[name].append(abs(np.log(value / came)))

@@ -1,9 +1,10 @@
 """The load of experts ahead, from the router statistics of a run, and what a new placement pays.
 
-Shares of the experts stay as they are, return to what they were over a longer time, or go on along
-the line of the latest half of the run, or along a part of it: balancing losses and biases pull most
-loads back. How far each such forecast is off is measured on the run itself: it is forecast from
-earlier steps, and held beside what came. The answer is their mean, weighted by that.
+The level of the latest steps goes on, unless the run itself shows that something else comes nearer:
+its mean, to which balancing losses and biases pull loads back, or the line of its latest half. The
+run is forecast from earlier steps at the same distance. Of the way from the level to the other one
+so much is gone as would have been best there, less the more chance may explain. Their errors are
+those of the answer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, log, sqrt
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +37,13 @@ Floats = NDArray[np.float64]
 
 LEAST_RECORDS = 12  # steps with loads, from which on something is forecast
 _FLOOR = 0.02  # of the mean share, so that dead experts have a logarithm
-_LATEST = 0.1  # of the history
-# How much of a line is followed, and of the history, to its end, whose level is taken.
-_METHODS = ((0.0, _LATEST), (0.0, 1 / 3), (0.0, 1.0), (0.3, _LATEST), (1.0, _LATEST))
-_SHARPNESS = 4  # weights fall with this power of the error: two would let bad ones spoil a line
+_LATEST = 0.2  # of the history, whose level goes on
+# Below it chance explains what another forecast gained on the level: as a square, two deviations.
+_EVIDENCE = 4.0
 _DEAD = 1e-6  # tokens of an expert that got none
 _COUNTED = 1_000_000  # tokens that a forecast deals to the experts of a layer
-_ORIGINS = 6  # earlier steps from which the run itself is forecast
-SURE = 1.476  # deviations: 8 of 10, by Student with one less than _ORIGINS degrees of freedom
+_ORIGINS = 12  # earlier steps from which the run itself is forecast, of which most overlap
+SURE = 1.476  # deviations: 8 of 10, by Student with five degrees of freedom
 _LEAST_ERROR = 0.005
 _EXPERT_STATES = (Component.WEIGHTS, Component.MASTER, Component.MOMENTS)
 
@@ -120,16 +119,13 @@ class LoadForecast(Record):
         ]
 
 
-def forecast_shares(history: Floats, ahead: float, trend: float, part: float = _LATEST) -> Floats:
-    """Return the shares of experts so many records ahead; `history` is [records, experts].
+def forecast_line(history: Floats, ahead: float) -> Floats:
+    """Return the shares of experts so many records ahead, along the line of the latest half.
 
-    `trend` is how much of the line is followed: without any the level of the last `part` of the
-    history goes on.
+    `history` is [records, experts]. A slope counts less the less sure it is, and the line ends
+    where it is twice as long as what it was drawn through.
     """
     shares = history / history.sum(axis=1, keepdims=True)
-    if not trend:
-        level: Floats = shares[-max(LEAST_RECORDS, int(len(shares) * part)) :].mean(axis=0)
-        return level
     logs = np.log(np.maximum(shares, _FLOOR / shares.shape[1]))
     half = logs[len(logs) // 2 :] if len(logs) >= 2 * LEAST_RECORDS else logs
     places = np.arange(len(half), dtype=float)
@@ -140,31 +136,45 @@ def forecast_shares(history: Floats, ahead: float, trend: float, part: float = _
     errors = np.sqrt((rest**2).sum(axis=0) / max(1, len(half) - 2) / spread)
     sure = slopes**2 / np.maximum(slopes**2 + errors**2, 1e-30)
     span = min(ahead, float(len(half)))
-    end = half.mean(axis=0) + slopes * sure * (centred[-1] + trend * span)
+    end = half.mean(axis=0) + slopes * sure * (centred[-1] + span)
     ahead_shares: Floats = np.exp(end - end.max())
     ahead_shares /= ahead_shares.sum()
     return ahead_shares
 
 
-def forecast_factor(
-    history: Floats, ahead: float, ep: int, trend: float, part: float = _LATEST
-) -> float:
-    """Return the hottest rank's rows over the mean so many records ahead, by one method.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outlook:
+    """Shares of the experts ahead, and the logarithm of the hottest rank's rows over the mean."""
 
-    What single steps have more than the mean of steps is what they had in the history.
+    shares: Floats
+    log_factor: float
+
+
+def _list_outlooks(history: Floats, ahead: float, ep: int) -> tuple[_Outlook, _Outlook, _Outlook]:
+    """Return what goes on if the level of the latest records does, if their mean, if their line.
+
+    Single steps have more on the hottest rank than the mean of steps: as much more on the line as
+    they had in the latest records.
     """
-    count = LEAST_RECORDS
-    if part > _LATEST:
-        count = max(count, int(len(history) * part))
-    recent = history[-count:]
-    together = rank_load_factor(_deal(recent.sum(axis=0)), ep)
-    factor = rank_load_factor(_deal(forecast_shares(history, ahead, trend, part)), ep)
-    return min(float(ep), factor * _single_factor(recent, ep) / together)
+    shares = history / history.sum(axis=1, keepdims=True)
+    singles = _log_factors(shares, ep)
+    latest = max(2 * LEAST_RECORDS, int(len(history) * _LATEST))
+    level, mean = (
+        _Outlook(shares=shares[-count:].mean(axis=0), log_factor=float(singles[-count:].mean()))
+        for count in (latest, len(history))
+    )
+    line = forecast_line(history, ahead)
+    recent = shares[-LEAST_RECORDS:]
+    together, along = _log_factors(np.stack((recent.mean(axis=0), line)), ep)
+    more = float(np.median(singles[-LEAST_RECORDS:])) - together
+    return level, mean, _Outlook(shares=line, log_factor=min(log(ep), along + more))
 
 
-def _single_factor(records: Floats, ep: int) -> float:
-    """Return the hottest rank's rows over the mean in a step, the median of these."""
-    return median(rank_load_factor(_deal(row), ep) for row in records)
+def _log_factors(shares: Floats, ep: int) -> Floats:
+    """Return the logarithm of the hottest rank's rows over the mean of each record of shares."""
+    ranks = shares.reshape(len(shares), ep, -1).sum(axis=2)
+    factors: Floats = np.log(np.maximum(ranks.max(axis=1) * ep / ranks.sum(axis=1), 1.0))
+    return factors
 
 
 def _deal(shares: Floats) -> tuple[int, ...]:
@@ -183,33 +193,66 @@ class WeighedForecast:
     error: float
 
 
-def weigh_forecasts(history: Floats, ahead: float, ep: int) -> WeighedForecast:
-    """Return the mean of all methods, weighted by how far each was off in the run itself.
+def forecast_history(history: Floats, ahead: float, ep: int) -> WeighedForecast:
+    """Return the level of the latest records, moved as far as the run itself shows that it pays.
 
-    The run is forecast from earlier records by each. Where the run is shorter than the horizon,
-    errors grow with its root, as those of a random walk.
+    The run is forecast from earlier records. Where it is shorter than the horizon, errors grow with
+    its root, as those of a random walk.
     """
     span = int(min(ahead, max(1, len(history) // 3)))
     last = len(history) - span
     origins = np.unique(np.linspace(max(LEAST_RECORDS // 2, last // 2), last, _ORIGINS).astype(int))
-    deviations = []
-    for method in _METHODS:
-        errors = []
-        for origin in origins:
-            told = forecast_factor(history[:origin], span, ep, *method)
-            came = history[max(origin, origin + span - LEAST_RECORDS // 2) : origin + span]
-            errors.append(log(told / _single_factor(came, ep)))
-        deviations.append(sqrt(float(np.mean(np.square(errors)))))
-    weights = np.maximum(deviations, _LEAST_ERROR) ** -float(_SHARPNESS)
-    weights /= weights.sum()
-    factors = [forecast_factor(history, ahead, ep, *method) for method in _METHODS]
-    shares = np.array([forecast_shares(history, ahead, *method) for method in _METHODS])
-    deviation = sqrt(float(weights @ np.square(deviations)))
+    singles = _log_factors(history / history.sum(axis=1, keepdims=True), ep)
+    outlooks = [_list_outlooks(history[:origin], span, ep) for origin in origins]
+    factors = np.array([[item.log_factor for item in three] for three in outlooks])
+    came = np.array(
+        [
+            np.median(singles[max(origin, origin + span - LEAST_RECORDS // 2) : origin + span])
+            for origin in origins
+        ]
+    )
+    rest = came - factors[:, 0]
+    level, *others = _list_outlooks(history, ahead, ep)
+    shares, log_factor = level.shares, level.log_factor
+    # Lines through less than two levels' records are noise, whatever they would have gained.
+    is_known = origins >= 2 * LEAST_RECORDS
+    independent = 1 + (last - int(origins[0])) / span
+    ways = [
+        (
+            *_weigh_way(
+                factors[is_known, place] - factors[is_known, 0], rest[is_known], independent
+            ),
+            place,
+        )
+        for place in (1, 2)
+    ]
+    evidence, weight, place = max(ways)
+    if evidence > _EVIDENCE:
+        weight *= 1 - _EVIDENCE / evidence
+        other = others[place - 1]
+        shares = shares + weight * (other.shares - shares)
+        log_factor += weight * (other.log_factor - log_factor)
+        rest = rest - weight * (factors[:, place] - factors[:, 0])
+    deviation = sqrt(float(np.mean(np.square(rest))))
     return WeighedForecast(
-        shares=weights @ shares,
-        factor=exp(float(weights @ np.log(factors))),
+        shares=shares,
+        factor=exp(log_factor),
         error=max(_LEAST_ERROR, deviation * sqrt(max(1.0, ahead / span))),
     )
+
+
+def _weigh_way(way: Floats, rest: Floats, independent: float) -> tuple[float, float]:
+    """Return how surely a way explains what the level left, and how much of it is to be gone.
+
+    By least squares; `independent` is how many of the errors do not overlap.
+    """
+    square = float(way @ way)
+    if not square:
+        return 0.0, 0.0
+    weight = float(way @ rest) / square
+    left = float(np.mean(np.square(rest - weight * way)))
+    evidence = weight**2 * square / len(way) * independent / max(left, _LEAST_ERROR**2)
+    return (evidence, min(1.0, weight)) if weight > 0 else (0.0, 0.0)
 
 
 def forecast_run(record: RunRecord, horizon: int) -> LoadForecast:
@@ -260,7 +303,7 @@ def _forecast_layer(
     layer: int, rows: Sequence[Sequence[int]], ahead: float, ep: int
 ) -> LayerForecast:
     history = np.array(rows, dtype=float) + _DEAD
-    forecast = weigh_forecasts(history, ahead, ep)
+    forecast = forecast_history(history, ahead, ep)
     counts = _deal(forecast.shares)
     expected = forecast.factor
     placed = tuple(counts[expert] for expert in place_balanced(counts, ep))
