@@ -335,8 +335,17 @@ def read_bytes(path: Path, *, limit_bytes: int = LARGEST_TEXT_BYTES) -> bytes:
     return bytes(content)
 
 
-def read_pieces(path: Path, *, piece_bytes: int = _CHUNK_BYTES) -> Iterator[bytes]:
-    """Yield the content of a regular file in pieces, none of them empty.
+def read_part(path: Path, size: int, *, begin: int = 0) -> bytes:
+    """Return so many bytes of a regular file from a place on, fewer where it ends; -1: all.
+
+    Raises:
+        BadInput: it cannot be read (see read_pieces).
+    """
+    return next(read_pieces(path, piece_bytes=size, begin=begin), b"")
+
+
+def read_pieces(path: Path, *, piece_bytes: int = _CHUNK_BYTES, begin: int = 0) -> Iterator[bytes]:
+    """Yield the content of a regular file from a place on in pieces, none of them empty.
 
     Raises:
         BadInput: It is missing (the nearest name in its folder is given), a folder, no regular
@@ -351,6 +360,7 @@ def read_pieces(path: Path, *, piece_bytes: int = _CHUNK_BYTES) -> Iterator[byte
             rule = "is not a regular file"
         else:
             with path.open("rb") as stream:
+                stream.seek(begin)
                 while piece := stream.read(piece_bytes):
                     yield piece
             return

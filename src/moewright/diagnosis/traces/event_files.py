@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 
+from moewright.codec.files import read_part
 from moewright.diagnosis.traces.step_lines import StepLine, StepSeries
 from moewright.spec.errors import BadInput, Reason
 
@@ -68,13 +69,7 @@ class EventReader:
 
     def _read_file(self, path: Path) -> list[tuple[int, ScalarEvent]]:
         begin = self._ends.get(path, 0)
-        try:
-            with path.open("rb") as file:
-                file.seek(begin)
-                data = file.read()
-        except OSError as error:
-            rule = f"cannot be read: {error.strerror}"
-            raise BadInput(Reason(field=str(path), rule=rule)) from None
+        data = read_part(path, -1, begin=begin)
         events = []
         done = 0
         try:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from moewright.codec.files import read_part
 from moewright.codec.foreign import budget, read_apart
 from moewright.diagnosis.traces.capture import (
     Capture,
@@ -144,8 +145,7 @@ class _Export:
 
 def is_export(path: Path) -> bool:
     """Tell whether a file is a database, as Nsight Systems exports its reports."""
-    with path.open("rb") as stream:
-        return stream.read(len(_SQLITE)) == _SQLITE
+    return read_part(path, len(_SQLITE)) == _SQLITE
 
 
 @read_apart

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moewright.codec.files import read_part
 from moewright.diagnosis.step_noise import Floats
 from moewright.diagnosis.traces.megatron_log import (
     STEP_DIGITS,
@@ -130,21 +131,8 @@ def read_new_steps(path: Path, series: StepSeries) -> None:
             _scan(text, series, stop)
             series.end = max(series.end, stop)
     except (OSError, ValueError) as error:
-        raise _refuse_file(path, error) from None
-
-
-def _refuse_file(path: Path, error: Exception) -> BadInput:
-    rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    return BadInput(Reason(field=str(path), rule=rule))
-
-
-def _read_bytes(path: Path, size: int, begin: int = 0) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(begin)
-            return file.read(size)
-    except OSError as error:
-        raise _refuse_file(path, error) from None
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise BadInput(Reason(field=str(path), rule=rule)) from None
 
 
 def _find_last_end(text: mmap.mmap, start: int, size: int) -> int:
@@ -368,12 +356,12 @@ def read_step_memory(text: str) -> tuple[MemoryReport, ...]:
 
 def lacks_seconds(path: Path) -> bool:
     """Return whether a log has steps of NeMo, which prints their seconds where it is told to."""
-    return _NEMO_LOSS.search(_read_bytes(path, _HEAD_BYTES)) is not None
+    return _NEMO_LOSS.search(read_part(path, _HEAD_BYTES)) is not None
 
 
 def read_head(path: Path) -> str:
     """Return the beginning of a log, in which its trainer has told its arguments."""
-    text = _read_bytes(path, _HEAD_BYTES)
+    text = read_part(path, _HEAD_BYTES)
     first = text.find(_ELAPSED)
     if first >= 0:
         text = text[: first + _EARLY_BYTES]
@@ -386,4 +374,4 @@ _EARLY_BYTES = 1 << 17  # behind the first step, in which memory is reported onc
 
 def read_lines_between(path: Path, begin: int, end: int) -> str:
     """Return the text of a log between two places."""
-    return _read_bytes(path, max(0, end - begin), begin).decode("utf-8", "replace")
+    return read_part(path, max(0, end - begin), begin=begin).decode("utf-8", "replace")
