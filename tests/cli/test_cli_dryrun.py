@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from moewright.api.verifying import count_rank
 from moewright.cli.main import main
@@ -109,3 +111,33 @@ def test_a_plan_is_counted_as_it_stands(job, tmp_path, capsys):
     assert "rank 3 of 1024" in capsys.readouterr().out
     assert main(["dryrun", str(path), "--rank", "3", "--set", "train.lr=1"]) == 2
     assert "a plan is counted as it stands" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_flops_are_those_that_torch_counts_of_transformers(tmp_path: Path) -> None:
+    """Of the same model on the same batch, products of experts one by one; to the last one.
+
+    torch counts all pairs of attention, a dry run those that a causal mask leaves.
+    """
+    transformers = pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    text = TINY.replace("tp2,ep8", "ep1").replace("1024", "1").replace("8192", "1")
+    (tmp_path / "job.toml").write_text(text)
+    out = tmp_path / "counted.json"
+    assert main(["dryrun", str(tmp_path / "job.toml"), "--rank", "0", "--json", str(out)]) == 0
+    counted = json.loads(out.read_text())["ledger"]["flops"]
+    config = transformers.Qwen3MoeConfig(
+        **tomllib.loads(text)["model"],
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    model = transformers.Qwen3MoeForCausalLM(config)
+    tokens = torch.randint(0, config.vocab_size, (1, 32))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    pairs = {"attention": 2}
+    total = sum(row["flops"] * pairs.get(row["op"], 1) for row in counted)
+    assert total == counter.get_total_flops()

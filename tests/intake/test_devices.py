@@ -152,3 +152,29 @@ def test_a_count_alone_is_told_the_form_of_hardware() -> None:
     with pytest.raises(BadInput, match=r"16: names no device, in the form count x device") as error:
         catalogue.hardware("16")
     assert error.value.reasons[0].nearest == "16xH100"
+
+
+# torchtitan/tools/utils.py, get_peak_flops, at b5bcd76c6: what it divides by for its MFU, TFLOP/s.
+TORCHTITAN_PEAKS = {
+    "A100": 312,
+    "H100": 989,
+    "H100-NVL": 835,
+    "H100-PCIe": 756,
+    "H200": 989,
+    "H20": 148,
+    "GB200": 2500,
+    "GB300": 2500,
+    "B200": 2250,
+    "B300": 2250,
+    "MI355X": 2500,
+    "MI300X": 1300,
+    "MI325X": 1300,
+    "L40S": 362,
+}
+
+
+@pytest.mark.parametrize("name", TORCHTITAN_PEAKS)
+def test_peaks_are_those_that_torchtitan_divides_by(name: str) -> None:
+    """It rounds those of AMD to hundreds."""
+    (peak,) = (item for item in catalogue.hardware(name).device.peaks if item.dtype is Dtype.BF16)
+    assert peak.rate.value / TERA == pytest.approx(TORCHTITAN_PEAKS[name], rel=0.01)
