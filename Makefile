@@ -190,6 +190,7 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m docs.tools.job_reference
 	$(BIN)/python -m docs.tools.command_reference
 	$(BIN)/python -m docs.tools.families
+	$(BIN)/python -m docs.tools.foreign_sources
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(DATA)/corpus.json: | $(VENV)/.ready

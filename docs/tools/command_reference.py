@@ -22,8 +22,8 @@ _INTRODUCTION = """# The command line
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | a file cannot be read or written; `dryrun` found a difference; `tune` found nothing valid |
-| 2 | input that cannot be used; one line on stderr says what, and the nearest legal value |
+| 1 | standard output full, memory out; `dryrun`, `verify`: a difference; `tune`: none is valid |
+| 2 | input or a file that cannot be used; a line on stderr says what, and the nearest legal one |
 | 3 | a rank failed; `estimate`: the layout does not fit; `check`: it fitted before the change |
 | 4 | `check`: a budget is broken |
 | 5 | `watch`: there was an alarm |
@@ -33,7 +33,7 @@ _INTRODUCTION = """# The command line
 
 Text output is for people; `--json PATH` writes the same as data, and `--json -` gives standard
 output to the data alone: tables go to standard error. `python -m moewright` starts the same
-program.
+program. [What each verb is held beside](foreign_sources.md) lists tests against what others wrote.
 """
 # A page of verbs: its title and the verbs. Every verb of the program stands on one of them.
 _PAGES = {
