@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -83,6 +84,29 @@ def test_a_planted_slowdown_is_found_with_the_part_that_grew(tmp_path: Path, slo
     (checkpoint,) = watch.recurrences
     assert (checkpoint.name, checkpoint.period, checkpoint.count) == ("checkpoint", 50, 8)
     assert watch.days_left == pytest.approx(4600 * 27.1 * (1 + slower / 4) / 86400, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_days_left_go_by_the_time_that_a_run_lost(tmp_path: Path, seed: int) -> None:
+    """Evaluations, a restart, and the steps that it went back behind; clocks of whole seconds."""
+    rng = random.Random(seed)
+    clock = datetime(2026, 3, 1, tzinfo=UTC)
+    lines = []
+    begin, end = sorted(rng.sample(range(20, 380), 2))
+    for n in (*range(1, end + 1), *range(begin, 401)):
+        clock += timedelta(seconds=20 + 90 * (n % 50 == 0))
+        if len(lines) == end:
+            clock += timedelta(seconds=rng.uniform(600, 2000))
+        lines.append(
+            LINE.format(n=n, total=1000, ms=20000, loss=2.0).replace(
+                "2026-03-01 12:00:00", f"{clock:%Y-%m-%d %H:%M:%S}"
+            )
+        )
+    (tmp_path / "run.log").write_text("".join(lines))
+    watch = mw.watch(tmp_path)
+    passed_s = (clock - datetime(2026, 3, 1, tzinfo=UTC)).total_seconds() - 20
+    assert watch.goodput == pytest.approx(399 * 20 / passed_s, abs=1e-3)
+    assert watch.days_left == pytest.approx(600 * 20 / watch.goodput / 86400)
 
 
 def test_a_run_without_a_change_has_no_alarm_and_exit_code_0(

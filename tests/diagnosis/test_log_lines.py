@@ -1,4 +1,4 @@
-"""Steps of logs of Megatron-LM read many at once, beside the reader of single lines."""
+"""Steps of logs read many at once, beside the readers of single lines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moewright.diagnosis.traces import step_lines
 from moewright.diagnosis.traces.megatron_log import parse_log
 from moewright.diagnosis.traces.megatron_pieces import read_piece
 from moewright.diagnosis.traces.step_lines import StepSeries, read_new_steps
+from moewright.diagnosis.traces.torchtitan_pieces import read_titan_piece
 
 OTHERS = (
     "(min, max) time across ranks (ms):",
@@ -97,6 +99,52 @@ def test_a_piece_of_usual_lines_needs_no_reader_of_single_lines() -> None:
     mixed = read_piece(("\n".join([*lines, OTHERS[0], lines[0]]) + "\n").encode())
     assert mixed is not None
     assert len(mixed.numbers) == 201
+
+
+def draw_titan_line(rng: random.Random, number: int, *, is_usual: bool) -> str:
+    """Return a line of torchtitan; one that is not usual has what only its pattern reads."""
+    colour = rng.choice(("", "\x1b[31m", "\x1b[38;5;208m"))
+    loss = f"{rng.uniform(0, 12):7.4f}"
+    rate = f"{rng.randrange(1, 10**6):,}"
+    step = f"{number:2}"
+    tail = f"  {colour}tflops: 123.45  {colour}mfu: 31.06%\x1b[39m"
+    between = "  "
+    if not is_usual:
+        loss = rng.choice((loss, "nan", "-0.1", "1e-3", "1.2.3", "7.1x", "", f"{colour}{loss}"))
+        rate = rng.choice((rate, "0", ",", "nan", "8180.5", "\x1b[34m77", "9" * 30))
+        step = rng.choice((step, "x", "", f"\t{number}", f"{number}th", "9" * 18))
+        tail = rng.choice((tail, "", "  step: 1  loss: 2.0  tps: 3", "  tps: 5"))
+        between = rng.choice((between, "  aux_loss: 0.1  ", "  step: y  ", "x" * 1200, "\r"))
+    prefix = rng.choice(("", "[rank0]:", "[rank0]:[titan] 2026-05-10 16:50:24,115 - INFO - "))
+    fields = (f"step: {step}", f"loss: {loss}", "memory:  8.07GiB(8.50%)", f"tps: {rate}")
+    return prefix + between.join(f"{colour}{field}" for field in fields) + tail
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5])
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_of_torchtitan_read_many_at_once_are_those_of_its_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, seed: int
+) -> None:
+    rng = random.Random(f"{share} {seed}")
+    lines = []
+    for number in range(1, 200):
+        lines.append(draw_titan_line(rng, number, is_usual=rng.random() >= share))
+        if rng.random() < 0.3:
+            lines.append(rng.choice((*OTHERS, "tps: 5", "step: 1", 'GET /x HTTP "step:" loss:')))
+    path = tmp_path / "run.log"
+    path.write_bytes("\n".join(lines).encode() + b"\n")
+    monkeypatch.setattr(step_lines, "_PIECE_BYTES", rng.choice((1 << 12, 1 << 22)))
+    pieces = StepSeries()
+    read_new_steps(path, pieces)
+    if not share:
+        assert read_titan_piece(path.read_bytes()) is not None
+        assert len(pieces.numbers) == 199
+    monkeypatch.setattr(step_lines, "read_titan_piece", lambda piece: None)
+    single = StepSeries()
+    read_new_steps(path, single)
+    for name in ("numbers", "steps_s", "losses", "offsets"):
+        assert np.array_equal(getattr(pieces, name), getattr(single, name), equal_nan=True)
+    assert pieces.has_rates == single.has_rates
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,19 @@ from moewright.diagnosis.run_watch import (
     watch_steps,
 )
 from moewright.diagnosis.traces.event_files import EVENT_FILES, EventReader, is_event_file
+from moewright.diagnosis.traces.log_facts import (
+    read_clock,
+    read_head,
+    read_lines_between,
+    read_step_memory,
+)
 from moewright.diagnosis.traces.megatron_log import MegatronLog, MemoryReport, parse_log
 from moewright.diagnosis.traces.megatron_timers import TimerBlock
 from moewright.diagnosis.traces.step_lines import (
     SortedSteps,
     StepSeries,
     lacks_seconds,
-    read_head,
-    read_lines_between,
     read_new_steps,
-    read_step_memory,
 )
 from moewright.report.watch_document import build_watch_document
 from moewright.spec.errors import BadInput, Reason
@@ -115,7 +118,11 @@ class LogWatcher:
             self._name,
             self._series.trainer,
             steps,
-            LoggedFacts(arguments=dict(self._head.arguments), memory=self._find_memory()),
+            LoggedFacts(
+                arguments=dict(self._head.arguments),
+                memory=self._find_memory(),
+                elapsed_s=self._find_elapsed(steps),
+            ),
             self._plan,
             total=total,
             has_rates=self._series.has_rates,
@@ -144,6 +151,13 @@ class LogWatcher:
             key=lambda report: report.peak_bytes,
             default=None,
         )
+
+    def _find_elapsed(self, steps: SortedSteps) -> float:
+        """Return the seconds between the lines of the first and the last step; 0: not said."""
+        if is_event_file(self._path) or not steps.offsets:
+            return 0.0
+        ends = [read_clock(self._path, place) for place in (steps.offsets[0], steps.offsets[-1])]
+        return ends[1] - ends[0] if all(ends) else 0.0
 
     def _name_parts(self, watch: RunWatch, steps: SortedSteps) -> RunWatch:
         """Return the watch with the parts that grew at its changes."""

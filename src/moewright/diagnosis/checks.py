@@ -40,6 +40,7 @@ class ChangeBudgets:
     comm_bytes: MeasureBudget = MeasureBudget()
     calls: MeasureBudget = MeasureBudget()
     flops: MeasureBudget = MeasureBudget()
+    all_flops: MeasureBudget = MeasureBudget()
     graph_breaks: MeasureBudget = MeasureBudget()
     verdict: Verdict = Verdict.OOM
     keep_training: bool = False
@@ -126,7 +127,7 @@ def format_measure(measure: Measure, value: float) -> str:
         return format_seconds(value)
     if measure in (Measure.CALLS, Measure.GRAPH_BREAKS):
         return f"{value:,.0f}"
-    if measure is Measure.FLOPS:
+    if measure in (Measure.FLOPS, Measure.ALL_FLOPS):
         return format_count(value)
     return format_bytes(value)
 

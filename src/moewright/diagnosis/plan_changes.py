@@ -15,14 +15,17 @@ from moewright.cost.evidence import (
     read_measured_choices,
     step_interval,
 )
+from moewright.cost.ledger import flop_rows
+from moewright.cost.memory.estimate_memory import count_saved_bytes
+from moewright.cost.routed_rows import count_expert_rows
 from moewright.diagnosis.compare_ledgers import (
-    SAVED_COMPONENTS,
     Section,
     format_key,
     list_quantities,
 )
 from moewright.rules.graph_breaks import count_graph_breaks
-from moewright.rules.job import plan_job
+from moewright.rules.grid import stage_rank
+from moewright.rules.job import Job, plan_job
 from moewright.rules.limits.engine_features import check_graphs
 from moewright.spec.layout import LAYOUT_FIELDS, CudaGraphScope
 from moewright.spec.ledger import Component, Ledger
@@ -57,16 +60,17 @@ _UNPLANNED = ("workload.data.train", "workload.data.heldout", "workload.checkpoi
 
 
 class Measure(StrEnum):
-    """What a change of a job is measured by; each is that of the rank with the most of it."""
+    """What a change of a job is measured by: the rank with the most of it, or all ranks."""
 
     STEP = "step_s"
     PEAK = "peak_bytes"
     STATES = "states_bytes"  # weights, gradients, master weights and moments
-    SAVED = "saved_bytes"  # activations and logits, at their peak
+    SAVED = "saved_bytes"  # activations and logits, when most of them are kept
     HOST = "host_bytes"  # in host memory
     COMM = "comm_bytes"  # payload of collectives and messages, a step
     CALLS = "calls"  # of collectives and messages, a step
     FLOPS = "flops"  # a step
+    ALL_FLOPS = "all_flops"  # a step, of all ranks together, however uneven their loads are
     GRAPH_BREAKS = "graph_breaks"  # passes of layers that wait for the device, a step
 
     @property
@@ -312,17 +316,35 @@ def _list_measures(before: Plan, after: Plan, *, has_times: bool) -> Iterator[Me
 
 
 def _count_most(plan: Plan, measure: Measure) -> int:
-    """Return the count of the rank that has most."""
+    """Return the count of the rank that has most, or of all ranks."""
+    job = plan_job(plan)
+    if measure is Measure.ALL_FLOPS:
+        return _count_all_flops(job)
+    if measure is Measure.SAVED:
+        # Not at the peak: what is kept then also changes because the peak comes at another moment.
+        return count_saved_bytes(job, plan.hardware)
     if measure is Measure.GRAPH_BREAKS:
-        job = plan_job(plan)
         return max(count_graph_breaks(job, pp_rank) for pp_rank in range(job.layout.pp))
     return max((_count(ledger, measure) for ledger in plan.estimate.ledgers), default=0)
+
+
+def _count_all_flops(job: Job) -> int:
+    """Return the FLOPs of a step of all ranks.
+
+    What the hottest expert rank has more of the others have less of: in the mean loads are even.
+    """
+    layout = job.layout
+    total = 0
+    for pp_rank in range(layout.pp):
+        rank = stage_rank(layout, pp_rank)
+        even = count_expert_rows(job, rank, micro_batches=job.micro_batches, selection=None)
+        total += sum(row.flops for row in flop_rows(job, pp_rank, even))
+    return total * (layout.world_size // layout.pp)
 
 
 def _count(ledger: Ledger, measure: Measure) -> int:
     components = {
         Measure.STATES: _STATES,
-        Measure.SAVED: SAVED_COMPONENTS,
         Measure.HOST: frozenset({Component.HOST}),
     }
     match measure:

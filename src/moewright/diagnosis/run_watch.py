@@ -100,7 +100,9 @@ class RunWatch(Record):
     `step_s` is the median of the latest steps, of a token of a device where `has_rates`.
     `predicted_s` and `band_s` are the plan's step with the interval of 95 %, zeros without a plan.
     `least_shift` is the least change of the level that is found within 50 steps, as a share;
-    infinite where the steps are too noisy for any. `days_left` is 0 where the length is not known.
+    infinite where the steps are too noisy for any. `goodput` is the share of the time between the
+    first step and the last in which steps that count were made, by the clock of their lines; 0
+    where they have none. `days_left` goes by it, and is 0 where the length is not known.
     `ranks` are what the step recorder wrote, and `imbalance` the rows of the hottest expert rank
     over the mean, 0 where nobody counted; `recent_s` are the latest steps, of the `recent` numbers,
     and `timers` what was printed of them, the longest first.
@@ -124,6 +126,7 @@ class RunWatch(Record):
     capacity_bytes: int
     days_left: float
     alarms: tuple[Alarm, ...]
+    goodput: float = 0.0
     ranks: tuple[RankRecord, ...] = ()
     imbalance: float = 0.0
     recent_s: tuple[float, ...] = ()
@@ -155,10 +158,14 @@ class RunWatch(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedFacts:
-    """What a log says besides its steps: arguments, and the fullest device's memory."""
+    """What a log says besides its steps: arguments, the fullest device's memory, and its clock.
+
+    `elapsed_s` is the time between the lines of the first and the last step; 0: they have no clock.
+    """
 
     arguments: Mapping[str, str]
     memory: MemoryReport | None = None
+    elapsed_s: float = 0.0
 
 
 def watch_steps(
@@ -188,9 +195,11 @@ def watch_steps(
         band_s = estimate.step_interval_95
     peak_bytes = 0 if facts.memory is None else facts.memory.peak_bytes
     latest = steps.numbers[-1] if steps.numbers else 0
+    goodput = _measure_goodput(steps, steps_s, facts.elapsed_s) if has_seconds else 0.0
     days_left = 0.0
     if has_seconds and total > latest and len(steady):
         days_left = (total - latest) * float(steady[-10 * _LATEST :].mean()) / DAY_S
+        days_left /= goodput or 1.0
     return RunWatch(
         source=source,
         trainer=trainer,
@@ -212,9 +221,23 @@ def watch_steps(
         capacity_bytes=0 if plan is None else plan.estimate.capacity_bytes,
         days_left=days_left,
         alarms=(),
+        goodput=goodput,
         recent_s=tuple(steps_s[-_RECENT:].tolist()),
         recent=tuple(map(int, steps.numbers[-_RECENT:])),
     )
+
+
+def _measure_goodput(steps: SortedSteps, steps_s: Floats, elapsed_s: float) -> float:
+    """Return the share of the time that went into the steps that count; 0 where it is not known.
+
+    A line stands for all steps since the line before it. What is lost are evaluations, checkpoints,
+    restarts, and steps that a start went back behind.
+    """
+    if elapsed_s <= 0:
+        return 0.0
+    worked_s = float(np.diff(np.array(steps.numbers)) @ steps_s[1:])
+    # Clocks of lines have whole seconds.
+    return min(1.0, worked_s / elapsed_s)
 
 
 def _scale_rates(seconds_a_token: Floats, plan: Plan | None) -> Floats:

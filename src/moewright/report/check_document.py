@@ -40,6 +40,7 @@ _NAMES = {
     Measure.COMM: "sent a step",
     Measure.CALLS: "calls a step",
     Measure.FLOPS: "FLOPs a step",
+    Measure.ALL_FLOPS: "FLOPs a step, all ranks",
     Measure.GRAPH_BREAKS: "graph breaks a step",
 }
 

@@ -81,7 +81,8 @@ def list_facts(watch: RunWatch) -> Iterator[tuple[str, str]]:
             expected += f" of {format_bytes(watch.capacity_bytes)}"
         yield "memory", f"{format_bytes(watch.peak_bytes)} on the fullest device{expected}"
     if watch.days_left:
-        yield "left", f"{watch.days_left:.2f} days at the pace of the latest 500 steps"
+        goodput = mention(" and a goodput of {:.1%}", watch.goodput)
+        yield "left", f"{watch.days_left:.2f} days at the pace of the latest 500 steps{goodput}"
     if watch.ranks:
         probed = [rank for rank in watch.ranks if rank.probe_s]
         text = f"{len(watch.ranks):,} recorded"

@@ -97,8 +97,8 @@ def divide(value: float, by: float, otherwise: float = 0.0) -> float:
 
 
 def format_count(value: float) -> str:
-    """Return a count with k, M, B or T, like 235093634560 as 235.1B."""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+    """Return a count with k, M, B, T or P, like 235093634560 as 235.1B."""
+    for unit, scale in (("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= scale:
             return f"{value / scale:.4g}{unit}"
     return f"{value:.4g}"

@@ -301,10 +301,17 @@ def token_id_bytes(context: ActivationContext) -> int:
 
 
 def _embedding_bytes(context: ActivationContext) -> Array:
-    """Return what an embedding keeps [modules]: token ids, unless it is frozen."""
-    if not trains_module(context.job.workload.fine_tuning, Module.EMBEDDING):
+    """Return what an embedding keeps [modules], unless it is frozen.
+
+    It is token ids, and the mask where what it returns is dropped, a byte an element.
+    """
+    workload, layout = context.job.workload, context.job.layout
+    if not trains_module(workload.fine_tuning, Module.EMBEDDING):
         return _modules({})
-    return _modules({Module.EMBEDDING: token_id_bytes(context)})
+    kept = token_id_bytes(context)
+    if workload.trainer.hidden_dropout:
+        kept += micro_batch_tokens(workload, layout) * context.job.model.hidden_size
+    return _modules({Module.EMBEDDING: kept})
 
 
 def _head_bytes(context: ActivationContext) -> Array:

@@ -42,6 +42,27 @@ def estimate_fullest_rank(job: Job, hardware: Hardware) -> peak.RankMemory:
     return max(peaks, key=lambda peak: peak.peak_bytes)
 
 
+def count_saved_bytes(job: Job, hardware: Hardware) -> int:
+    """Return the most that a pipeline rank keeps for backward, logits included."""
+    layout = job.layout
+    constants = DeviceRates(hardware).constants
+    parts = list_parts(job.model, layout, job.workload.trainer)
+    chunks = stages.pipeline_chunks(job.model, layout)
+    rank_counts = split_by_rank(layout, chunks, count_parts(job.model, layout, parts, chunks))
+    sym = expected_symbols(job, hardware, constants)
+    sets = stage_bucket_sets(job)
+    steady = peak.steady_micro_batches(layout, sym.m)
+    taken = peak.model_memory(constants, sym, parts, policy_of(layout))
+    return max(
+        peak.saved_activation_bytes(
+            taken,
+            _stage_rank(constants, sym, parts, sets, rank_counts, pp_rank),
+            table=rank_table(layout, steady, pp_rank),
+        )
+        for pp_rank in range(layout.pp)
+    )
+
+
 def refuse_illegal_job(job: Job, hardware: Hardware) -> None:
     """Raise BadInput when the layout cannot be estimated."""
     # What the device cannot do at all comes before what a layout of it cannot.
@@ -90,18 +111,29 @@ def rank_peaks(
     return tuple(
         peak.rank_memory(
             taken,
-            StageRank(
-                constants=constants,
-                sym=sym,
-                columns=EVERY_MODULE,
-                pp_rank=pp_rank,
-                sets=sets[pp_rank],
-                parts=parts,
-                counts=rank_counts[pp_rank],
-            ),
+            _stage_rank(constants, sym, parts, sets, rank_counts, pp_rank),
             table=rank_table(sym.layout, steady, pp_rank),
         )
         for pp_rank in pp_ranks
+    )
+
+
+def _stage_rank(
+    constants: Constants,
+    sym: Symbols,
+    parts: StageParts,
+    sets: Sequence[Sequence[BucketSet]],
+    rank_counts: Sequence[Array],
+    pp_rank: int,
+) -> StageRank:
+    return StageRank(
+        constants=constants,
+        sym=sym,
+        columns=EVERY_MODULE,
+        pp_rank=pp_rank,
+        sets=sets[pp_rank],
+        parts=parts,
+        counts=rank_counts[pp_rank],
     )
 
 

@@ -328,6 +328,24 @@ def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> lis
     return [*saved, *memory_rows([booked])]
 
 
+def saved_activation_bytes(memory: ModelMemory, rank: StageRank, *, table: RankTable) -> int:
+    """Return the most that a rank keeps for backward, under the first policy.
+
+    It is that of the moment at which most is kept, logits of the head's forward included; a rank's
+    memory may be fullest at another one.
+    """
+    moments = count_moments(memory.parts, rank.counts, table)
+    alive = split_counts(moments.live, moments.fetched)
+    kept = sum(
+        term.count(alive) @ term.nbytes(memory)[:, 0].sum(axis=1)
+        for term in LIVE_TERMS
+        if term.component is Component.ACTIVATIONS
+    )
+    resident = memory_rows(book_terms(rank, RESIDENT_TERMS))
+    staying = sum(row.bytes for row in resident if row.component is Component.ACTIVATIONS)
+    return int(np.max(kept)) + staying
+
+
 def hosted_activation_bytes(memory: ModelMemory, counts: Array, table: RankTable) -> int:
     """Return the most that the activations of a rank take on the host, under the first policy.
 

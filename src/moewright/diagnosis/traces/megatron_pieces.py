@@ -68,7 +68,7 @@ def _read_table(piece: bytes, count: int) -> PieceSteps | None:
     ends = np.flatnonzero(text == _NEW_LINE)
     lines_N = np.arange(count)
     if count != len(ends):
-        lines_N = np.searchsorted(ends, np.array(list(_find_all(piece, ELAPSED_MS))))
+        lines_N = np.searchsorted(ends, np.array(list(find_all(piece, ELAPSED_MS))))
     if not count or (np.diff(lines_N) == 0).any():  # two steps of a line
         return None
     ends_N = ends[lines_N]
@@ -95,7 +95,7 @@ def _read_table(piece: bytes, count: int) -> PieceSteps | None:
         return None
     if not _has_text(piece, begins_N - len(_NUMBER), _NUMBER):
         return None
-    numbers_N = _read_values(piece, begins_N, slashes_N)
+    numbers_N = read_values(piece, begins_N, slashes_N)
     steps_N = _read_field(piece, bars_NF, elapsed, b" " + ELAPSED_MS)
     losses_N: Floats | None = np.full(count, nan)
     if loss >= 0:
@@ -107,7 +107,8 @@ def _read_table(piece: bytes, count: int) -> PieceSteps | None:
     )
 
 
-def _find_all(piece: bytes, name: bytes) -> Iterator[int]:
+def find_all(piece: bytes, name: bytes) -> Iterator[int]:
+    """Yield each place at which a name stands."""
     place = piece.find(name)
     while place >= 0:
         yield place
@@ -126,25 +127,24 @@ def _read_field(piece: bytes, bars_NF: _Places, field: int, name: bytes) -> Floa
         return None
     if not _has_text(piece, begins_N, name):
         return None
-    return _read_values(piece, begins_N + len(name), bars_NF[:, field])
+    return read_values(piece, begins_N + len(name), bars_NF[:, field])
 
 
 def _has_text(piece: bytes, begins_N: _Places, name: bytes) -> bool:
     """Return whether a name of at least a word stands at each place."""
     places = (*range(0, len(name) - _WORD, _WORD), len(name) - _WORD)
     return all(
-        bool((_windows(piece, _WORD)[begins_N + at] == name[at : at + _WORD]).all())
-        for at in places
+        bool((windows(piece, _WORD)[begins_N + at] == name[at : at + _WORD]).all()) for at in places
     )
 
 
-def _windows(piece: bytes, width: int) -> NDArray[np.bytes_]:
+def windows(piece: bytes, width: int) -> NDArray[np.bytes_]:
     """Return so many bytes from each place of a piece on, which is not copied."""
     count = len(piece) - width + 1
     return np.ndarray(shape=(count,), dtype=f"S{width}", buffer=piece, strides=(1,))
 
 
-def _read_values(piece: bytes, begins_N: _Places, ends_N: _Places) -> Floats | None:
+def read_values(piece: bytes, begins_N: _Places, ends_N: _Places) -> Floats | None:
     """Return the numbers between two places of each line; None where one is too long."""
     widths_N = ends_N - begins_N
     widest = int(widths_N.max())
@@ -152,7 +152,7 @@ def _read_values(piece: bytes, begins_N: _Places, ends_N: _Places) -> Floats | N
         return None
     if int(begins_N.max()) + widest > len(piece):
         return None
-    texts_N = _windows(piece, widest)[begins_N]
+    texts_N = windows(piece, widest)[begins_N]
     if int(widths_N.min()) < widest:
         letters = texts_N.view(np.uint8).reshape(-1, widest)
         letters[np.arange(widest) >= widths_N[:, None]] = 0

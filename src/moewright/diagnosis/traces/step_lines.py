@@ -10,7 +10,7 @@ import json
 import mmap
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, nan
@@ -20,15 +20,15 @@ import numpy as np
 
 from moewright.codec.files import read_part
 from moewright.diagnosis.step_noise import Floats
+from moewright.diagnosis.traces.log_facts import HEAD_BYTES
 from moewright.diagnosis.traces.megatron_log import (
     STEP_DIGITS,
-    MemoryReport,
     find_latest,
     parse_log,
 )
 from moewright.diagnosis.traces.megatron_pieces import ELAPSED_MS, PieceSteps, read_piece
+from moewright.diagnosis.traces.torchtitan_pieces import TITAN_RATE, read_titan_piece
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.units import GIB
 
 _ELAPSED = b"elapsed time per iteration"
 _LONGEST_LINE = 1 << 17  # what has no newline for so long is no line of a step
@@ -197,20 +197,13 @@ def _scan_usual(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
     (`megatron_pieces`), others line by line.
     """
     first = len(series.numbers)
-    place = series.end
-    stop = text.rfind(b"\n", place, stop) + 1
-    while place < stop:
-        end = text.rfind(b"\n", place, min(place + _PIECE_BYTES, stop)) + 1
-        if end <= place:  # a line that is longer
-            end = text.find(b"\n", place, stop) + 1
-        piece = text[place:end]
+    for place, piece in _cut(text, series.end, text.rfind(b"\n", series.end, stop) + 1):
         if ELAPSED_MS in piece:
             steps = read_piece(piece)
             if steps is None:
                 _add_line_by_line(piece, place, series)
             else:
                 series.extend(steps, place)
-        place = end
     if len(series.numbers) == first:
         return False
     match = _OF.search(text[series.offsets[-1] : series.offsets[-1] + _LONGEST_LINE])
@@ -218,15 +211,37 @@ def _scan_usual(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
     return True
 
 
+def _cut(text: mmap.mmap, place: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """Yield pieces of whole lines, each with its place; the last one ends where the text does."""
+    while place < stop:
+        end = text.rfind(b"\n", place, min(place + _PIECE_BYTES, stop)) + 1
+        if end <= place:  # a line that is longer
+            end = text.find(b"\n", place, stop) + 1 or stop
+        yield place, text[place:end]
+        place = end
+
+
 def _scan_torchtitan(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
-    """Add the steps of lines of torchtitan; False where none is."""
+    """Add the steps of lines of torchtitan; False where none is.
+
+    Pieces are taken apart at once where their lines allow it (`torchtitan_pieces`), by a pattern
+    where they do not.
+    """
     first = len(series.numbers)
-    for match in _TITAN.finditer(text, series.end, stop):
-        rate = _to_float(match[3])
-        step = StepLine(
-            number=int(match[1]), step_s=0.0, loss=_to_float(match[2]), tokens_per_s=rate
-        )
-        series.add(step, match.start())
+    for place, piece in _cut(text, series.end, stop):
+        if TITAN_RATE not in piece:
+            continue
+        steps = read_titan_piece(piece)
+        if steps is not None:
+            series.extend(steps, place)
+            continue
+        for match in _TITAN.finditer(piece):
+            rate = _to_float(match[3])
+            step = StepLine(
+                number=int(match[1]), step_s=0.0, loss=_to_float(match[2]), tokens_per_s=rate
+            )
+            series.add(step, place + match.start())
+    series.has_rates = series.has_rates or len(series.numbers) > first
     return len(series.numbers) > first
 
 
@@ -327,51 +342,6 @@ _DIALECTS: tuple[tuple[str, Callable[[mmap.mmap, StepSeries, int], bool]], ...] 
 )
 
 
-# What lines of torchtitan, NeMo and Primus say of the allocator's memory, each with its unit.
-_STEP_MEMORY = (
-    (re.compile(r"memory:\s*(?:\x1b\[\d+m)*(\d+(?:\.\d+)?)GiB\("), GIB),
-    (re.compile(r"\bmax_memory_reserved\W+(\d+)\b"), 1),
-    (re.compile(r"\bmem usage/free/total/usage_ratio: (\d+(?:\.\d+)?)GB/"), GIB),
-)
-
-
-def read_step_memory(text: str) -> tuple[MemoryReport, ...]:
-    """Return the most of the allocator's memory that lines of steps say, () where none does."""
-    peaks_bytes = [
-        round(float(match[1]) * unit)
-        for pattern, unit in _STEP_MEMORY
-        for match in pattern.finditer(text)
-    ]
-    if not peaks_bytes:
-        return ()
-    report = MemoryReport(
-        rank=0,
-        allocated_bytes=0,
-        max_allocated_bytes=0,
-        reserved_bytes=0,
-        max_reserved_bytes=max(peaks_bytes),
-    )
-    return (report,)
-
-
 def lacks_seconds(path: Path) -> bool:
     """Return whether a log has steps of NeMo, which prints their seconds where it is told to."""
-    return _NEMO_LOSS.search(read_part(path, _HEAD_BYTES)) is not None
-
-
-def read_head(path: Path) -> str:
-    """Return the beginning of a log, in which its trainer has told its arguments."""
-    text = read_part(path, _HEAD_BYTES)
-    first = text.find(_ELAPSED)
-    if first >= 0:
-        text = text[: first + _EARLY_BYTES]
-    return text.decode("utf-8", "replace")
-
-
-_HEAD_BYTES = 4 << 20  # a trainer prints a thousand arguments in less
-_EARLY_BYTES = 1 << 17  # behind the first step, in which memory is reported once
-
-
-def read_lines_between(path: Path, begin: int, end: int) -> str:
-    """Return the text of a log between two places."""
-    return read_part(path, max(0, end - begin), begin=begin).decode("utf-8", "replace")
+    return _NEMO_LOSS.search(read_part(path, HEAD_BYTES)) is not None
