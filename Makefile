@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: torchtitan bridge astra-sim load-records what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-slow test-all durations mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts reading-material reading-table
+.PHONY: torchtitan bridge astra-sim load-records what-if-pairs design-evidence trainer-names wheel lock locked slurm pictures evidence gpu gpu-wheels train test test-slow test-all durations mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts neutral-commits reading-material reading-table
 .DELETE_ON_ERROR:
 
 # Tests start hundreds of processes: where bytecode is not kept, each of them compiles the package again.
@@ -151,6 +151,10 @@ trainer-names: | $(VENV)/.ready
 HOST ?= https://github.com
 reading-material: | $(VENV)/.ready
 	$(BIN)/python -m docs.tools.reading_material $(or $(MATERIAL),$(error MATERIAL=DIR, a folder for checkouts)) "$(HOST)" "$(DRAW)"
+
+# Commits of public forks that change scripts and nothing of their training, each held beside the one before.
+neutral-commits: | $(VENV)/.ready
+	$(BIN)/python -m docs.tools.neutral_commits $(or $(MATERIAL),$(error MATERIAL=DIR, a folder for checkouts)) "$(HOST)"
 
 # How the scripts and configurations below MATERIAL are read, a line each; LIST names some of them.
 reading-table: | $(VENV)/.ready

@@ -465,6 +465,21 @@ def test_commits_are_compared_by_the_jobs_of_the_file(
     assert [switch.after for switch in job.changes.switches] == ["8,192"]
 
 
+def test_a_refusal_of_a_commit_names_no_folder_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may print its own name, and that of a commit was in a folder for a moment."""
+    usage = 'if [ $# -lt 1 ]; then echo "Usage: $0 SIZE"; exit 1; fi\n'
+    (tmp_path / "run.sh").write_text(f"{usage}{SCRIPT}")
+    run_git(tmp_path, "init", "--quiet", "-b", "main")
+    run_git(tmp_path, "add", ".")
+    run_git(tmp_path, "commit", "--quiet", "-m", "first")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="Usage: ") as refusal:
+        mw.check("main:run.sh", "run.sh", on="H100")
+    assert "/moewright-" not in str(refusal.value)
+
+
 def test_the_action_checks_where_a_branch_starts(tmp_path: Path) -> None:
     """Its shell is run as the runner of GitHub runs it."""
     (tmp_path / "run.sh").write_text(SCRIPT)

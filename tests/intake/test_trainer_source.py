@@ -209,6 +209,14 @@ def test_a_placeholder_in_angle_brackets_is_a_value_and_no_redirection(tmp_path)
     assert any("read as of a placeholder" in note for note in command.notes)
 
 
+def test_a_comment_within_a_value_is_an_argument_that_no_trainer_takes(tmp_path):
+    """Not even behind an option of files, whose placeholders may have several words."""
+    lines = f'ARGS="{SIZES}{VOCABULARY} --save-interval 500\n # seldom\n --log-interval 1"\n'
+    (tmp_path / "job.sh").write_text(f"{lines}torchrun --nproc-per-node 8 pretrain_gpt.py $ARGS")
+    with pytest.raises(BadInput, match="is no comment where a variable's value becomes words"):
+        interpret_launch(read_launch(tmp_path / "job.sh", {}), world_size=8, folder=tmp_path)
+
+
 def test_lines_with_windows_ends_are_those_of_linux(tmp_path):
     lines = ('ARGS="\\', f"  {SIZES} \\", f'  {VOCABULARY}"', "torchrun pretrain_gpt.py $ARGS", "")
     commands = []

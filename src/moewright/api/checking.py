@@ -283,12 +283,7 @@ def _read_side(side: _Side, path: Path, source: JobSource, on: str | Hardware) -
     try:
         reading = _read_job(path, source, on)
     except BadInput as error:
-        raise BadInput(
-            *(
-                replace(reason, field=_name_place(reason.field, side, path))
-                for reason in error.reasons
-            )
-        ) from None
+        raise BadInput(*(_place_reason(reason, side, path) for reason in error.reasons)) from None
     if not side.unpacked:
         return reading
     return cast(ScriptPlan, _move(reading, side.unpacked, str(find_root())))
@@ -315,13 +310,15 @@ def _move(value: object, folder: str, other: str) -> object:
     return value
 
 
-def _name_place(field: str, side: _Side, path: Path) -> str:
+def _place_reason(reason: Reason, side: _Side, path: Path) -> Reason:
+    """Return a reason that names the file as git does, and no folder that is gone again."""
     if not side.unpacked:
-        return field
+        return reason
     shown = side.shown
     if side.is_folder:
         shown = f"{side.shown}:{path.relative_to(side.place)}"
-    return field.replace(str(path), shown)
+    named = cast(Reason, _move(reason, str(path), shown))
+    return cast(Reason, _move(named, side.unpacked, str(find_root())))
 
 
 def _read_job(path: Path, source: JobSource, on: str | Hardware) -> ScriptPlan:

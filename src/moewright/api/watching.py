@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from moewright.diagnosis.traces.log_facts import (
     read_step_memory,
 )
 from moewright.diagnosis.traces.megatron_log import MegatronLog, MemoryReport, parse_log
-from moewright.diagnosis.traces.megatron_timers import TimerBlock
+from moewright.diagnosis.traces.megatron_timers import TimerBlock, read_timers
 from moewright.diagnosis.traces.step_lines import (
     SortedSteps,
     StepSeries,
@@ -167,8 +168,8 @@ class LogWatcher:
     def _name_part(self, change: WatchedChange, steps: SortedSteps) -> WatchedChange:
         # A change is looked into once: what it follows from does not change any more.
         if change.step not in self._parts:
-            place = steps.numbers.index(change.step)
-            sighting = steps.numbers.index(change.sighting)
+            place = bisect_left(steps.numbers, change.step)
+            sighting = bisect_left(steps.numbers, change.sighting)
             before = self._read_timers(steps, place - _TIMED_STEPS, place)
             after = self._read_timers(steps, place + 1, sighting + 1)
             self._parts[change.step] = ("", 0.0)
@@ -183,7 +184,7 @@ class LogWatcher:
         if len(offsets) < 2 or is_event_file(self._path):
             return ()
         text = read_lines_between(self._path, min(offsets), max(offsets))
-        return parse_log(text).timer_blocks
+        return read_timers(text)
 
 
 def find_log(path: Path) -> Path:

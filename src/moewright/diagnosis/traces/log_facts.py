@@ -40,13 +40,14 @@ def read_step_memory(text: str) -> tuple[MemoryReport, ...]:
 def read_head(path: Path) -> str:
     """Return the beginning of a log, in which its trainer has told its arguments."""
     text = read_part(path, HEAD_BYTES)
-    first = text.find(_FIRST_STEP)
-    if first >= 0:
-        text = text[: first + _EARLY_BYTES]
+    steps = [place for mark in _STEP_MARKS if (place := text.find(mark)) >= 0]
+    if steps:
+        text = text[: min(steps) + _EARLY_BYTES]
     return text.decode("utf-8", "replace")
 
 
-_FIRST_STEP = b"elapsed time per iteration"
+# Of Megatron-LM, torchtitan and NeMo: behind the first step no arguments follow.
+_STEP_MARKS = (b"elapsed time per iteration", b"tps: ", b"train_step_timing in s")
 HEAD_BYTES = 4 << 20  # a trainer prints a thousand arguments in less
 _EARLY_BYTES = 1 << 17  # behind the first step, in which memory is reported once
 

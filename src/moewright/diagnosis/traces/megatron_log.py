@@ -24,6 +24,7 @@ from moewright.diagnosis.traces.megatron_timers import (
     TimerBlock,
     median_timers,
     read_timer_blocks,
+    split_lines,
     sum_timers,
 )
 from moewright.spec.errors import BadInput, Reason
@@ -45,8 +46,6 @@ _STEP_TIME = re.compile(
     r"Step Time\s*:\s*([\d.]+)s\b(?:.*?utilization:\s*([\d.]+)\s*(?:MODEL_)?TFLOP/s/GPU)?"
 )
 _RATE_ALONE = re.compile(rf"({_UNSIGNED})\s*(?:MODEL_)?TFLOP/s/GPU")
-# A file of one endless line is no log, and would be searched for minutes.
-_LONGEST_LINE = 1 << 17
 _ARGUMENT = re.compile(r"(?:^|[\s\]:])([a-z][a-z0-9_]*) \.{2,} ?(.*?)\s*$")
 _MEMORY = re.compile(
     r"\[Rank (\d{1,9})\] \(after (\d+) iterations\) memory \((MB|GB)\) \|"
@@ -244,7 +243,7 @@ def parse_log(text: str) -> MegatronLog:
     failures: list[OutOfMemory] = []
     step_times: list[Iteration] = []
     announced: Iteration | None = None
-    lines = [line[:_LONGEST_LINE] for line in re.split(r"[\r\n]+", text)]
+    lines = split_lines(text)
     for number, line in enumerate(lines, 1):
         if match := _STEP_TIME.search(line):
             announced = _parse_step_time(len(step_times) + 1, match)

@@ -68,7 +68,7 @@ def _read_table(piece: bytes, count: int) -> PieceSteps | None:
     ends = np.flatnonzero(text == _NEW_LINE)
     lines_N = np.arange(count)
     if count != len(ends):
-        lines_N = np.searchsorted(ends, np.array(list(find_all(piece, ELAPSED_MS))))
+        lines_N = np.searchsorted(ends, np.array(list(_find_all(piece, ELAPSED_MS))))
     if not count or (np.diff(lines_N) == 0).any():  # two steps of a line
         return None
     ends_N = ends[lines_N]
@@ -107,8 +107,7 @@ def _read_table(piece: bytes, count: int) -> PieceSteps | None:
     )
 
 
-def find_all(piece: bytes, name: bytes) -> Iterator[int]:
-    """Yield each place at which a name stands."""
+def _find_all(piece: bytes, name: bytes) -> Iterator[int]:
     place = piece.find(name)
     while place >= 0:
         yield place

@@ -47,6 +47,8 @@ _HEADER = re.compile(r"\btimes? across ranks \(ms\):")
 _MIN_MAX = re.compile(rf"([a-z][a-z0-9/-]+) \.{{2,}}: (?:\(({_MS}), ({_MS})\)|({_MS}))\s*$")
 _NAME = re.compile(r"^\s+([a-z][a-z0-9/-]+):\s*$")
 _RANK = re.compile(rf"\brank +(\d+): ({_MS})\s*$")
+_LONGEST_LINE = 1 << 17
+_MARKS = ("across ranks (ms):", "time (ms) |")  # of _HEADER and _ONE_LINE
 _ONE_LINE = re.compile(r"\btime \(ms\) \|(.*)")
 _NAME_AND_TIME = re.compile(rf"([a-z][a-z0-9-]+): ({_MS})(?![\w.])")
 
@@ -69,6 +71,21 @@ def read_timer_blocks(lines: Iterable[str]) -> tuple[TimerBlock, ...]:
         for block in _read_blocks(lines)
         if FORWARD_BACKWARD in block or FORWARD_COMPUTE in block
     )
+
+
+def read_timers(text: str) -> tuple[TimerBlock, ...]:
+    """Read the timers of a part of a log; one in which none were printed is not taken apart."""
+    if not any(mark in text for mark in _MARKS):
+        return ()
+    return read_timer_blocks(split_lines(text))
+
+
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a log, each as far as one goes.
+
+    A file of one endless line is no log, and would be searched for minutes.
+    """
+    return [line[:_LONGEST_LINE] for line in re.split(r"[\r\n]+", text)]
 
 
 def sum_timers(block: TimerBlock) -> float:

@@ -185,6 +185,8 @@ def _scan_marked(
 
 
 def _scan_megatron(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
+    if text.find(_ELAPSED, series.end, stop) < 0:
+        return False
     return _scan_usual(text, series, stop) or _scan_marked(
         _ELAPSED, _parse_whole, text, series, stop
     )

@@ -1,7 +1,8 @@
 """Steps of large pieces of a log, as torchtitan prints them.
 
-The three marks of a line are found by bytes, and its values are taken apart for all lines at once.
-A piece with a line in which this would not be what the pattern of single lines reads is left to it.
+The three marks of a line are found by their colons, and its values are taken apart for all lines
+at once. A piece with a line in which this would not be what the pattern of single lines reads is
+left to it.
 
 Shapes: N lines, W bytes behind a mark.
 """
@@ -13,13 +14,14 @@ from numpy.typing import NDArray
 
 from moewright.diagnosis.step_noise import Floats
 from moewright.diagnosis.traces.megatron_log import STEP_DIGITS
-from moewright.diagnosis.traces.megatron_pieces import PieceSteps, find_all, read_values, windows
+from moewright.diagnosis.traces.megatron_pieces import PieceSteps, read_values, windows
 
 TITAN_RATE = b"tps:"
 _STEP, _LOSS = b"step:", b"loss:"
 _REACH = 1000  # bytes between two marks of a line, at most
-_BEHIND = 48  # bytes behind a mark in which its value ends
-_NEW_LINE, _RETURN = b"\n\r"
+_BEHIND = 24  # bytes behind a mark in which its value ends
+_COLON, _NEW_LINE, _RETURN = b":\n\r"
+_WORD = 4  # letters of a mark before its colon, at most
 _BLANKS = b" \t"
 _DIGITS = b"0123456789"
 _Places = NDArray[np.int64]
@@ -32,16 +34,22 @@ def read_titan_piece(piece: bytes) -> PieceSteps | None:
     that is no number, a mark too many.
     """
     piece += b"\n" * _BEHIND
-    rates = np.array(list(find_all(piece, TITAN_RATE)), dtype=np.int64)
     text = np.frombuffer(piece, dtype=np.uint8)
+    colons = np.flatnonzero(text == _COLON)
+    colons = colons[colons >= _WORD]
+    words = np.ndarray(shape=(len(piece) - _WORD + 1,), dtype="<u4", buffer=piece, strides=(1,))
+    before = words[colons - _WORD]
+    steps, losses = (colons[before == _number(name[:-1])] - _WORD for name in (_STEP, _LOSS))
+    rates = colons[words[colons - len(TITAN_RATE) + 1] == _number(TITAN_RATE)] - len(TITAN_RATE) + 1
     ends = np.flatnonzero((text == _NEW_LINE) | (text == _RETURN))
-    lines_N = np.unique(np.searchsorted(ends, rates))
+    lines_N = np.searchsorted(ends, rates)
+    lines_N = lines_N[np.diff(lines_N, prepend=-1) > 0]
     ends_N = ends[lines_N]
     starts_N = np.where(lines_N > 0, ends[lines_N - 1] + 1, 0)
-    steps_N = _find_next(np.array(list(find_all(piece, _STEP)), dtype=np.int64), starts_N)
+    steps_N = _find_next(steps, starts_N)
     has_step_N = steps_N < ends_N
     steps_N, ends_N = steps_N[has_step_N], ends_N[has_step_N]
-    losses_N = _find_next(np.array(list(find_all(piece, _LOSS)), dtype=np.int64), steps_N)
+    losses_N = _find_next(losses, steps_N)
     rates_N = _find_next(rates, losses_N)
     if not len(steps_N) or (rates_N >= ends_N).any():
         return None
@@ -57,6 +65,11 @@ def read_titan_piece(piece: bytes) -> PieceSteps | None:
     return PieceSteps(
         numbers=numbers_N, steps_s=1 / rates_a_second_N, losses=values_N, offsets=steps_N
     )
+
+
+def _number(word: bytes) -> int:
+    """Return a word as its bytes read as a number."""
+    return int.from_bytes(word, "little")
 
 
 def _find_next(places: _Places, begins_N: _Places) -> _Places:

@@ -284,7 +284,11 @@ class _LaunchParser:
             return
         if word.endswith(".py") or previous == "-m" or "pretrain" in word:
             return
-        if word == _ELLIPSIS:
+        if word.startswith("#"):
+            rule = "is no comment where a variable's value becomes words: the trainer gets them all"
+            nearest = "an array, in which lines may have comments"
+            self.faults.append(Reason(field=word[:60], rule=rule, nearest=nearest))
+        elif word == _ELLIPSIS:
             self.notes.append(
                 "`...` leaves options out: those it stands for are taken at their defaults"
             )
@@ -292,7 +296,9 @@ class _LaunchParser:
             self.notes.append(f"{self.current_option}: {word[:40]} is read as of a placeholder")
         else:
             rule = f"stands behind {previous[:60] or 'the program'} and no option takes it"
-            self.faults.append(Reason(field=word[:60], rule=rule))
+            # A word of blanks is one of a backslash that something follows on its line.
+            field = word[:60] if word.strip() else "a blank behind a backslash"
+            self.faults.append(Reason(field=field, rule=rule))
 
     def _take_unknown_words(self, word: str) -> None:
         """Take a variable of which only running tells what it holds; an unset one holds nothing.
