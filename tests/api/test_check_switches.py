@@ -105,9 +105,9 @@ def check(folder: Path, before: Options, after: Options) -> PlanChanges:
 
 
 def growth(changes: PlanChanges, measure: Measure) -> int:
-    found = changes.find(measure)
-    assert found is not None
-    return int(found.after - found.before)
+    change = changes.find(measure)
+    assert change is not None
+    return int(change.after - change.before)
 
 
 def states(*, dense: int = 0, whole: int = 0, experts: int = 0) -> int:
