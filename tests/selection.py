@@ -16,7 +16,7 @@ _TESTS = Path(__file__).resolve().parent
 _EVERY = 10
 # The tests that took as long or longer when they were last measured, one of two workers each: all
 # shorter ones together take ten minutes. `make durations` writes the file.
-_SLOW_S = 1.5
+_SLOW_S = 1.2
 _DURATIONS_FILE = _TESTS / "durations.tsv"
 
 
