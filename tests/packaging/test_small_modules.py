@@ -1,7 +1,7 @@
 """A module of under 100 lines that one module of its folder imports stands in that module.
 
-A reader of the folder then meets rooms, not closets. What stays apart has a reason: the program of a
-process, a family of models (one file each), or a neighbour that would pass 420 lines.
+A folder then has few modules that are about one thing each. What stays apart has a reason: the
+program of a process, a family of models (one file each), or a neighbour that would pass 420 lines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_no_small_module_stands_beside_its_only_reader() -> None:
             for name in re.findall(r"\w+", names):
                 readers[f"{package}.{name}"].add(reader)
     lines = {module: text.count("\n") for module, text in texts.items()}
-    closets = []
+    apart = []
     for module, text in texts.items():
         folder = module.rpartition(".")[0]
         if lines[module] >= SMALL_LINES or folder == "moewright.families":
@@ -42,5 +42,5 @@ def test_no_small_module_stands_beside_its_only_reader() -> None:
             continue
         (reader,) = readers[module]
         if reader.rpartition(".")[0] == folder and lines[module] + lines[reader] <= FULL_LINES:
-            closets.append((module, reader))
-    assert closets == []
+            apart.append((module, reader))
+    assert apart == []
