@@ -9,13 +9,19 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moewright.api import verifying
 from moewright.cli.exit_codes import FAILED, exit_meanings
 from moewright.cli.main import main
 from moewright.cli.verbs import build_app, list_verbs
+from moewright.cost.ledger import predict_rank_ledger
+from moewright.rules.job import Job
+from moewright.spec.ledger import Ledger
 
 VERBS = dict(list_verbs(build_app()))
 UNREADABLE = Path("/proc/self/mem")
@@ -92,3 +98,43 @@ def test_a_file_that_cannot_be_written_is_named_with_code_2(
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert "answer.json: cannot be written" in line
+
+
+JOB = """
+[model]
+config = "{model}"
+[layout]
+ep = 1
+[train]
+nproc = {nproc}
+hardware = "H100"
+seq_len = {seq_len}
+global_batch = 8
+"""
+
+
+@pytest.mark.slow
+def test_a_count_that_is_not_its_prediction_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def predict(job: Job, **rank: Any) -> Ledger:
+        ledger = predict_rank_ledger(job, **rank)
+        first, *others = ledger.flops
+        return replace(ledger, flops=(replace(first, flops=first.flops + 1), *others))
+
+    monkeypatch.setattr(verifying, "predict_rank_ledger", predict)
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.format(model="recipes/quickstart/config.json", nproc=1, seq_len=32))
+    (tmp_path / "recipes").symlink_to(Path(__file__).parents[2] / "recipes")
+    assert main(["dryrun", str(path), "--rank", "0"]) == FAILED
+    assert "differs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_tuning_of_what_fits_nowhere_ends_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.format(model="DeepSeek-V3", nproc=8, seq_len=4096))
+    assert main(["tune", str(path), "--predict", "--out", str(tmp_path / "tune")]) == FAILED
+    assert "no layout was found valid" in capsys.readouterr().out
