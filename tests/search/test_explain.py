@@ -50,3 +50,18 @@ def test_four_bits_are_said_with_the_layers_that_recipes_leave_in_sixteen():
     assert other.step_s > plan.estimate.step_s
     assert "slower" in line
     assert len(explain_precision(replace(plan, workload=workload, estimate=other))) == 1
+
+
+def test_a_step_further_spreads_layers_anew_or_names_the_rule_that_forbids_it():
+    uneven = "pp4,ep1,mbs1,graphs=full,layout='Et*7|(t*7|)*2t*6L'"
+    plan = mw.estimate("DeepSeek-V2-Lite", uneven, on="8xH100", global_batch=64)
+    interleaved, _ = explain_unused(plan)
+    chunks = "pp4,ep1,vpp2,mbs1,graphs=full,layout='Et*3|(t*4|)*4(t*3|)*2t*2L'"
+    other = mw.estimate("DeepSeek-V2-Lite", chunks, on="8xH100", global_batch=64).estimate
+    assert f"vpp2: it takes {format_seconds(other.step_s)} a step" in interleaved
+    full = mw.estimate("gpt-oss-20b", "tp4,pp2,ep4,mbs1", on="8xH100", global_batch=32)
+    _, context = explain_unused(full)
+    assert context == (
+        "One step further, cp2: tp * cp = 8 must divide the 4 ranks of a pipeline stage "
+        "(world_size / pp)."
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,12 +13,13 @@ from moewright.cost.estimate import estimate
 from moewright.cost.evidence import count_runs_in
 from moewright.rules.job import Job
 from moewright.rules.limits.legality import check_legality, check_precision
+from moewright.rules.timetable.stages import spread_stages
 from moewright.search.ranking import bound_s
 from moewright.search.space import build_search_space
 from moewright.search.unsearched import SearchedChoices
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, plain_schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan, RankingRule, TimeShare, Verdict, WhatIf
 from moewright.spec.units import (
@@ -177,19 +178,22 @@ def _estimate_in(
 def explain_unused(plan: Plan) -> tuple[str, ...]:
     """Say what the next step of interleaving and of context parallelism would make of a plan.
 
-    Each is the least legal one above the plan's own, in the same layout otherwise.
+    Each is the least legal one above the plan's own, in the same layout otherwise, but that layers
+    are spread anew over chunks. Where none is legal, the rule says why.
     """
     if plan.estimate.untimed:
         return ()
     lines = []
     for key in ("vpp", "cp") if plan.layout.pp > 1 else ("cp",):
         other = _next_step(plan, key)
-        if other is not None:
-            value = getattr(other, key)
-            other_estimate = estimate(plan.model, plan.workload, plan.hardware, other)
-            relation = f"takes {_compare(other_estimate, plan.estimate, plan.rule)}"
-            text = " and ".join((relation, *_explain_doubtful_memory(other_estimate)))
-            lines.append(f"{UNUSED}, {key}{value}: it {text}.")
+        if other is None:
+            lines += _explain_illegal_step(plan, key)
+            continue
+        value = getattr(other, key)
+        other_estimate = estimate(plan.model, plan.workload, plan.hardware, other)
+        relation = f"takes {_compare(other_estimate, plan.estimate, plan.rule)}"
+        text = " and ".join((relation, *_explain_doubtful_memory(other_estimate)))
+        lines.append(f"{UNUSED}, {key}{value}: it {text}.")
     return tuple(lines)
 
 
@@ -197,13 +201,32 @@ def _next_step(plan: Plan, key: str) -> Layout | None:
     """Return a plan's layout with the least legal value of a degree above its own."""
     own = getattr(plan.layout, key)
     for value in range(own + 1, _MOST_STEPS * own + 1):
-        with suppress(BadInput):
-            changes: dict[str, Any] = {key: value}
-            layout = replace(plan.layout, **changes)
+        for layout in _list_steps(plan, key, value):
             job = Job(model=plan.model, workload=plan.workload, layout=layout)
             if not check_legality(job):
                 return layout
     return None
+
+
+def _list_steps(plan: Plan, key: str, value: int) -> Iterator[Layout]:
+    """Yield a plan's layout with another degree; chunks come with their schedule and stages too."""
+    with suppress(BadInput):
+        changes: dict[str, Any] = {key: value}
+        layout = replace(plan.layout, **changes)
+        yield layout
+        if key == "vpp":
+            even = replace(layout, schedule=plain_schedule(value), stages="")
+            yield even
+            yield replace(even, stages=spread_stages(plan.model, even))
+
+
+def _explain_illegal_step(plan: Plan, key: str) -> Iterator[str]:
+    """Say which rule forbids twice a degree."""
+    value = 2 * getattr(plan.layout, key)
+    for layout in (*_list_steps(plan, key, value),)[-1:]:
+        job = Job(model=plan.model, workload=plan.workload, layout=layout)
+        for reason in check_legality(job)[:1]:
+            yield f"{UNUSED}, {key}{value}: {reason.rule}."
 
 
 def _explain_gain(gain: WhatIf, plan: Plan) -> str:

@@ -142,7 +142,7 @@ def check_stages(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
     try:
         stages = parse_stages(layout.stages)
     except BadInput as error:
-        example = _example_string(model, layout)
+        example = spread_stages(model, layout)
         return tuple(replace(reason, nearest=example) for reason in error.reasons)
     reasons = [_string_reason(rule, model, layout) for rule in _broken_rules(stages, model, layout)]
     if len(stages) != layout.pp * layout.vpp:
@@ -150,7 +150,7 @@ def check_stages(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def _example_string(model: ModelSpec, layout: Layout) -> str:
+def spread_stages(model: ModelSpec, layout: Layout) -> str:
     """Return a legal layout string for these degrees.
 
     "" when there are more stages than things to stand on them.
@@ -162,7 +162,7 @@ def _example_string(model: ModelSpec, layout: Layout) -> str:
 
 def _string_reason(rule: str, model: ModelSpec, layout: Layout) -> Reason:
     value = shorten(layout.stages)
-    return Reason(field=_FIELD, value=value, rule=rule, nearest=_example_string(model, layout))
+    return Reason(field=_FIELD, value=value, rule=rule, nearest=spread_stages(model, layout))
 
 
 def _stage_count_reason(stages: int, model: ModelSpec, layout: Layout) -> Reason:
@@ -208,7 +208,7 @@ def _check_even_split(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:
     stages = layout.pp * layout.vpp
     if _find_even_split(layers, stages) is not None:
         return ()
-    text = _example_string(model, layout)
+    text = spread_stages(model, layout)
     example = mention("stages '{}'", text)
     rule = (
         f"pp * vpp = {stages} divides neither the {layers} layers nor {layers} + 2 "
