@@ -27,15 +27,15 @@ from moewright.spec.errors import Reason, lacks_memory
 from moewright.spec.units import format_bytes
 from moewright.studio.confinement import Confinement
 
-_MOST_BYTES = 4 * 2**30
-_MOST_CPU_S = 300
+_MOST_BYTES = 4 * 2**30  # of an answer: two at a time leave room on a laptop
+_MOST_CPU_S = 300  # of an answer: a page is closed before
 SOCKETS = 2  # that come with a question
 
 Answer = Callable[[str, Mapping[str, Any], Confinement], Iterator[bytes]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Fork:
+class _ForkedAnswer:
     """A process that works on a question."""
 
     pid: int
@@ -94,7 +94,7 @@ def _take_questions(
     server: socket.socket, answer_question: Callable[[], None], ahead: Iterator[object]
 ) -> None:
     """Fork for each question; what can be done `ahead` is, a part at a time, between them."""
-    forks: set[_Fork] = set()
+    forks: set[_ForkedAnswer] = set()
     has_rest = True
     with DefaultSelector() as selector:
         selector.register(server, EVENT_READ)
@@ -121,7 +121,7 @@ def _take_questions(
         _end(fork)
 
 
-def _fork(sockets: Sequence[int], answer_question: Callable[[], None]) -> _Fork:
+def _fork(sockets: Sequence[int], answer_question: Callable[[], None]) -> _ForkedAnswer:
     """Start a process that answers the question of a socket."""
     talk, end = sockets
     life, living = os.pipe()
@@ -140,10 +140,10 @@ def _fork(sockets: Sequence[int], answer_question: Callable[[], None]) -> _Fork:
             os._exit(code)
     os.close(living)
     os.close(talk)
-    return _Fork(pid=pid, life=life, end=socket.socket(fileno=end))
+    return _ForkedAnswer(pid=pid, life=life, end=socket.socket(fileno=end))
 
 
-def _end(fork: _Fork) -> None:
+def _end(fork: _ForkedAnswer) -> None:
     """Kill a process that nobody waits for, and tell how one has ended."""
     os.kill(fork.pid, signal.SIGKILL)  # of one that has ended this changes nothing
     _, status = os.waitpid(fork.pid, 0)

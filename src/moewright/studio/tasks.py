@@ -72,13 +72,13 @@ class Workers:
         command = [sys.executable, "-P", "-m", self._module]
         command += [str(walls.root), str(walls.folder), str(walls.hub_cache)]
         command += ["--read-only"] * walls.is_read_only
-        ours, theirs = socket.socketpair()
-        with theirs:
+        server_side, fork_side = socket.socketpair()
+        with fork_side:
             # A session of its own: its group is what it has forked, and Ctrl-C does not reach it.
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=theirs.fileno(), stdout=DEVNULL, start_new_session=True
+                *command, stdin=fork_side.fileno(), stdout=DEVNULL, start_new_session=True
             )
-        return _WarmProcess(process=process, questions=ours)
+        return _WarmProcess(process=process, questions=server_side)
 
     async def ask(
         self, task: str, params: Mapping[str, Any], *, on_turn: Callable[[], None] = _ignore
@@ -140,18 +140,18 @@ class Workers:
         """Return the sockets of a new fork: for question and answers, and for its end."""
         await self.prepare()
         assert self._warm is not None
-        ours, theirs = zip(*(socket.socketpair() for _ in range(SOCKETS)), strict=True)
+        server_side, fork_side = zip(*(socket.socketpair() for _ in range(SOCKETS)), strict=True)
         try:
-            socket.send_fds(self._warm.questions, [b"?"], [side.fileno() for side in theirs])
+            socket.send_fds(self._warm.questions, [b"?"], [side.fileno() for side in fork_side])
         except OSError:  # it was killed, which has not been noticed yet
             await self._end_warm()
             return await self._open_fork()
         finally:
-            for side in theirs:
+            for side in fork_side:
                 side.close()
-        for side in ours:
+        for side in server_side:
             side.setblocking(False)
-        talk, end = ours
+        talk, end = server_side
         return talk, end
 
     def _refuse(self, rule: str) -> bytes:
