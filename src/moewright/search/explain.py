@@ -22,6 +22,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, plain_schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan, RankingRule, TimeShare, Verdict, WhatIf
+from moewright.spec.stage_string import StageString
 from moewright.spec.units import (
     format_bytes,
     format_change,
@@ -183,7 +184,7 @@ def explain_unused(plan: Plan) -> tuple[str, ...]:
     """
     if plan.estimate.untimed:
         return ()
-    lines = []
+    lines: list[str] = []
     for key in ("vpp", "cp") if plan.layout.pp > 1 else ("cp",):
         other = _next_step(plan, key)
         if other is None:
@@ -215,9 +216,9 @@ def _list_steps(plan: Plan, key: str, value: int) -> Iterator[Layout]:
         layout = replace(plan.layout, **changes)
         yield layout
         if key == "vpp":
-            even = replace(layout, schedule=plain_schedule(value), stages="")
+            even = replace(layout, schedule=plain_schedule(value), stages=StageString(""))
             yield even
-            yield replace(even, stages=spread_stages(plan.model, even))
+            yield replace(even, stages=StageString(spread_stages(plan.model, even)))
 
 
 def _explain_illegal_step(plan: Plan, key: str) -> Iterator[str]:
