@@ -234,9 +234,14 @@ class _Walk:
 
     def _rows(self, first: int, rows: int, steps: int) -> Floats:
         """Return so many steps from each _STRIDE-th on, [rows, steps]."""
-        windows = np.lib.stride_tricks.sliding_window_view(self._logs[first:], steps)
-        answer: Floats = windows[: (rows - 1) * _STRIDE + 1 : _STRIDE]
-        return answer
+        width = self._logs.itemsize
+        return np.ndarray(
+            shape=(rows, steps),
+            dtype=self._logs.dtype,
+            buffer=self._logs,
+            offset=first * width,
+            strides=(_STRIDE * width, width),
+        )
 
     def _renew(self, stretch: _Stretch) -> None:
         """Take the residuals of a stretch into the noise, and measure it anew where that is due."""

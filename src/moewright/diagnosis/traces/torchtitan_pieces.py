@@ -41,7 +41,10 @@ def read_titan_piece(piece: bytes) -> PieceSteps | None:
     before = words[colons - _WORD]
     steps, losses = (colons[before == _number(name[:-1])] - _WORD for name in (_STEP, _LOSS))
     rates = colons[words[colons - len(TITAN_RATE) + 1] == _number(TITAN_RATE)] - len(TITAN_RATE) + 1
-    ends = np.flatnonzero((text == _NEW_LINE) | (text == _RETURN))
+    is_end = text == _NEW_LINE
+    if b"\r" in piece:
+        is_end |= text == _RETURN
+    ends = np.flatnonzero(is_end)
     lines_N = np.searchsorted(ends, rates)
     lines_N = lines_N[np.diff(lines_N, prepend=-1) > 0]
     ends_N = ends[lines_N]
