@@ -10,20 +10,27 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import moewright as mw
 from moewright.api.watching import LogWatcher, WatchedJob
 from moewright.api.webhook import Webhook
 from moewright.cli.main import main
-from moewright.diagnosis.run_watch import Alarm, AlarmKind
+from moewright.diagnosis.run_watch import Alarm, AlarmKind, expect_loss
 from moewright.diagnosis.traces.event_files import EventReader
 from moewright.diagnosis.traces.megatron_log import parse_log
-from moewright.diagnosis.traces.step_lines import StepLine, StepSeries, read_new_steps
+from moewright.diagnosis.traces.step_lines import (
+    SortedSteps,
+    StepLine,
+    StepSeries,
+    read_new_steps,
+)
 from moewright.spec.errors import BadInput
 
 HEAD = """using world size: 16, tensor-model-parallel size: 2, pipeline-model-parallel size: 1
@@ -107,6 +114,32 @@ def test_days_left_go_by_the_time_that_a_run_lost(tmp_path: Path, seed: int) -> 
     passed_s = (clock - datetime(2026, 3, 1, tzinfo=UTC)).total_seconds() - 20
     assert watch.goodput == pytest.approx(399 * 20 / passed_s, abs=1e-3)
     assert watch.days_left == pytest.approx(600 * 20 / watch.goodput / 86400)
+
+
+def test_a_trend_of_losses_leads_where_they_go() -> None:
+    """Losses that fall as powers of the step, with noise of two kinds; then one that jumps."""
+    rng = np.random.default_rng(36)
+    inside = 0
+    for _ in range(200):
+        first = int(rng.integers(1, 5000))
+        numbers = np.arange(first, first + 700)
+        floor, scale, power = rng.uniform(1, 3), rng.uniform(2, 10), rng.uniform(0.05, 0.5)
+        noise = rng.choice((rng.normal(size=700), rng.standard_t(3, size=700)))
+        losses = floor + scale * numbers**-power + rng.uniform(0.005, 0.1) * noise
+        steps = SortedSteps(
+            numbers=tuple(numbers.tolist()),
+            steps_s=np.ones(700),
+            losses=losses,
+            offsets=tuple(range(700)),
+        )
+        latest, (low, high) = expect_loss(steps)
+        inside += low <= latest <= high
+        losses[-100:] += 0.5
+        jumped, band = expect_loss(steps)
+        assert band == pytest.approx((low, high), rel=0.1)
+        assert jumped > latest
+    assert inside >= 180
+    assert expect_loss(replace(steps, losses=np.full(700, np.nan)))[0] == 0.0
 
 
 def test_a_run_without_a_change_has_no_alarm_and_exit_code_0(

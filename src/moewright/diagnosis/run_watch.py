@@ -19,7 +19,7 @@ from moewright.diagnosis.change_points import (
     find_recurrences,
 )
 from moewright.diagnosis.rank_records import RankRecord, find_stragglers, is_hot
-from moewright.diagnosis.step_noise import Floats
+from moewright.diagnosis.step_noise import Floats, measure_spread
 from moewright.diagnosis.thresholds import MEMORY_SHARE
 from moewright.diagnosis.traces.megatron_log import MemoryReport
 from moewright.diagnosis.traces.megatron_timers import TimerBlock, median_timers
@@ -31,6 +31,9 @@ from moewright.spec.units import DAY_S, format_bytes, format_seconds, plural
 _LATEST = 50  # steps, of which the speed now is the median
 _RECENT = 400  # steps that a view draws
 _LOSS_WINDOW = 100  # steps of each of the two windows that a rising loss is seen in
+_TREND_WINDOWS = 5  # whose medians a trend goes through
+_TREND_DEVIATIONS = 3.182  # of Student's t with 3 degrees of freedom: 95 in 100
+_MEDIAN_ERROR = 1.2533  # of a median over that of a mean, under normal noise
 _LOSS_RISE = 0.05  # of the loss, and beyond its noise
 _LOSS_SURE = 4.0  # deviations of the medians' difference
 _TELLING_SHARE = 0.02  # of a part's growth over the step, from which on it is named
@@ -103,6 +106,9 @@ class RunWatch(Record):
     infinite where the steps are too noisy for any. `goodput` is the share of the time between the
     first step and the last in which steps that count were made, by the clock of their lines; 0
     where they have none. `days_left` goes by it, and is 0 where the length is not known.
+    `peak_band_bytes` is the plan's interval of 95 % of the peak. `latest_loss` is the median of 100
+    steps, and `loss_band` where the trend of the 500 before takes it in 95 of 100 cases; zeros
+    where there are fewer.
     `ranks` are what the step recorder wrote, and `imbalance` the rows of the hottest expert rank
     over the mean, 0 where nobody counted; `recent_s` are the latest steps, of the `recent` numbers,
     and `timers` what was printed of them, the longest first.
@@ -127,6 +133,9 @@ class RunWatch(Record):
     days_left: float
     alarms: tuple[Alarm, ...]
     goodput: float = 0.0
+    peak_band_bytes: tuple[float, float] = (0.0, 0.0)
+    latest_loss: float = 0.0
+    loss_band: tuple[float, float] = (0.0, 0.0)
     ranks: tuple[RankRecord, ...] = ()
     imbalance: float = 0.0
     recent_s: tuple[float, ...] = ()
@@ -200,6 +209,7 @@ def watch_steps(
     if has_seconds and total > latest and len(steady):
         days_left = (total - latest) * float(steady[-10 * _LATEST :].mean()) / DAY_S
         days_left /= goodput or 1.0
+    latest_loss, loss_band = expect_loss(steps)
     return RunWatch(
         source=source,
         trainer=trainer,
@@ -222,6 +232,9 @@ def watch_steps(
         days_left=days_left,
         alarms=(),
         goodput=goodput,
+        peak_band_bytes=(0.0, 0.0) if plan is None else plan.estimate.peak_interval_95,
+        latest_loss=latest_loss,
+        loss_band=loss_band,
         recent_s=tuple(steps_s[-_RECENT:].tolist()),
         recent=tuple(map(int, steps.numbers[-_RECENT:])),
     )
@@ -238,6 +251,37 @@ def _measure_goodput(steps: SortedSteps, steps_s: Floats, elapsed_s: float) -> f
     worked_s = float(np.diff(np.array(steps.numbers)) @ steps_s[1:])
     # Clocks of lines have whole seconds.
     return min(1.0, worked_s / elapsed_s)
+
+
+def expect_loss(steps: SortedSteps) -> tuple[float, tuple[float, float]]:
+    """Return the median loss of the latest 100 steps, and where their past takes it.
+
+    The past are the medians of the five windows before, of 100 steps each, and a line through them
+    over the logarithm of the step. Its error is the larger of what they scatter about it and of
+    what the noise of steps lets medians scatter. Zeros where the losses are too few.
+    """
+    is_finite = np.isfinite(steps.losses)
+    count = (_TREND_WINDOWS + 1) * _LOSS_WINDOW
+    losses = steps.losses[is_finite][-count:]
+    if len(losses) < count:
+        return 0.0, (0.0, 0.0)
+    numbers = np.array(steps.numbers, dtype=float)[is_finite][-count:]
+    windows = losses.reshape(-1, _LOSS_WINDOW)
+    medians = np.median(windows, axis=1)
+    places = np.log(np.maximum(numbers, 1.0)).reshape(-1, _LOSS_WINDOW).mean(axis=1)
+    past, now = places[:-1] - places[:-1].mean(), places[-1] - places[:-1].mean()
+    spread = float(past @ past)
+    slope = float(past @ medians[:-1]) / spread
+    level = float(medians[:-1].mean())
+    residuals = medians[:-1] - level - slope * past
+    scatter = float(residuals @ residuals) / (_TREND_WINDOWS - 2)
+    # Of neighbours, which a trend within a window leaves alone.
+    noise = measure_spread(np.diff(losses)) / 2**0.5
+    scatter = max(scatter, (_MEDIAN_ERROR * noise) ** 2 / _LOSS_WINDOW)
+    error = (scatter * (1 + 1 / _TREND_WINDOWS + now**2 / spread)) ** 0.5
+    expected = level + slope * now
+    reach = _TREND_DEVIATIONS * error
+    return float(medians[-1]), (expected - reach, expected + reach)
 
 
 def _scale_rates(seconds_a_token: Floats, plan: Plan | None) -> Floats:

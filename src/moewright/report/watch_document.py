@@ -73,11 +73,19 @@ def list_facts(watch: RunWatch) -> Iterator[tuple[str, str]]:
             f"{watch.step_s / watch.predicted_s:.2f} x as long",
         )
     if isfinite(watch.loss):
-        yield "loss", f"{watch.loss:.4g}"
+        trend = ""
+        if watch.latest_loss:
+            low, high = watch.loss_band
+            trend = f"; {watch.latest_loss:.4g} over the latest 100 steps, where the 500 before "
+            trend += f"lead to {low:.4g} to {high:.4g}"
+        yield "loss", f"{watch.loss:.4g}{trend}"
     if watch.peak_bytes:
         expected = ""
         if watch.predicted_peak_bytes:
             expected = f"; the plan expects {format_bytes(watch.predicted_peak_bytes)}"
+            low, high = watch.peak_band_bytes
+            if high:
+                expected += f", {format_bytes(low)} to {format_bytes(high)} in 95 of 100 cases,"
             expected += f" of {format_bytes(watch.capacity_bytes)}"
         yield "memory", f"{format_bytes(watch.peak_bytes)} on the fullest device{expected}"
     if watch.days_left:
