@@ -16,8 +16,11 @@ from moewright.codec import fingerprint, write_json
 from moewright.engine.comm.collectives import AsyncCollective
 from moewright.engine.kernels.products import NarrowProducts
 from moewright.engine.model import router_losses
+from moewright.engine.model.transformer import ModelOutput
 from moewright.engine.optim import flat_buffers
-from moewright.engine.run import micro_batch_passes
+from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
+from moewright.engine.run import micro_batch_passes, step
+from moewright.rules.timetable.stages import Chunk
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, LossSpec
 
@@ -55,12 +58,16 @@ def test_a_layout_trains_what_one_process_trains_in_fp32_and_in_eight_bits(
         "gradient norm",
         "gradient",
         "size of gradient",
+        "slope of the loss",
         "weight",
     }
-    assert [line["name"] for line in wide["settings"]] == [
-        f"train.{name}"
-        for name in ("aux_coeff", "seq_aux_coeff", "z_coeff", "mtp_coeff", "weight_decay")
-    ]
+    losses = ("aux_coeff", "seq_aux_coeff", "z_coeff", "mtp_coeff")
+    update = ("lr", "beta1", "beta2", "eps", "weight_decay", "clip_norm")
+    names = [line["name"] for line in wide["settings"]]
+    assert names == [f"train.{name}" for name in (*losses, *update, "seed")]
+    slopes = [line for line in wide["lines"] if line["kind"] == "slope of the loss"]
+    assert len(slopes) > 20
+    assert max(line["bound"] for line in slopes) < 0.05
     assert all(line["changed"] for line in wide["settings"])
     # Bounds in fp32 are those of sums in another order, in 8 bits what rounding does there.
     assert max(line["bound"] for line in wide["lines"] if line["kind"] == "gradient") < 1e-3
@@ -85,19 +92,55 @@ def test_an_auxiliary_loss_that_is_not_divided_is_told(
     assert {run for run, _ in failed} == {"each micro-batch twice"}
 
 
-def test_a_loss_that_is_lost_in_every_layout_is_told(
+def test_what_is_lost_in_every_layout_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Losses that are not added, gradients that pull half as strongly, and clipping."""
+    sum_losses = micro_batch_passes.MicroBatchPasses._sum_losses
+
+    def halve_auxiliary_gradients(
+        passes: micro_batch_passes.MicroBatchPasses, chunk: Chunk, number: int, out: ModelOutput
+    ) -> torch.Tensor:
+        divisor = passes._aux_divisor(number)
+        return sum_losses(passes, chunk, number, out) - out.aux_losses.sum() / divisor / 2
+
     monkeypatch.setattr(
         router_losses, "aux_loss_coefficients", lambda loss: (loss.aux_coeff, 0.0, 0.0, 0.0)
     )
+    monkeypatch.setattr(
+        micro_batch_passes.MicroBatchPasses, "_sum_losses", halve_auxiliary_gradients
+    )
+    monkeypatch.setattr(step, "clipping_factor", lambda workload, grad_norm: 1.0)
     path = write_plan(tmp_path, "mbs2", Dtype.FP32)
-    assert main(("verify", str(path), "--out", str(tmp_path / "out"), "--steps", "1")) == 1
+    assert main(("verify", str(path), "--out", str(tmp_path / "out"), "--steps", "2")) == 1
     output = capsys.readouterr().out
-    for lost in ("seq_aux_coeff", "z_coeff"):
-        assert f"with more train.{lost}: nothing changes" in output
+    for lost in ("seq_aux_coeff", "z_coeff", "clip_norm"):
+        assert f"with another train.{lost}: nothing changes" in output
     (check,) = json.loads((tmp_path / "out" / "training.json").read_text())["checks"]
-    assert all(line["holds"] for line in check["lines"])
+    failed = {(line["run"], line["name"]) for line in check["lines"] if not line["holds"]}
+    assert ("weights moved along a gradient", "moe.router") in failed
+    assert {run for run, _ in failed} == {"weights moved along a gradient"}
+
+
+def test_a_moment_that_a_checkpoint_loses_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = DistributedOptimizer.load
+
+    def lose(optimizer: DistributedOptimizer, *read: Any) -> None:
+        take(optimizer, *read)
+        for bucket in optimizer.buckets:
+            for segment in bucket.segments:
+                for tensor in segment.exp_avg_sq.tensors:
+                    tensor.zero_()
+
+    monkeypatch.setattr(DistributedOptimizer, "load", lose)
+    path = write_plan(tmp_path, "ep2,mbs2", Dtype.FP32)
+    assert main(("verify", str(path), "--out", str(tmp_path / "out"), "--steps", "2")) == 1
+    (check,) = json.loads((tmp_path / "out" / "training.json").read_text())["checks"]
+    failed = {(line["run"], line["kind"]) for line in check["lines"] if not line["holds"]}
+    assert failed == {("saved and restored", "weight")}
+    assert "saved and restored: weight" in capsys.readouterr().out
 
 
 def test_an_expert_whose_gradient_is_a_fifth_too_small_in_eight_bits_is_told(

@@ -22,7 +22,7 @@ from moewright.families.experts import (
     top_k,
 )
 from moewright.families.fields import FieldReader
-from moewright.families.keys import Fixed, OneWord
+from moewright.families.keys import Fixed, Neutral, OneWord
 from moewright.families.record import Family
 from moewright.families.tiny import INDEXER, LATENT, YARN
 from moewright.spec.model import ModelSpec, ScoreFunction
@@ -89,8 +89,19 @@ DEEPSEEK_V2 = Family(
             parts=(
                 TopkMethod(),
                 OneWord(names=("scoring_func",), word="softmax", is_written=True),
-                Fixed(values={"moe.router.score": ScoreFunction.SOFTMAX}),
-                Renormalize(default=False),
+                Fixed(
+                    values={
+                        "moe.router.score": ScoreFunction.SOFTMAX,
+                        "moe.router.renormalize": False,
+                        "moe.router.pre_softmax": True,
+                    }
+                ),
+                # DeepSeek's code then leaves out the factor, transformers' class never divides.
+                Neutral(
+                    names=("norm_topk_prob",),
+                    allowed=(False,),
+                    constants={"norm_topk_prob": False},
+                ),
                 *_grouped_experts(DenseFirst(every=True)),
             )
         ),

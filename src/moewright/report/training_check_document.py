@@ -58,8 +58,10 @@ def _describe_failure(line: TrainingLine) -> str:
 
 def _describe_setting(line: SettingLine) -> str:
     if line.holds:
-        return f"with more {line.name}: {line.changed} of {plural(line.compared, 'figure')} change"
-    return f"with more {line.name}: nothing changes, so that training never reads it"
+        return (
+            f"with another {line.name}: {line.changed} of {plural(line.compared, 'figure')} change"
+        )
+    return f"with another {line.name}: nothing changes, so that training never reads it"
 
 
 def _show(line: TrainingLine) -> Iterator[str]:

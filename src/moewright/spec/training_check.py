@@ -17,6 +17,7 @@ class ComparedKind(StrEnum):
     GRADIENT = "gradient"  # of the first step, reduced and before clipping
     # Of a gradient's part along that of one process, by expert: rounding is across it.
     GRADIENT_SIZE = "size of gradient"
+    SLOPE = "slope of the loss"  # along a gradient, over the size of that
     WEIGHT = "weight"  # after the last step, over the way that it has gone
 
 
@@ -25,6 +26,8 @@ class CheckedRun(StrEnum):
 
     LAYOUT = "layout"
     DOUBLED = "each micro-batch twice"  # of which losses and gradients are means: they stay
+    RESTARTED = "saved and restored"  # after the first step, in the layout
+    MOVED = "weights moved along a gradient"  # by which the losses fall as it says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +49,7 @@ class TrainingLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingLine:
-    """A setting of the job, and how many figures change where one process trains with more of it.
+    """A setting of the job, and how many figures another value changes in one process.
 
     A figure changes where it is further apart than its bound. A setting that changes none is lost
     on its way, in every layout alike.

@@ -48,6 +48,8 @@ from moewright.spec.workload import (
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
+_MASK = (1 << 64) - 1
+_SIGN = 1 << 63
 _BITS = 24  # significant bits of an fp32 number
 
 
@@ -56,6 +58,19 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         x = (x ^ _shift_right(x, shift)) * factor
     return x ^ _shift_right(x, 31)
+
+
+def _mix_number(x: int) -> int:
+    """Apply it to a number of the host, which need not be copied to the device then."""
+    bits = x & _MASK
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        bits = (bits ^ (bits >> shift)) * factor & _MASK
+    return _to_signed(bits ^ (bits >> 31))
+
+
+def _to_signed(bits: int) -> int:
+    """Return the int64 of these 64 bits."""
+    return (bits & _MASK) - ((bits & _SIGN) << 1)
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -69,7 +84,7 @@ def uniform_noise(numbers_T: torch.Tensor, width: int, *, seed: int, stream: int
 
     `numbers_T` [T] int64 tells the tokens apart.
     """
-    key = _mix(_mix(torch.tensor(seed, device=numbers_T.device)) ^ stream) + _GOLDEN
+    key = _to_signed(_mix_number(_mix_number(seed) ^ stream) + _GOLDEN)
     rows_T = _mix(_mix(numbers_T + key) ^ key)
     columns = torch.arange(1, width + 1, device=numbers_T.device) * _GOLDEN
     bits = _shift_right(_mix(rows_T[:, None] + columns), 64 - _BITS)
@@ -80,6 +95,7 @@ _MIN_COLUMN_SUM = 1e-290  # added to sums of fp64 exponentials, which may all ha
 _SINKHORN_TOLERANCE = 1e-4  # mean relative change of converged scales (Megatron-LM)
 # A bound: an expert that no token prefers keeps the scales moving, by less and less.
 _MAX_ITERATIONS = 10_000
+_HOST = torch.device("cpu")
 # Tokens whose experts are drawn at a time.
 _TABLE_ROWS = 4096
 
@@ -264,31 +280,38 @@ class Router(Weight):
         """
         runtime = self._runtime
         eps = self._training.jitter_eps
-        numbers = self._number_tokens(first_sequence, tokens).to(runtime.device)
+        numbers = self._number_tokens(first_sequence, tokens, runtime.device)
         noise = uniform_noise(numbers, width, seed=runtime.workload.seed, stream=self.layer_number)
         return noise.mul_(2 * eps).add_(1 - eps)
 
-    def _number_tokens(self, first_sequence: int, tokens: int) -> torch.Tensor:
-        """Return the numbers [tokens] of this rank's tokens over all of training, on the host."""
+    def _number_tokens(
+        self, first_sequence: int, tokens: int, device: torch.device = _HOST
+    ) -> torch.Tensor:
+        """Return the numbers [tokens] of this rank's tokens over all of training."""
         runtime = self._runtime
         layout = runtime.mesh.layout
-        positions = runtime.positions
+        positions = self._rank_positions(device)
         # With sequence parallelism the ranks of a TP group split one list of tokens.
         group_tokens = tokens * (layout.sp_degree)
         start = 0
         if layout.sp:
             start = runtime.mesh.coordinate("tp") * tokens
-        sequences = first_sequence + torch.arange(group_tokens // len(positions))
+        sequences = first_sequence + torch.arange(group_tokens // len(positions), device=device)
         numbers = sequences[:, None] * runtime.workload.seq_len + positions
         return numbers.flatten()[start : start + tokens]
+
+    def _rank_positions(self, device: torch.device) -> torch.Tensor:
+        """Return the positions of this CP rank's tokens in every sequence, made on the device."""
+        mesh = self._runtime.mesh
+        seq_len = self._runtime.workload.seq_len
+        parts = rank_positions(seq_len, mesh.layout.cp, mesh.coordinate("cp"))
+        return torch.cat([torch.arange(p.start, p.stop, device=device) for p in parts])
 
     def _token_positions(self, tokens: int) -> torch.Tensor:
         """Return the positions [tokens] of this rank's tokens in their sequences, on the device."""
         runtime = self._runtime
         layout = runtime.mesh.layout
-        parts = rank_positions(runtime.workload.seq_len, layout.cp, runtime.mesh.coordinate("cp"))
-        device = runtime.device
-        positions = torch.cat([torch.arange(p.start, p.stop, device=device) for p in parts])
+        positions = self._rank_positions(runtime.device)
         start = 0
         if layout.sp:
             start = runtime.mesh.coordinate("tp") * tokens
@@ -433,7 +456,7 @@ class Router(Weight):
         if first_sequence is None:
             numbers = self._token_positions(tokens)
         else:
-            numbers = self._number_tokens(first_sequence, tokens).to(device)
+            numbers = self._number_tokens(first_sequence, tokens, device)
         # Jitter has the streams from 0 on.
         uniform = uniform_noise(numbers, experts, seed=seed, stream=-1 - self.layer_number)
         # Gumbel noise: the chosen experts are then drawn in proportion to exp(preference).

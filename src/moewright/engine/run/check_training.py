@@ -6,10 +6,12 @@ process trains again from weights that are off by a unit in the last place of th
 distance from itself says what rounding does to each figure. In formats of 16 bits or fewer all runs
 take the experts that the first one chose, for rounding would choose others.
 
-In fp32 one process trains once more with each micro-batch twice in a row. Losses and gradients are
-means over targets and micro-batches, so that nothing may change: a division that is left out, which
-every layout leaves out alike, shows there. And it trains with more of each loss, decay and bias of
-the job: something must change, or the setting is lost on its way.
+What every layout does wrong alike shows in fp32, in one process. It trains once more with each
+micro-batch twice in a row: losses and gradients are means over targets and micro-batches, so that
+nothing may change, and a division that is left out does. It trains with another value of each
+setting (engine.run.checked_settings): something must change, or the setting is lost on its way.
+And its losses must fall along each gradient as that says (engine.run.loss_slopes). The layout
+trains once more, and is saved, built anew and restored after its first step.
 
 Rounding is across a gradient, and a fault is often along it: one expert's that is too small, a
 reduction that leaves a part out. So the size of each gradient's part along the reference is
@@ -18,11 +20,9 @@ compared too, of each expert by itself: of n errors about 1/sqrt(n) of their siz
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist, fmean, median
@@ -30,41 +30,15 @@ from statistics import NormalDist, fmean, median
 import torch
 
 from moewright.codec import parse_layout
-from moewright.engine.checkpoint import (
-    LocalShard,
-    load_checkpoint,
-    read_index,
-    save_checkpoint,
-    single_process,
-    whole_shard,
-)
-from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES
-from moewright.engine.comm import collectives
-from moewright.engine.data.corpus_rows import open_corpora
 from moewright.engine.data.preflight import check_data
-from moewright.engine.data.sampler import SampleOrder
-from moewright.engine.model.micro_batch import MicroBatch
-from moewright.engine.model.routes import prepare_routes
-from moewright.engine.model.transformer import draw_initial_value
-from moewright.engine.run.build_state import (
-    build_coordinator,
-    build_train_state,
-    init_distributed,
-)
-from moewright.engine.run.corpus_loader import CorpusLoader
-from moewright.engine.run.launch import launch
-from moewright.engine.run.restore import describe_job, restore
-from moewright.engine.run.step import BackwardResult, train_step
-from moewright.engine.run.train_state import TrainState
-from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
-from moewright.engine.runtime import Runtime
-from moewright.rules.adapters import trains_indexer, trains_module
+from moewright.engine.run.checked_runs import CheckedJob, CheckedRuns, FailedRun, TrainedSteps
+from moewright.engine.run.checked_settings import list_settings
+from moewright.engine.run.loss_slopes import LossSlope
+from moewright.engine.run.worker import ExitCode
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import require_runnable
 from moewright.rules.shapes.param import name_in_layer
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.ledger import Module
-from moewright.spec.record import copy_with
 from moewright.spec.training_check import (
     CheckedRun,
     ComparedKind,
@@ -95,49 +69,15 @@ _LEAST_OF_TENSORS = 3e-5
 _LEAST_OF_FIGURES = 1e-5
 # A unit in the last place over the number, by the format in which weights are stored.
 _UNITS = {Dtype.FP32: 2.0**-23, Dtype.FP16: 2.0**-10, Dtype.BF16: 2.0**-7}
+# The slope of a loss along a gradient: what halving the moves changes is more than is left of it.
+_LEAST_OF_SLOPES = 1e-3
+_TIMES_OF_SLOPES = 2.0
 _FIGURES = (ComparedKind.LOSS, ComparedKind.AUX_LOSS, ComparedKind.NORM)
-# What a setting is raised by: in any job, with any value, more than rounding.
-_MORE = 0.1
 # Parameters that have an expert in each row of their first dim.
 _EXPERTS = "moe.experts."
 
 _FigureKey = tuple[ComparedKind, str]
 _Figures = dict[_FigureKey, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedSteps:
-    """What some steps left: (loss, aux loss, gradient norm) of each, and tensors by their names.
-
-    `moved` are weights after the last step less those before the first.
-    """
-
-    figures: tuple[tuple[float, float, float], ...]
-    gradients: Mapping[str, torch.Tensor]
-    moved: Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """A run of some steps: weights off by a share of `noise`, each micro-batch `copies` times."""
-
-    job: Job
-    noise: float = 0.0
-    seed: int = 0
-    copies: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _RepeatedBatches:
-    """A source that hands out each micro-batch of another several times in a row."""
-
-    loader: CorpusLoader
-    workload: Workload
-    copies: int
-
-    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
-        own = replace(runtime, job=replace(runtime.job, workload=self.workload))
-        return self.loader.micro_batch(own, step, micro_batch // self.copies)
 
 
 def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | ExitCode:
@@ -154,90 +94,76 @@ def check_training(job: Job, folder: Path, *, steps: int) -> TrainingCheck | Exi
     # With the same micro-batches, because balance losses are those of a micro-batch.
     alone = replace(job, layout=parse_layout(f"mbs{job.layout.mbs}", world_size=1))
     require_runnable(alone)
-    precision = job.workload.precision
+    runs = CheckedRuns(folder=folder, steps=steps, data=fingerprint)
     routes = folder / "routes"
-    chooses_once = (
-        precision is not Dtype.FP32 and job.model.moe is not None and not job.layout.graphs
-    )
-    unit = _UNITS[precision.wide]
-    runs: list[TrainedSteps] = []
-    # In this order the results are taken apart below.
-    plans = [_Run(job=alone), *(_Run(job=alone, noise=unit, seed=seed) for seed in _NOISE_SEEDS)]
-    plans.append(_Run(job=job))
-    has_double = precision is Dtype.FP32 and _is_mean_over_micro_batches(job.workload)
-    if has_double:
-        plans.append(_Run(job=alone, copies=2))
-    changed = _list_settings(alone) if precision is Dtype.FP32 else {}
-    plans += [_Run(job=other) for other in changed.values()]
-    for number, run in enumerate(plans):
-        if chooses_once:
-            taken = RoutesSpec(replay_routes=str(routes))
-            if number == 0:
-                taken = RoutesSpec(record_routes=str(routes))
-            run = replace(
-                run, job=replace(run.job, workload=replace(run.job.workload, routes=taken))
-            )
-        prepare_routes(run.job.model, run.job.workload, fingerprint)
-        out = folder / f"run{number}"
-        shutil.rmtree(out, ignore_errors=True)
-        code = launch(
-            partial(_train_rank, run, out, steps), nproc=run.job.layout.world_size, run_dir=out
-        )
-        if code is not ExitCode.DONE:
-            return code
-        runs.append(_read_steps(out))
-        shutil.rmtree(out)
     shutil.rmtree(routes, ignore_errors=True)
-    reference, *others = runs
-    noisy, compared = others[: len(_NOISE_SEEDS)], others[len(_NOISE_SEEDS) :]
-    first_setting = 1 + has_double
+    try:
+        return _check(job, alone, runs, routes)
+    except FailedRun as failure:
+        return failure.code
+    finally:
+        shutil.rmtree(routes, ignore_errors=True)
+
+
+def _check(job: Job, alone: Job, runs: CheckedRuns, routes: Path) -> TrainingCheck:
+    """Train all runs of a check and compare them."""
+    precision = job.workload.precision
+    is_exact = precision is Dtype.FP32
+    recorded, replayed = RoutesSpec(), RoutesSpec()
+    if job.model.moe is not None:
+        recorded = RoutesSpec(record_routes=str(routes))
+        replayed = RoutesSpec(replay_routes=str(routes))
+    # In fp32 all runs choose the same experts of their own accord, but for weights that are moved;
+    # a graph reads no file.
+    chosen = RoutesSpec() if is_exact or job.layout.graphs else replayed
+    reference = runs.train(CheckedJob(job=alone, routes=recorded))
+    unit = _UNITS[precision.wide]
+    noisy = [
+        runs.train(CheckedJob(job=alone, noise=unit, seed=seed, routes=chosen))
+        for seed in _NOISE_SEEDS
+    ]
     allowed = _bound_figures(reference, noisy, is_narrow=precision.is_narrow)
-    lines = [
-        line
-        # Not strict: without the doubled run there is one kind less.
-        for run, trained in zip(CheckedRun, compared[:first_setting], strict=False)
-        for line in _compare(run, allowed, trained)
-    ]
-    settings = [
-        _count_changes(name, list(_compare(CheckedRun.LAYOUT, allowed, trained)))
-        for name, trained in zip(changed, compared[first_setting:], strict=True)
-    ]
+    trained = runs.train(CheckedJob(job=job, routes=chosen))
+    lines = [*_compare(CheckedRun.LAYOUT, allowed, trained)]
     clip = job.workload.optimizer.clip_norm
+    clipped_steps = sum(0 < clip < norm for _, _, norm in reference.figures)
+    settings: list[SettingLine] = []
+    if is_exact:
+        if _is_mean_over_micro_batches(job.workload):
+            doubled = runs.train(CheckedJob(job=alone, copies=2))
+            lines += _compare(CheckedRun.DOUBLED, allowed, doubled)
+        if runs.steps > 1:
+            restarted = runs.train(CheckedJob(job=job, restarts=True))
+            lines += _compare(CheckedRun.RESTARTED, allowed, restarted)
+        moved = runs.train(CheckedJob(job=alone, measures_slopes=True, routes=replayed))
+        lines += map(_judge_slope, moved.slopes)
+        changed = list_settings(alone, steps=runs.steps, clipped_steps=clipped_steps)
+        settings = [
+            _count_changes(
+                name, list(_compare(CheckedRun.LAYOUT, allowed, runs.train(CheckedJob(job=other))))
+            )
+            for name, other in changed.items()
+        ]
     return TrainingCheck(
         precision=precision,
-        steps=steps,
-        clipped_steps=sum(0 < clip < norm for _, _, norm in reference.figures),
+        steps=runs.steps,
+        clipped_steps=clipped_steps,
         lines=tuple(lines),
         settings=tuple(settings),
     )
 
 
-def _list_settings(alone: Job) -> dict[str, Job]:
-    """Return the job with more of each of its settings that must change something."""
-    workload, model = alone.workload, alone.model
-    fine_tuning, loss = workload.fine_tuning, workload.loss
-    has_losses = model.moe is not None and trains_module(fine_tuning, Module.ROUTER)
-    has_bias = has_losses and model.moe is not None and model.moe.router.selection_bias
-    has_depths = model.mtp_layers > 0 and trains_module(fine_tuning, Module.MTP)
-    has_indexer = model.attention.indexer is not None and trains_indexer(workload)
-    applies = {
-        **dict.fromkeys(("aux_coeff", "seq_aux_coeff", "global_aux_coeff", "z_coeff"), has_losses),
-        "mtp_coeff": has_depths,
-        "indexer_coeff": has_indexer,
-    }
-    changed = {
-        name: replace(workload, loss=copy_with(loss, **{name: getattr(loss, name) + _MORE}))
-        for name, is_read in applies.items()
-        if is_read and getattr(loss, name)
-    }
-    rate, decay = workload.router.bias_update_rate, workload.optimizer.weight_decay
-    if has_bias and rate:
-        router = replace(workload.router, bias_update_rate=rate + _MORE)
-        changed["bias_update_rate"] = replace(workload, router=router)
-    if decay:
-        optimizer = replace(workload.optimizer, weight_decay=decay + _MORE)
-        changed["weight_decay"] = replace(workload, optimizer=optimizer)
-    return {f"train.{name}": replace(alone, workload=other) for name, other in changed.items()}
+def _judge_slope(slope: LossSlope) -> TrainingLine:
+    bound = max(_LEAST_OF_SLOPES, _TIMES_OF_SLOPES * slope.rounding)
+    return TrainingLine(
+        run=CheckedRun.MOVED,
+        kind=ComparedKind.SLOPE,
+        name=slope.name,
+        difference=slope.difference,
+        rounding=slope.rounding,
+        bound=bound,
+        holds=slope.difference <= bound,
+    )
 
 
 def _count_changes(name: str, lines: Sequence[TrainingLine]) -> SettingLine:
@@ -267,99 +193,6 @@ def _is_mean_over_micro_batches(workload: Workload) -> bool:
     """
     is_steady = not workload.ramp.ramp_start and not workload.batch_samples
     return is_steady and not workload.loss.global_aux_coeff and not workload.router.jitter_eps
-
-
-def _train_rank(run: _Run, out: Path, steps: int, context: RankContext) -> RankOutcome:
-    """Train some steps at a constant rate as training does, and write what they leave."""
-    workload = run.job.workload
-    device = init_distributed(context)
-    comm = build_coordinator(context)
-    corpora = open_corpora(workload.data.train, workload, SampleOrder.SHUFFLED)
-    loader = CorpusLoader(data=corpora, follows_rampup=True)
-    larger = replace(workload, global_batch=run.copies * workload.global_batch)
-    built = build_train_state(
-        replace(run.job, workload=larger),
-        _RepeatedBatches(loader=loader, workload=workload, copies=run.copies),
-        rank=context.rank,
-        device=device,
-        initial_value=draw_initial_value,
-    )
-    state = replace(built, step_size=loader.step_size)
-    identity = describe_job(run.job.model, workload, corpora.fingerprint)
-    restore(state, out, identity, comm)
-    if run.noise:
-        _move_weights(state, run.noise, run.seed)
-    before = [_copy(shard, "before/") for shard in _weights(state)]
-    gradients: list[LocalShard] = []
-
-    def keep_gradients(backward: BackwardResult) -> None:
-        if not gradients:
-            gradients.extend(_copy(shard) for shard in state.optimizer.gradient_shards())
-
-    figures = []
-    for step in range(1, steps + 1):
-        context.beat(step)
-        result = train_step(
-            state,
-            step=step,
-            lr=workload.optimizer.lr,
-            stop_requested=False,
-            count_ledger=False,
-            before_update=keep_gradients,
-        )
-        passes = result.backward
-        figures.append((passes.loss, passes.aux_loss, passes.grad_norm))
-    state.optimizer.finish_pending()
-    after = [_copy(shard, "after/") for shard in _weights(state)]
-    shards = [*gradients, *before, *after]
-    save_checkpoint(out / "tensors", step=steps, shards=shards, extra={}, keep=1, comm=comm)
-    if context.rank == 0:
-        (out / "figures.json").write_text(json.dumps(figures), "utf-8")
-    collectives.leave_world()
-    return RankOutcome.DONE
-
-
-def _weights(state: TrainState) -> list[LocalShard]:
-    """Return what trains, and what routers hold, as a checkpoint has it."""
-    return [shard for shard in state.local_shards() if not shard.name.startswith("optim/")]
-
-
-def _copy(shard: LocalShard, prefix: str = "") -> LocalShard:
-    return replace(shard, name=prefix + shard.name, tensor=shard.tensor.clone())
-
-
-def _move_weights(state: TrainState, unit: float, seed: int) -> None:
-    """Move every master weight of one process by up to a unit in the last place of its format."""
-    generator = torch.Generator().manual_seed(seed)
-    for shard in _weights(state):
-        if shard.tensor.is_floating_point():
-            noise = torch.rand(shard.tensor.shape, generator=generator) * 2 - 1
-            shard.tensor.mul_(1 + unit * noise.to(shard.tensor))
-    state.optimizer.all_gather_params()
-
-
-def _read_steps(out: Path) -> TrainedSteps:
-    """Read what the ranks of a run left, as whole tensors."""
-    (gathered,) = (out / "tensors").glob("step-*")
-    tensors = {
-        entry.name: torch.empty(entry.shape, dtype=SAFETENSORS_DTYPES[entry.dtype])
-        for entry in read_index(gathered).tensors
-    }
-    shards = [whole_shard(name, tensor) for name, tensor in tensors.items()]
-    load_checkpoint(gathered, shards=shards, comm=single_process())
-    names = [name.removeprefix("after/") for name in tensors if name.startswith("after/")]
-    return TrainedSteps(
-        figures=tuple(map(tuple, json.loads((out / "figures.json").read_text("utf-8")))),
-        gradients={
-            name.removeprefix("grad/"): tensor
-            for name, tensor in tensors.items()
-            if name.startswith("grad/")
-        },
-        moved={
-            name: tensors[f"after/{name}"].double() - tensors[f"before/{name}"].double()
-            for name in names
-        },
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

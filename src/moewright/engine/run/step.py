@@ -126,8 +126,9 @@ def _train_step(
     if backward.is_finite:
         _update_scales(runtime)
         for router in list_routers(state.model):
-            rows = load_rows(runtime.model, router)
-            router.update_selection_bias(expert_loads[rows].sum(0))
+            # Row by row: the indices of a list would be copied to the device, which waits for it.
+            loads = [expert_loads[row] for row in load_rows(runtime.model, router)]
+            router.update_selection_bias(torch.stack(loads).sum(0))
     gc_every = runtime.workload.gc_every_steps
     if gc_every and step % gc_every == 0:
         gc.collect()
@@ -157,7 +158,8 @@ def _sum_expert_loads(state: TrainState, backward: BackwardResult) -> torch.Tens
         first, *others = load_rows(runtime.model, router)
         # MTP depths with the same weights have counted together: each gets an even part.
         part = router.counted_loads // (1 + len(others))
-        loads[others] = part
+        for row in others:
+            loads[row] = part
         loads[first] = router.counted_loads - part * len(others)
     return loads
 
