@@ -336,6 +336,15 @@ def test_bad_fields(tmp_path: Path, change: dict[str, Any], message: str) -> Non
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim=63: must be even"),
         ({"index_topk": 2048}, "index_topk=2048: asks for"),
         ({"num_key_value_heads": 8}, "must equal num_attention_heads=128"),
+        (
+            {
+                "model_type": "deepseek_v2",
+                "topk_method": "group_limited_greedy",
+                "scoring_func": "softmax",
+                "norm_topk_prob": True,
+            },
+            "norm_topk_prob=true: asks for what moewright does not model; nearest legal value: f",
+        ),
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
 )
