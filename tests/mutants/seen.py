@@ -34,6 +34,7 @@ from moewright.spec.workload import (
     Dtype,
     FineTuningSpec,
     LossSpec,
+    RouterTraining,
     Task,
 )
 from mutants.run import REPOSITORY, Mutant, copied_package, find_list_faults
@@ -77,6 +78,7 @@ class SeenJob:
     model: ModelSpec = tiny_jobs.MODEL
     tuning: FineTuningSpec | None = None
     precision: Dtype = Dtype.BF16
+    jitter_eps: float = 0.0
 
 
 JOBS = {
@@ -91,6 +93,7 @@ JOBS = {
     "pipeline": SeenJob(layout="pp2,schedule=zb-h1,layout='Et|ttL'", ranks=2),
     "depth": SeenJob(layout="ep2,mbs2", ranks=2, model=replace(tiny_jobs.MODEL, mtp_layers=1)),
     "balanced": SeenJob(layout="ep2,mbs2", ranks=2, model=_BALANCED),
+    "jitter": SeenJob(layout="tp2,ep2,mbs2", ranks=2, jitter_eps=0.1),
     "narrow": SeenJob(layout="ep2,mbs2", ranks=2, precision=Dtype.MXFP8),
 }
 
@@ -130,6 +133,7 @@ def write_plans(folder: Path) -> None:
             eval_batches=0,
             fine_tuning=job.tuning or FineTuningSpec(),
             loss=LossSpec(aux_coeff=0.05, z_coeff=0.001),
+            router=RouterTraining(jitter_eps=job.jitter_eps),
         )
         optimizer = replace(workload.optimizer, bucket_elements=5000, clip_norm=1.0)
         workload = replace(workload, optimizer=optimizer)

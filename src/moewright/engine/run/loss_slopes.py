@@ -33,6 +33,10 @@ from moewright.rules.shapes.param import name_in_layer
 
 # How much of the loss the first, longest move is to take off.
 _SHARE_OF_LOSS = 0.02
+# No move is longer than this share of the weights, or of weights this large where they are zero: a
+# gradient of rounding alone would move them anywhere.
+_SHARE_OF_WEIGHTS = 0.1
+_ZERO_WEIGHT = 0.01
 _SHORTER = 4.0  # times, where a move is too long for what it measures
 _LENGTHS = 4
 # A slope this sure is not measured by shorter moves.
@@ -117,11 +121,12 @@ def _measure_slope(
     """Measure one slope by shorter and shorter moves, until what they leave open is little."""
 
     def slope_over(length: float) -> float:
-        ahead, behind = (_loss_at(state, moved, way) for way in (length, -length))
+        ahead = _loss_at(state, moved, length)
+        behind = _loss_at(state, moved, -length)
         return (ahead - behind) / (2 * length)
 
     best = LossSlope(name=name, difference=inf, rounding=inf)
-    length = _SHARE_OF_LOSS * loss / (2 * size)
+    length = min(_SHARE_OF_LOSS * loss / (2 * size), _SHARE_OF_WEIGHTS * _weight_size(moved))
     for _ in range(_LENGTHS):
         whole, half = slope_over(length), slope_over(length / 2)
         # Of the square of the length nothing is left in this.
@@ -134,6 +139,12 @@ def _measure_slope(
             break
         length /= _SHORTER
     return best
+
+
+def _weight_size(moved: Sequence[_Moved]) -> float:
+    squares = sum(float(part.before.double().square().sum()) for part in moved)
+    zeros = _ZERO_WEIGHT**2 * sum(part.before.numel() for part in moved)
+    return float(max(squares, zeros) ** 0.5)
 
 
 def _loss_at(state: TrainState, moved: Sequence[_Moved], length: float) -> float:
