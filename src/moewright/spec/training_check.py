@@ -27,6 +27,7 @@ class CheckedRun(StrEnum):
     LAYOUT = "layout"
     DOUBLED = "each micro-batch twice"  # of which losses and gradients are means: they stay
     RESTARTED = "saved and restored"  # after the first step, in the layout
+    WRITTEN = "AdamW as it is written"  # in fp64, from the gradients of the run
     MOVED = "weights moved along a gradient"  # by which the losses fall as it says
 
 

@@ -10,7 +10,8 @@ What every layout does wrong alike shows in fp32, in one process. It trains once
 micro-batch twice in a row: losses and gradients are means over targets and micro-batches, so that
 nothing may change, and a division that is left out does. It trains with another value of each
 setting (engine.run.checked_settings): something must change, or the setting is lost on its way.
-And its losses must fall along each gradient as that says (engine.run.loss_slopes). The layout
+And its losses must fall along each gradient as that says (engine.run.loss_slopes), and its
+weights must go where AdamW as it is written takes them (engine.run.checked_update). The layout
 trains once more, and is saved, built anew and restored after its first step.
 
 Rounding is across a gradient, and a fault is often along it: one expert's that is too small, a
@@ -33,7 +34,8 @@ from moewright.codec import parse_layout
 from moewright.engine.data.preflight import check_data
 from moewright.engine.run.checked_runs import CheckedJob, CheckedRuns, FailedRun, TrainedSteps
 from moewright.engine.run.checked_settings import list_settings
-from moewright.engine.run.loss_slopes import LossSlope
+from moewright.engine.run.checked_update import repeats_update
+from moewright.engine.run.loss_slopes import Deviation
 from moewright.engine.run.worker import ExitCode
 from moewright.rules.job import Job
 from moewright.rules.limits.engine_limits import require_runnable
@@ -116,7 +118,8 @@ def _check(job: Job, alone: Job, runs: CheckedRuns, routes: Path) -> TrainingChe
     # In fp32 all runs choose the same experts of their own accord, but for weights that are moved;
     # a graph reads no file.
     chosen = RoutesSpec() if is_exact or job.layout.graphs else replayed
-    reference = runs.train(CheckedJob(job=alone, routes=recorded))
+    repeats = is_exact and repeats_update(job.workload)
+    reference = runs.train(CheckedJob(job=alone, routes=recorded, repeats_updates=repeats))
     unit = _UNITS[precision.wide]
     noisy = [
         runs.train(CheckedJob(job=alone, noise=unit, seed=seed, routes=chosen))
@@ -137,6 +140,7 @@ def _check(job: Job, alone: Job, runs: CheckedRuns, routes: Path) -> TrainingChe
             lines += _compare(CheckedRun.RESTARTED, allowed, restarted)
         moved = runs.train(CheckedJob(job=alone, measures_slopes=True, routes=replayed))
         lines += map(_judge_slope, moved.slopes)
+        lines += map(_judge_update, reference.updates)
         changed = list_settings(alone, steps=runs.steps, clipped_steps=clipped_steps)
         settings = [
             _count_changes(
@@ -153,16 +157,25 @@ def _check(job: Job, alone: Job, runs: CheckedRuns, routes: Path) -> TrainingChe
     )
 
 
-def _judge_slope(slope: LossSlope) -> TrainingLine:
+def _judge_slope(slope: Deviation) -> TrainingLine:
     bound = max(_LEAST_OF_SLOPES, _TIMES_OF_SLOPES * slope.rounding)
+    return _judge(slope, bound, CheckedRun.MOVED, ComparedKind.SLOPE)
+
+
+def _judge_update(update: Deviation) -> TrainingLine:
+    bound = max(_LEAST_OF_TENSORS, _TIMES_ROUNDING * update.rounding)
+    return _judge(update, bound, CheckedRun.WRITTEN, ComparedKind.WEIGHT)
+
+
+def _judge(figure: Deviation, bound: float, run: CheckedRun, kind: ComparedKind) -> TrainingLine:
     return TrainingLine(
-        run=CheckedRun.MOVED,
-        kind=ComparedKind.SLOPE,
-        name=slope.name,
-        difference=slope.difference,
-        rounding=slope.rounding,
+        run=run,
+        kind=kind,
+        name=figure.name,
+        difference=figure.difference,
+        rounding=figure.rounding,
         bound=bound,
-        holds=slope.difference <= bound,
+        holds=figure.difference <= bound,
     )
 
 

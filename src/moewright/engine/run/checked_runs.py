@@ -36,9 +36,10 @@ from moewright.engine.run.build_state import (
     build_train_state,
     init_distributed,
 )
+from moewright.engine.run.checked_update import WrittenUpdates
 from moewright.engine.run.corpus_loader import CorpusLoader
 from moewright.engine.run.launch import launch
-from moewright.engine.run.loss_slopes import LossSlope, measure_slopes
+from moewright.engine.run.loss_slopes import Deviation, measure_slopes
 from moewright.engine.run.restore import describe_job, restore
 from moewright.engine.run.step import BackwardResult, train_step
 from moewright.engine.run.train_state import TrainState
@@ -48,6 +49,7 @@ from moewright.rules.job import Job
 from moewright.spec.record import to_plain_data
 from moewright.spec.workload import RoutesSpec, Workload
 
+_FIGURES_FILE = "figures.json"
 _SLOPES_FILE = "slopes.json"
 _RESTARTED_AT = 2  # the step before a checkpoint has moments
 
@@ -57,13 +59,14 @@ class TrainedSteps:
     """What some steps left: (loss, aux loss, gradient norm) of each, and tensors by their names.
 
     `moved` are weights after the last step less those before the first. A run that measured slopes
-    has these alone.
+    has these alone; `updates` are there where a run repeated them.
     """
 
     figures: tuple[tuple[float, float, float], ...] = ()
     gradients: Mapping[str, torch.Tensor]
     moved: Mapping[str, torch.Tensor]
-    slopes: tuple[LossSlope, ...] = ()
+    slopes: tuple[Deviation, ...] = ()
+    updates: tuple[Deviation, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +74,8 @@ class CheckedJob:
     """A run of some steps: weights off by a share of `noise`, each micro-batch `copies` times.
 
     `routes` are the experts that it records or replays. One that `restarts` is saved after its
-    first step, built again, and goes on.
+    first step, built again, and goes on. One of one process may repeat its updates as they are
+    written (engine.run.checked_update).
     """
 
     job: Job
@@ -81,6 +85,7 @@ class CheckedJob:
     routes: RoutesSpec = field(default_factory=RoutesSpec)
     measures_slopes: bool = False
     restarts: bool = False
+    repeats_updates: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +170,7 @@ def _train_rank(run: CheckedJob, out: Path, steps: int, context: RankContext) ->
         _move_weights(state, run.noise, run.seed)
     before = [_copy(shard, "before/") for shard in _weights(state)]
     gradients: list[LocalShard] = []
+    written = WrittenUpdates(workload.optimizer, _trained(state)) if run.repeats_updates else None
     figures = []
     for step in range(1, steps + 1):
         context.beat(step)
@@ -174,36 +180,47 @@ def _train_rank(run: CheckedJob, out: Path, steps: int, context: RankContext) ->
             save_checkpoint(folder, step=step - 1, shards=shards, extra=identity, keep=1, comm=comm)
             del state, shards  # or both would be in memory
             state = start()
-        figures.append(_train_step(state, step, gradients))
+        figures.append(_train_step(state, step, gradients, written))
     state.optimizer.finish_pending()
     after = [_copy(shard, "after/") for shard in _weights(state)]
     shards = [*gradients, *before, *after]
     save_checkpoint(out / "tensors", step=steps, shards=shards, extra={}, keep=1, comm=comm)
+    updates = [] if written is None else [*map(to_plain_data, written.compare(_trained(state)))]
     if context.rank == 0:
-        (out / "figures.json").write_text(json.dumps(figures), "utf-8")
+        text = json.dumps({"figures": figures, "updates": updates})
+        (out / _FIGURES_FILE).write_text(text, "utf-8")
     collectives.leave_world()
     return RankOutcome.DONE
 
 
 def _train_step(
-    state: TrainState, step: int, gradients: list[LocalShard]
+    state: TrainState, step: int, gradients: list[LocalShard], written: WrittenUpdates | None
 ) -> tuple[float, float, float]:
     """Train a step, and return its figures; the first one's gradients go to `gradients`."""
+    lr = state.runtime.workload.optimizer.lr
 
     def keep_gradients(backward: BackwardResult) -> None:
         if not gradients:
             gradients.extend(_copy(shard) for shard in state.optimizer.gradient_shards())
+        if written is not None:
+            written.update(state.optimizer.gradient_shards(), lr)
 
     result = train_step(
         state,
         step=step,
-        lr=state.runtime.workload.optimizer.lr,
+        lr=lr,
         stop_requested=False,
         count_ledger=False,
         before_update=keep_gradients,
     )
     passes = result.backward
     return passes.loss, passes.aux_loss, passes.grad_norm
+
+
+def _trained(state: TrainState) -> list[LocalShard]:
+    """Return the master weights."""
+    shards = state.optimizer.local_shards()
+    return [shard for shard in shards if not shard.name.startswith("optim/")]
 
 
 def _weights(state: TrainState) -> list[LocalShard]:
@@ -228,7 +245,7 @@ def _move_weights(state: TrainState, unit: float, seed: int) -> None:
 def _read_slopes(out: Path) -> TrainedSteps:
     slopes = json.loads((out / _SLOPES_FILE).read_text("utf-8"))
     return TrainedSteps(
-        gradients={}, moved={}, slopes=tuple(LossSlope(**slope) for slope in slopes)
+        gradients={}, moved={}, slopes=tuple(Deviation(**slope) for slope in slopes)
     )
 
 
@@ -242,8 +259,10 @@ def _read_steps(out: Path) -> TrainedSteps:
     shards = [whole_shard(name, tensor) for name, tensor in tensors.items()]
     load_checkpoint(gathered, shards=shards, comm=single_process())
     names = [name.removeprefix("after/") for name in tensors if name.startswith("after/")]
+    written = json.loads((out / _FIGURES_FILE).read_text("utf-8"))
     return TrainedSteps(
-        figures=tuple(map(tuple, json.loads((out / "figures.json").read_text("utf-8")))),
+        figures=tuple(map(tuple, written["figures"])),
+        updates=tuple(Deviation(**update) for update in written["updates"]),
         gradients={
             name.removeprefix("grad/"): tensor
             for name, tensor in tensors.items()

@@ -48,11 +48,11 @@ _UNREPORTED = ".indexer."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossSlope:
-    """How far the slope of the loss is from the size of the gradient, over that.
+class Deviation:
+    """How far a figure is from what it must be, over the size of that.
 
-    `name` is that of the parameters in their layers. `rounding` is what the length of the moves and
-    rounding make of the difference.
+    `name` is of parameters, of a slope as they are called in their layers. `rounding` is what
+    rounding makes of the difference, and of a slope the length of the moves.
     """
 
     name: str
@@ -91,7 +91,7 @@ class _Moved:
     direction: torch.Tensor
 
 
-def measure_slopes(state: TrainState, beat: Callable[[int], None]) -> Iterator[LossSlope]:
+def measure_slopes(state: TrainState, beat: Callable[[int], None]) -> Iterator[Deviation]:
     """Yield the slope of the loss of the first step along each gradient that is not zero.
 
     The state is that of one process in fp32, and keeps its weights. `beat` is called with each
@@ -117,7 +117,7 @@ def measure_slopes(state: TrainState, beat: Callable[[int], None]) -> Iterator[L
 
 def _measure_slope(
     state: TrainState, name: str, moved: Sequence[_Moved], *, loss: float, size: float
-) -> LossSlope:
+) -> Deviation:
     """Measure one slope by shorter and shorter moves, until what they leave open is little."""
 
     def slope_over(length: float) -> float:
@@ -125,7 +125,7 @@ def _measure_slope(
         behind = _loss_at(state, moved, -length)
         return (ahead - behind) / (2 * length)
 
-    best = LossSlope(name=name, difference=inf, rounding=inf)
+    best = Deviation(name=name, difference=inf, rounding=inf)
     length = min(_SHARE_OF_LOSS * loss / (2 * size), _SHARE_OF_WEIGHTS * _weight_size(moved))
     for _ in range(_LENGTHS):
         whole, half = slope_over(length), slope_over(length / 2)
@@ -134,7 +134,7 @@ def _measure_slope(
         lost = _LOST_OF_LOSS * loss / (length * size)
         rounding = abs(half - whole) / size + lost
         if rounding < best.rounding:
-            best = LossSlope(name=name, difference=abs(slope / size - 1), rounding=rounding)
+            best = Deviation(name=name, difference=abs(slope / size - 1), rounding=rounding)
         if rounding <= _SURE or lost > rounding / 2:
             break
         length /= _SHORTER
