@@ -66,7 +66,7 @@ def test_a_layout_trains_what_one_process_trains_in_fp32_and_in_eight_bits(
     names = [line["name"] for line in wide["settings"]]
     assert names == [f"train.{name}" for name in (*losses, *update, "seed")]
     slopes = [line for line in wide["lines"] if line["kind"] == "slope of the loss"]
-    assert len(slopes) > 20
+    assert len(slopes) >= 16  # a line for each kind of weight
     assert max(line["bound"] for line in slopes) < 0.05
     assert all(line["changed"] for line in wide["settings"])
     # Bounds in fp32 are those of sums in another order, in 8 bits what rounding does there.
