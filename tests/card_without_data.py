@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from job_draws import draw_job
@@ -29,8 +27,14 @@ from moewright.engine.comm import collectives
 from moewright.engine.kernels.fused.table import torch_kernels
 from moewright.engine.memory import saved_tensors
 from moewright.engine.run.build_state import build_train_state
-from moewright.engine.run.dry_run import DEVICE_QUESTION, HOST_READ, _BlankBatches, _uninitialized
+from moewright.engine.run.dry_run import _BlankBatches, _uninitialized
 from moewright.engine.run.step import train_step
+from moewright.engine.torch_private import (
+    DEVICE_QUESTION,
+    HOST_READ,
+    FakeTensorMode,
+    TorchDispatchMode,
+)
 from moewright.rules.job import Job
 from moewright.spec.workload import Dtype
 
@@ -104,7 +108,7 @@ def set_up_card() -> None:
     _setup_privateuseone_for_python_backend(CARD)
     dist.Backend.backend_capability["fake"].append(CARD)
     dist.Backend.default_device_backend_map[CARD] = "fake"
-    saved_tensors.build_host_copies = lambda device: _CardCopies()
+    vars(saved_tensors)["build_host_copies"] = lambda device: _CardCopies()
     torch.cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment, return-value]
 
 
