@@ -22,7 +22,8 @@ ADDRESSES = {
     "a slow plan": f"?{SMALL}&layout=tp8,ep8,mbs1",
     "a plan in eight bits": f"?{SMALL.replace('bf16', 'fp8')}&layout=ep8,recompute=full",
     "a plan that does not fit": f"?{SMALL}&layout=ep16,mbs8",
-    "a plan of many stages": f"?{HUGE}&layout=pp16,vpp2,ep64,recompute=layernorm%2Bmla_up_proj",
+    "a plan of many stages": f"?{QWEN}&layout=tp2,ep8,pp32,vpp3,mbs1,recompute=full",
+    "a layout of thousands of devices that is not legal": f"?{HUGE}&layout=pp16,vpp2,ep64",
     "a job that fits nowhere": f"?{NOWHERE}&layout=ep2",
     "a layout that is not legal": f"?{TINY}&layout=tp3,ep4",
     "a layout that cannot be read": f"?{TINY}&layout=tpp3",
@@ -86,7 +87,7 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize("state", ADDRESSES)
 def test_a_page_is_whole_in_each_state(studio, open_page, files, state):
     page = open_page(f"{studio}{ADDRESSES[state].format(**files)}")
-    page.locator("main section, main article").first.wait_for()
+    page.locator("main section:visible, main article").first.wait_for()
     page.wait_for_load_state("networkidle", timeout=SEARCH_MS)
     page.wait_for_timeout(1500)  # what a page asks once it rests
     page.wait_for_load_state("networkidle", timeout=SEARCH_MS)
