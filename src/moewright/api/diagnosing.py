@@ -141,7 +141,12 @@ def view_diagnosis(diagnosis: Diagnosis) -> DiagnosisView:
         advice=diagnosis.advice,
         has_headline=bool(diagnosis.headline),
     )
-    return replace(view, judgement=diagnosis.judgement, missing=diagnosis.missing)
+    return replace(
+        view,
+        judgement=diagnosis.judgement,
+        missing=diagnosis.missing,
+        headline=diagnosis.headline,
+    )
 
 
 def diagnose(

@@ -366,7 +366,7 @@ def _describe_memory(estimate: Estimate, device: DeviceSample | None) -> str:
     capacity = format_bytes(estimate.capacity_bytes)
     if device is None:
         peak = format_bytes(estimate.peak_bytes)
-        return f"{peak} of {capacity} predicted on rank {estimate.peak_rank}; not counted on a CPU"
+        return f"{peak} of {capacity} predicted on rank {estimate.peak_rank}; not measured"
     busy = f"the device {device.resident_share:.0%} busy"
     return f"{format_bytes(device.used_bytes)} of {capacity} on rank 0; {busy}"
 

@@ -72,6 +72,7 @@ class DiagnosisView(Record):
     trace: TraceView | None = None
     judgement: Judgement | None = None
     missing: tuple[str, ...] = ()
+    headline: str = ""  # what the findings do not explain; the first of the notes too
     advice: DocumentSection | None = None
 
     def title(self) -> str:

@@ -9,7 +9,7 @@ mw.figures = plan => {
     mw.tile("Step", mw.seconds(plan.step_s), `80 %: ${mw.seconds(low)} to ${mw.seconds(high)}`, "step_s", plan.step_s),
     mw.tile("Tokens/s a device", mw.digits(plan.tokens_per_s_per_device), `${mw.digits(plan.tflops_per_device)} TFLOP/s`, "tokens_per_s_per_device", plan.tokens_per_s_per_device),
     mw.tile("MFU", mw.percent(plan.mfu), `HFU ${mw.percent(plan.hfu)}`, "mfu", plan.mfu),
-    mw.tile("Peak memory", mw.bytes(plan.peak_bytes), `of ${mw.bytes(plan.capacity_bytes)}, ± ${mw.bytes(plan.peak_sd_bytes)}`, "peak_bytes", plan.peak_bytes),
+    mw.tile("Peak memory", mw.bytes(plan.peak_bytes), `of ${mw.bytes(plan.capacity_bytes)}, ±\u00a0${mw.bytes(plan.peak_sd_bytes).replace(" ", "\u00a0")}`, "peak_bytes", plan.peak_bytes),
     mw.tile("Margin", mw.bytes(plan.margin_bytes), `fits with a probability of ${mw.percent(plan.fit_probability, 0)}`, "margin_bytes", plan.margin_bytes),
     mw.tile("Bubble", mw.percent(plan.bubble_fraction, 2), `${mw.count(plan.micro_batches)} micro-batches`, "bubble_fraction", plan.bubble_fraction));
 };

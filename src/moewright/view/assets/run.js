@@ -26,16 +26,17 @@ mw.diagnosisPanels = view => {
   if (view.waterfall) panel.append(view.waterfall.ideal_s > view.waterfall.measured_s ? mw.el("p", {class: "error"}, "The job as described would take longer at the peak rate than was measured: it is not the job that ran.") : mw.waterfallChart(view.waterfall));
   panel.append(...view.walls.map(mw.part));
   if (!view.walls.length) panel.append(mw.el("p", {class: "quiet"}, "No wall was found."));
-  if (view.notes.length) panel.append(mw.el("ul", {class: "plain note"}, view.notes.map(note => mw.el("li", {}, note))));
+  const notes = view.notes.filter(note => !view.judgement || note !== view.headline);
+  if (notes.length) panel.append(mw.el("ul", {class: "plain note"}, notes.map(note => mw.el("li", {}, note))));
   return panel;
 };
-mw.judgedPanel = judgement => {
-  const panel = mw.panel("", mw.el("h1", {}, judgement.headline), ...mw.judgementLines(judgement, null));
+mw.judgedPanel = (judgement, headline) => {
+  const panel = mw.panel("", mw.el("h1", {}, judgement.headline), headline ? mw.el("p", {class: "words"}, headline) : "", ...mw.judgementLines(judgement, null));
   panel.className = `panel verdict ${mw.qualityClass[judgement.quality]}`;
   panel.id = "verdict";
   return panel;
 };
-mw.render.DiagnosisView = (view, root) => { root.append(...(view.judgement ? [mw.judgedPanel(view.judgement)] : []), mw.diagnosisPanels(view), ...(view.trace ? mw.tracePanels(view.trace) : [])); };
+mw.render.DiagnosisView = (view, root) => { root.append(...(view.judgement ? [mw.judgedPanel(view.judgement, view.headline)] : []), mw.diagnosisPanels(view), ...(view.trace ? mw.tracePanels(view.trace) : [])); };
 
 /* Curves over the steps, with zoom, a legend that switches them, and smoothing. */
 mw.smooth = (points, span) => {
