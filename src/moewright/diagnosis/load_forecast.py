@@ -1,10 +1,10 @@
 """The load of experts ahead, from the router statistics of a run, and what a new placement pays.
 
-The level of the latest steps goes on, unless the run itself shows that something else comes nearer:
-its mean, to which balancing losses and biases pull loads back, or the line of its latest half. The
-run is forecast from earlier steps at the same distance. Of the way from the level to the other one
-so much is gone as would have been best there, less the more chance may explain. Their errors are
-those of the answer.
+The level of the latest steps goes on, over as many of them as would have told the next best, unless
+the run itself shows that something else comes nearer: even loads, to which balancing losses and
+biases pull, or the line of its latest half. The run is forecast from earlier steps at the same
+distance. Of the way from the level to the other one so much is gone as would have been best there,
+less the more chance may explain. Their errors are those of the answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ Floats = NDArray[np.float64]
 
 LEAST_RECORDS = 12  # steps with loads, from which on something is forecast
 _FLOOR = 0.02  # of the mean share, so that dead experts have a logarithm
-_LATEST = 0.2  # of the history, whose level goes on
+_LATEST = (0.1, 0.2, 1 / 3)  # of the history: how much of it a level may be of, or _FEWEST
+_FEWEST = (12, 24)
+_NEXT = 24  # records that a level is to tell
+_TOLD = 100  # places of the latest half from which it has to
 # Below it chance explains what another forecast gained on the level: as a square, two deviations.
 _EVIDENCE = 4.0
 _DEAD = 1e-6  # tokens of an expert that got none
@@ -151,23 +154,44 @@ class _Outlook:
 
 
 def _list_outlooks(history: Floats, ahead: float, ep: int) -> tuple[_Outlook, _Outlook, _Outlook]:
-    """Return what goes on if the level of the latest records does, if their mean, if their line.
+    """Return what goes on if the level of the latest records does, the line, and even loads.
 
     Single steps have more on the hottest rank than the mean of steps: as much more on the line as
     they had in the latest records.
     """
     shares = history / history.sum(axis=1, keepdims=True)
     singles = _log_factors(shares, ep)
-    latest = max(2 * LEAST_RECORDS, int(len(history) * _LATEST))
-    level, mean = (
-        _Outlook(shares=shares[-count:].mean(axis=0), log_factor=float(singles[-count:].mean()))
-        for count in (latest, len(history))
+    latest = _choose_latest(singles)
+    level = _Outlook(
+        shares=shares[-latest:].mean(axis=0), log_factor=float(singles[-latest:].mean())
     )
     line = forecast_line(history, ahead)
     recent = shares[-LEAST_RECORDS:]
     together, along = _log_factors(np.stack((recent.mean(axis=0), line)), ep)
-    more = float(np.median(singles[-LEAST_RECORDS:])) - together
-    return level, mean, _Outlook(shares=line, log_factor=min(log(ep), along + more))
+    more = float(np.median(singles[-LEAST_RECORDS:])) - float(together)
+    even = _Outlook(shares=np.full(len(line), 1 / len(line)), log_factor=0.0)
+    return level, _Outlook(shares=line, log_factor=min(log(ep), float(along) + more)), even
+
+
+def _choose_latest(singles: Floats) -> int:
+    """Return of how many of the latest records the mean would have told the next ones best."""
+    records = len(singles)
+    counts = sorted({min(records, n) for n in (*_FEWEST, *(int(records * x) for x in _LATEST))})
+    first = max(records // 2, max(_FEWEST))
+    places = np.arange(first, records - LEAST_RECORDS + 1, max(1, records // _TOLD))
+    counts = [count for count in counts if count >= LEAST_RECORDS] or [records]
+    if not len(places):
+        return counts[-1]
+    sums = np.concatenate(([0.0], np.cumsum(singles)))
+    ends = np.minimum(records, places + _NEXT)
+    came = (sums[ends] - sums[places]) / (ends - places)
+
+    def squares(count: int) -> float:
+        begins = np.maximum(0, places - count)
+        told = (sums[places] - sums[begins]) / (places - begins)
+        return float(np.mean(np.square(told - came)))
+
+    return min(counts, key=squares)
 
 
 def _log_factors(shares: Floats, ep: int) -> Floats:
