@@ -536,6 +536,9 @@ def test_a_step_that_no_device_could_take_is_refused(tmp_path, capsys):
     path.write_text("".join(stated.format(n) for n in range(1, 6)))
     assert main([*job, *layout, "--global-batch", "4096"]) == 2
     assert re.search(r"--on=64: .*: \d+ devices or more", capsys.readouterr().err)
+    path.write_text("".join(stated.replace("4096", "1536").format(n) for n in range(1, 6)))
+    assert main([*job, *layout, "--global-batch", "1536"]) == 2  # in fewer bits they could
+    assert re.search(r"--precision=bf16: .* in bf16; .*: (mx)?fp8", capsys.readouterr().err)
 
 
 def test_seconds_of_older_trainers_are_seconds():

@@ -124,7 +124,12 @@ def read_log(
     Raises:
         BadInput: the log has no arguments, or they do not say the ranks.
     """
-    arguments = read_megatron_log(log).arguments
+    content = read_megatron_log(log)
+    arguments = content.arguments
+    if content.sizes and not arguments:
+        rule = "is of another trainer than Megatron-LM, and says sizes of its job alone"
+        nearest = "moewright diagnose LOG --model MODEL --on DEVICES --layout LAYOUT"
+        raise BadInput(Reason(field="--log", value=str(log)[:60], rule=rule, nearest=nearest))
     plan = read_logged_flags(
         arguments, log, model=model, on=on, network=network, overrides=overrides
     )

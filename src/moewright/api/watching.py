@@ -44,6 +44,7 @@ from moewright.spec.options import WorkloadOptions
 from moewright.spec.plan import Plan
 from moewright.view.watch_view import WatchView
 
+_TRAINERS = ("Megatron-LM", "Bridge", "NeMo", "GPT-NeoX", "torchtitan", "MLPerf")
 _TIMED_STEPS = 60  # on either side of a change whose timers are compared
 _RECORDS_FOLDER = "records"  # of the step recorder, beside a log
 _PIECE_BYTES = 1 << 20
@@ -98,7 +99,7 @@ class LogWatcher:
         else:
             read_new_steps(self._path, self._series)
         if not self._series.numbers:
-            rule = "holds no step of Megatron-LM, Bridge, NeMo, torchtitan or moewright"
+            rule = "holds no step of " + ", ".join(_TRAINERS) + " or moewright"
             nearest = "the console output of a trainer, or a run folder"
             if not is_event_file(self._path) and lacks_seconds(self._path):
                 rule = "has steps of NeMo without their seconds"
@@ -255,9 +256,10 @@ def watch(
     """Say what a log shows so far: changes of its speed, what recurs, and what the plan expects.
 
     Args:
-        log: a console log of Megatron-LM, Megatron Bridge, NeMo or torchtitan; the folder of a run
-            of this engine; an event file of TensorBoard; the folder of a step recorder; or a folder
-            with logs, of which the newest is taken, or with event files, which are read together.
+        log: a console log of Megatron-LM, Megatron Bridge, NeMo, GPT-NeoX or torchtitan; the
+            records of MLPerf; the folder of a run of this engine; an event file of TensorBoard;
+            the folder of a step recorder; or a folder with logs, of which the newest is taken, or
+            with event files, which are read together.
         plan: a plan.json or a job .toml, which says what is expected.
         script: the launch script, in place of a plan.
         model: the model, beside `on` and `layout`, in place of a plan.

@@ -19,11 +19,12 @@ from moewright.diagnosis.thresholds import (
 )
 from moewright.diagnosis.traces.megatron_log import MegatronLog, MemoryReport
 from moewright.diagnosis.traces.megatron_timers import FORWARD_BACKWARD, diagnose_timers
-from moewright.diagnosis.waterfall import COMPUTE_PARTS
+from moewright.diagnosis.waterfall import COMPUTE_PARTS, peak_flops
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Cause, Finding, Wall, Waterfall
 from moewright.spec.plan import Plan, TimePart, Verdict
 from moewright.spec.units import TERA, format_bytes, format_given, format_seconds, mention
+from moewright.spec.workload import NARROW_FORMATS
 
 _SPIKE = 1.5  # of the median step
 _SPIKE_SHARE = 0.05  # of the steps: more often than checkpoints and evaluations explain
@@ -231,7 +232,7 @@ def check_logged_job(log: MegatronLog, job: Plan, *, source: str) -> None:
 def _find_too_much_work(log: MegatronLog, job: Plan) -> Iterator[Reason]:
     """Yield what is wrong where the job's FLOPs are more than its devices can do in a logged step.
 
-    It is the batch, which else the log would have stated, or the devices.
+    It is the batch, which else the log would have stated, the precision, or the devices.
     """
     estimate = job.estimate
     if not log.step_s or estimate.untimed:
@@ -244,6 +245,15 @@ def _find_too_much_work(log: MegatronLog, job: Plan) -> Iterator[Reason]:
         f" device reaches 100%"
     )
     if log.find_size("global_batch_size") is not None:
+        if narrower := _find_narrower(job, mfu):
+            precision = job.workload.precision
+            yield Reason(
+                field="--precision",
+                value=precision,
+                rule=f"{rule} in {precision}",
+                nearest=narrower,
+            )
+            return
         count = job.layout.world_size
         nearest = f"{ceil(count * mfu)} devices or more"
         yield Reason(field="--on", value=str(count), rule=rule, nearest=nearest)
@@ -251,6 +261,17 @@ def _find_too_much_work(log: MegatronLog, job: Plan) -> Iterator[Reason]:
         batch = job.workload.global_batch
         nearest = f"the run's own, at most {floor(batch / mfu)}"
         yield Reason(field="--global-batch", value=str(batch), rule=rule, nearest=nearest)
+
+
+def _find_narrower(job: Plan, mfu: float) -> str:
+    """Return the slowest of the narrow precisions in which the job could be as fast, or ""."""
+    peak = peak_flops(job.hardware, job.workload.precision)
+    fast_enough = [
+        (rate, dtype)
+        for dtype in NARROW_FORMATS
+        if peak and (rate := peak_flops(job.hardware, dtype)) >= mfu * peak
+    ]
+    return min(fast_enough)[1] if fast_enough else ""
 
 
 def compare_flops(log: MegatronLog, job: Plan | None) -> str:
@@ -271,6 +292,8 @@ def compare_flops(log: MegatronLog, job: Plan | None) -> str:
 
 def suggest_switches(log: MegatronLog) -> str:
     """Say what to switch on for a log that tells more; "" where all of it is on."""
+    if log.sizes:
+        return ""  # they are Megatron-LM's
     wanted = []
     if not log.timers:
         wanted.append("--timing-log-level 2 (the parts of a step)")

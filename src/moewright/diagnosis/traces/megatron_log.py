@@ -1,4 +1,4 @@
-"""Console logs of Megatron-LM and Megatron-Bridge.
+"""Console logs of Megatron-LM, Megatron-Bridge and GPT-NeoX, and the records of MLPerf.
 
 They hold steps, rates, the dump of arguments, memory reports and failures, in lines as
 megatron/training/training.py prints them. A log may be interleaved from many ranks, carry the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -19,6 +19,12 @@ from numpy.typing import NDArray
 
 from moewright.codec import read_bytes
 from moewright.codec.foreign import budget, read_apart
+from moewright.diagnosis.traces.foreign_logs import (
+    MLPERF_MARK,
+    read_mlperf_sizes,
+    read_mlperf_steps,
+    read_neox_sizes,
+)
 from moewright.diagnosis.traces.megatron_timers import (
     Timer,
     TimerBlock,
@@ -71,6 +77,10 @@ _ELAPSED = (
     "elapsed time per iteration [ms]",
 )
 _ELAPSED_SECONDS = ("elapsed time per iteration (s)", "elapsed time per iteration s")
+# What GPT-NeoX prints before and behind an iteration.
+_NEOX_SAMPLES = re.compile(r"samples/sec: (\d+\.\d+) \|")
+_NEOX_RATE = re.compile(r"approx flops per GPU: (\d+\.\d+)TFLOPS")
+_NEOX_RECOMPUTED = 3 / 4  # of the FLOPs that it counts, where it recomputes
 _RATES = (
     "throughput per GPU (TFLOP/s/GPU)",
     "compute per GPU (TFLOP/s/GPU)",
@@ -123,7 +133,7 @@ class MegatronLog:
 
     `arguments` are as dumped: the name with underscores, the value as Python prints it. `timers`
     are by Megatron's names, and empty where none was printed; `timer_blocks` are those of each
-    iteration that was timed.
+    iteration that was timed. `sizes` are what another trainer's log states, by Megatron's names.
     """
 
     iterations: tuple[Iteration, ...]
@@ -132,6 +142,7 @@ class MegatronLog:
     failures: tuple[OutOfMemory, ...]
     timers: Mapping[str, Timer]
     timer_blocks: tuple[TimerBlock, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
     prints_balance: bool = False  # a loss that balances experts is among what lines print
 
     def find_argument(self, name: str) -> str:
@@ -149,7 +160,7 @@ class MegatronLog:
             if self.global_batch or is_growing:
                 return self.global_batch or None
         text = self.find_argument(name)
-        return int(text) if is_whole_number(text) else None
+        return int(text) if is_whole_number(text) else self.sizes.get(name)
 
     @property
     def global_batch(self) -> int:
@@ -171,7 +182,7 @@ class MegatronLog:
         """Return whether the model has experts; None where nothing tells it."""
         if experts := self.find_argument("num_experts"):
             return experts != "None"
-        return True if self.prints_balance else None
+        return True if self.prints_balance or self.sizes.get("num_experts") else None
 
     @property
     def steady_iterations(self) -> tuple[Iteration, ...]:
@@ -222,9 +233,10 @@ def read_log(path: Path) -> MegatronLog:
     content = read_bytes(path)
     with budget(str(path), file_bytes=len(content)):
         log = parse_log(content.decode("utf-8", errors="replace"))
-    if not (log.iterations or log.timers or log.arguments or log.failures or log.memory_reports):
+    parts = (log.iterations, log.timers, log.arguments, log.failures, log.memory_reports, log.sizes)
+    if not any(parts):
         rule = (
-            "is not a log of Megatron-LM: "
+            "is not a log of Megatron-LM, Megatron Bridge, GPT-NeoX or MLPerf: "
             "no line with an iteration, an argument or a failed allocation"
         )
         nearest = "the console output of pretrain_gpt.py"
@@ -249,7 +261,7 @@ def parse_log(text: str) -> MegatronLog:
             announced = _parse_step_time(len(step_times) + 1, match)
             step_times += [announced] if announced else []
         elif match := _ITERATION.search(line):
-            iteration = _parse_iteration(int(match[1]), match[3])
+            iteration = _with_samples(_parse_iteration(int(match[1]), match[3]), line)
             iterations.append(_with_step_time(iteration, announced))
             announced = None
         for report in _MEMORY.finditer(line):
@@ -261,18 +273,54 @@ def parse_log(text: str) -> MegatronLog:
             failures.append(_parse_failure(number, line))
         elif " ..." in line and (argument := _ARGUMENT.search(line)):
             arguments.setdefault(argument[1], argument[2])
+    neox_sizes = read_neox_sizes(arguments)
+    if neox_sizes is not None:
+        iterations = _count_model_flops(iterations, arguments)
+        arguments = {}
+    sizes, records = _read_mlperf(text)
     timer_blocks = read_timer_blocks(lines)
     kept = find_latest([iteration.number for iteration in iterations])
     ordered = tuple(iterations[place] for place in kept.tolist())
     return MegatronLog(
-        iterations=ordered or tuple(step_times),
+        iterations=ordered or tuple(step_times) or records,
         arguments=tuple(arguments.items()),
         memory_reports=tuple(memory_reports[rank] for rank in sorted(memory_reports)),
         failures=tuple(failures),
         prints_balance=_BALANCE.search(text) is not None,
         timers=median_timers(timer_blocks, _warm_up_iterations(len(timer_blocks))),
         timer_blocks=timer_blocks,
+        sizes=neox_sizes or sizes,
     )
+
+
+def _read_mlperf(text: str) -> tuple[dict[str, int], tuple[Iteration, ...]]:
+    """Return the sizes and the steps that records of MLPerf state."""
+    if MLPERF_MARK.decode() not in text:
+        return {}, ()
+    content = text.encode()
+    sizes = read_mlperf_sizes(content)
+    steps = tuple(
+        replace(
+            _parse_iteration(step.number, ""),
+            step_s=step.step_s,
+            loss=step.loss,
+            global_batch=sizes["global_batch_size"],
+        )
+        for step in read_mlperf_steps(content)
+    )
+    return sizes, steps
+
+
+def _count_model_flops(
+    iterations: Sequence[Iteration], arguments: Mapping[str, str]
+) -> list[Iteration]:
+    """Return iterations of GPT-NeoX, whose rate counts what is computed anew where it is."""
+    is_recomputed = arguments.get("checkpoint_activations", "").startswith("True")
+    share = _NEOX_RECOMPUTED if is_recomputed else 1.0
+    return [
+        replace(iteration, tflops_per_device=iteration.tflops_per_device * share)
+        for iteration in iterations
+    ]
 
 
 def find_latest(numbers: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -308,13 +356,25 @@ def _with_step_time(iteration: Iteration, announced: Iteration | None) -> Iterat
     )
 
 
+def _with_samples(iteration: Iteration, line: str) -> Iteration:
+    """Return an iteration with the batch that a rate of samples before it makes."""
+    match = _NEOX_SAMPLES.search(line)
+    if match is None or iteration.global_batch:
+        return iteration
+    batch = float(match[1]) * iteration.step_s
+    # Both are rounded: to a thousandth of a sample a second, and a tenth of a millisecond.
+    slack = 1e-3 * iteration.step_s + 1e-4 * float(match[1])
+    is_whole = abs(batch - round(batch)) <= slack < 1 / 2
+    return replace(iteration, global_batch=round(batch)) if is_whole else iteration
+
+
 def _parse_iteration(number: int, text: str) -> Iteration:
     values: dict[str, float] = {}
     rate = 0.0
     for part in text.split("|"):
         if match := _VALUE.match(part):
             values[match[1].strip().replace("_", " ")] = float(match[2].replace(",", ""))
-        elif match := _RATE_ALONE.search(part):
+        elif match := _RATE_ALONE.search(part) or _NEOX_RATE.search(part):
             rate = float(match[1])
     seconds = _first_value(values, _ELAPSED_SECONDS, default=0.0)
     return Iteration(

@@ -20,6 +20,7 @@ import numpy as np
 
 from moewright.codec.files import read_part
 from moewright.diagnosis.step_noise import Floats
+from moewright.diagnosis.traces.foreign_logs import MLPERF_MARK, read_mlperf_steps
 from moewright.diagnosis.traces.log_facts import HEAD_BYTES
 from moewright.diagnosis.traces.megatron_log import (
     STEP_DIGITS,
@@ -247,6 +248,21 @@ def _scan_torchtitan(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
     return len(series.numbers) > first
 
 
+def _scan_mlperf(text: mmap.mmap, series: StepSeries, stop: int) -> bool:
+    """Add the steps of records of MLPerf; False where none is.
+
+    What a record counts in is said by others before it, so that a log that grows is read anew.
+    """
+    if text.find(MLPERF_MARK, series.end, stop) < 0:
+        return False
+    steps = read_mlperf_steps(text[:stop])
+    series.clear()
+    for step in steps:
+        line = StepLine(number=step.number, step_s=step.step_s, loss=step.loss)
+        series.add(line, step.offset)
+    return bool(steps)
+
+
 def _add_line_by_line(piece: bytes, place: int, series: StepSeries) -> None:
     mark = piece.find(_ELAPSED)
     while mark >= 0:
@@ -339,6 +355,7 @@ _DIALECTS: tuple[tuple[str, Callable[[mmap.mmap, StepSeries, int], bool]], ...] 
     ("Megatron-LM", _scan_megatron),
     ("NeMo", partial(_scan_marked, b"train_step_timing in s", _parse_nemo)),
     ("torchtitan", _scan_torchtitan),
+    ("MLPerf", _scan_mlperf),
     ("moewright", partial(_scan_marked, b'"kind": "step"', _parse_engine)),
     ("the step recorder", partial(_scan_marked, b'"recorded_step": ', _parse_recorder)),
 )
