@@ -1,10 +1,14 @@
 """What a script starts wherever it stands, and what only looks like a training."""
 
+import random
+
 import pytest
 
+from moewright.intake.megatron.bash_filters import apply_filter
 from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.spec.errors import BadInput
+from moewright.spec.layout import Overlap
 
 MODEL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 512 "
@@ -242,3 +246,123 @@ def test_a_text_that_read_takes_whole_loses_no_word(start, tmp_path):
     assert command.options["--num-layers"] == ("4",)
     assert "--bf16" in command.options
     assert not command.unknown_words
+
+
+def test_a_config_of_deepspeed_that_the_script_makes_of_a_template_is_read(tmp_path):
+    """Each draw of degrees and stages comes back from what sed writes."""
+    rng = random.Random(7)
+    tmp_path.joinpath("ds_TEMPLATE.json").write_text(
+        '{"train_batch_size": CONFIG_BATCH,\n "zero_optimization": {"stage": ZERO_STAGE}}\n'
+    )
+    for stage, batch in ((rng.randrange(4), rng.randrange(1, 9) * 8) for _ in range(6)):
+        text = (
+            f"ZERO={stage}\nconfig=ds_$ZERO.json\n"
+            f'sed "s/CONFIG_BATCH/{batch}/" ds_TEMPLATE.json \\\n'
+            '    | sed -e "s/ZERO_STAGE/${ZERO}/" \\\n    > ${config}\n'
+            f"deepspeed --num_gpus 8 pretrain_gpt.py {MODEL} --deepspeed "
+            f"--deepspeed_config $config --global-batch-size {batch} --bf16\n"
+        )
+        command = read(text, tmp_path)
+        job = interpret_launch(command, world_size=8, folder=tmp_path)
+        assert (job.layout.zero, job.workload.global_batch) == (stage, batch)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("sed s/A/B/", "B A\nB\n"),
+        ("sed s/A/B/g;s#B#C#", "C B\nC\n"),
+        ("sed -e s/A/B/ -e s/B/C/", "C A\nC\n"),
+        ("sed s/A.*/B/", None),  # a pattern, which only sed knows
+        ("sed s/A/&&/", None),
+        ("sed -n s/A/B/p", None),
+        ("sed 1d", None),
+        ("awk s/A/B/", None),
+    ],
+)
+def test_sed_is_followed_where_it_puts_words_for_words(words, text):
+    assert apply_filter(words.split(), "A A\nA\n", lambda name: None) == text
+
+
+def test_experts_whole_on_ranks_that_are_cut_are_refused_by_what_they_are(tmp_path):
+    text = (
+        f"deepspeed --num_gpus 8 pretrain_gpt.py {MODEL} --deepspeed --zero-stage 1 --num-experts 8"
+        " --global-batch-size 8 --tensor-model-parallel-size 2 --fp16"
+    )
+    refusal = refuse(text, tmp_path)
+    assert "has DeepSpeed's experts whole on each of its ranks" in refusal
+    assert "nearest" not in refusal
+
+
+def refuse(text: str, tmp_path, name: str = "run.sh") -> str:
+    """Return the refusal of a script that makes no job."""
+    try:
+        command = read(text, tmp_path, name)
+        interpret_launch(command, world_size=command.world_size or 8, folder=tmp_path)
+    except BadInput as refusal:
+        return str(refusal)
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "offered"),
+    [
+        ("Qwen3-Next-80B-A3B-Instruct-mcore", "Qwen3-Next-80B-A3B"),
+        ("/data/Mixtral-8x7B-v0.1_torch_dist", "Mixtral-8x7B-v0.1"),
+        ("/data/checkpoints", "Qwen3-30B-A3B"),
+    ],
+)
+def test_the_model_that_a_path_names_is_the_one_offered(path, offered, tmp_path):
+    text = f"torchrun --nproc_per_node 8 pretrain_gpt.py --load {path} --global-batch-size 8"
+    assert refuse(text, tmp_path).endswith(f"estimate {offered} --from-flags ...")
+
+
+def test_a_model_of_other_sizes_is_not_offered(tmp_path):
+    text = f"{TRAINING} --spec own.layers --load /data/Qwen3-Next-80B-A3B --global-batch-size 8"
+    assert refuse(text, tmp_path).endswith("estimate CONFIG.json --from-flags ...")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "is_captured"),
+    [
+        ("model = dict(\n    num_layers=24,\n)\n", "InternEvo", False),
+        ("from megatron.bridge import x\ndef pretrain_config():\n    pass\n", "recipes", False),
+        ("def helper():\n    pass\n", "the script that starts the training", False),
+        ("def main():\n    pass\nif __name__ == '__main__':\n    main()\n", "started", True),
+    ],
+)
+def test_a_program_that_starts_nothing_is_not_offered_to_be_captured(
+    text, rule, is_captured, tmp_path
+):
+    refusal = refuse(text, tmp_path, "config.py")
+    assert rule in refusal
+    assert ("capture" in refusal) == is_captured
+
+
+def test_a_degree_of_a_trainer_that_nobody_knows_is_said_to_be_lost_without_its_option(tmp_path):
+    assert "left out, its 4 is lost" in refuse(f"{TRAINING} --mesh-degree 4", tmp_path)
+    assert "--expert-model-parallel-size" in refuse(f"{TRAINING} --expert-ep-size 4", tmp_path)
+
+
+def test_an_option_of_several_values_is_asked_for_with_all_of_them(tmp_path):
+    refusal = refuse(f"{TRAINING} --rampup-batch-size 64 64", tmp_path)
+    assert '--set --rampup-batch-size="... ... ..."' in refusal
+
+
+def test_a_program_of_another_package_is_said_to_be_planned_as_megatrons(tmp_path):
+    tmp_path.joinpath("domino").mkdir()
+    program = tmp_path / "pretrain_gpt.py"
+    note = "pretrain_gpt.py beside the script runs domino, and is planned as Megatron-LM's own"
+    for text, is_noted in (
+        ("# of Megatron-LM\nimport torch\nfrom domino.training import pretrain\n", True),
+        ("from domino.training import pretrain\nfrom megatron.core import x\n", False),
+    ):
+        program.write_text(text)
+        assert (note in read(f"{TRAINING} --global-batch-size 8", tmp_path).notes) == is_noted
+
+
+def test_a_schedule_of_a_branch_of_megatron_is_the_overlap_that_it_became(tmp_path):
+    experts = "--num-experts 8 --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall"
+    text = f"{TRAINING} {experts} --combined-1f1b --mtp-1f1b-overlap --bf16 --global-batch-size 8"
+    job = interpret_launch(read(text, tmp_path), world_size=8, folder=tmp_path)
+    assert Overlap.EP in job.layout.overlap

@@ -155,6 +155,7 @@ class ShellGrammar(ShellBranches):
             yield from commands  # they were started before the script went elsewhere
             raise
         is_pipe = False
+        parts = [(reader.tokens[start : reader.position], tuple(reader.redirections))]
         while (token := reader.peek()) is not None and token.is_operator and token.text[0] == "|":
             if token.text == "||":
                 break
@@ -167,11 +168,14 @@ class ShellGrammar(ShellBranches):
             is_pipe = True
             list(self.element(reader, False))
             part = reader.tokens[begin : reader.position]
+            parts.append((part, tuple(reader.redirections)))
             if live and _trains(part):
                 raise syntax_refusal(token.line, "a command that trains behind a pipe is not read")
             if live and part:
                 self.status = None
                 self.decision = UnknownValue(origin=f"whether `{part[0].text[:40]}` succeeds")
+        if live:
+            self.keep_filtered(parts)
         yield from commands
         if is_negated and live and self.status is not None:
             self.status = not self.status

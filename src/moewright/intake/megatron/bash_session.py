@@ -9,7 +9,9 @@ from pathlib import Path
 
 from moewright.intake.megatron.bash_builtins import Condition, read_words, take_option
 from moewright.intake.megatron.bash_expansion import ShellVariables
+from moewright.intake.megatron.bash_filters import apply_filter
 from moewright.intake.megatron.bash_tokens import ShellToken, find_expressions, syntax_refusal
+from moewright.intake.megatron.called_scripts import read_script_file
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, show_unknown
 from moewright.spec.errors import BadInput
 from moewright.spec.units import whole_number
@@ -193,6 +195,24 @@ class ShellSession:
             elif redirection.text.startswith(">") and len(redirection.text.lstrip(">")) > 0:
                 names.append(redirection.text.lstrip(">"))
         self.files |= {name.removeprefix("./"): heredoc for name in names}
+
+    def keep_filtered(self, parts: Sequence[tuple[Sequence[ShellToken], Redirections]]) -> None:
+        """Remember the text that filters in a pipe make of a template, and write to a file."""
+        (first, _), (_, redirections) = parts[0], parts[-1]
+        if not (first and redirections and first[0].unquoted == "sed"):
+            return
+
+        def read(name: str) -> str | None:
+            return read_script_file(name, self.folders(), self.files)
+
+        text: str | None = None
+        for tokens, targets in parts:
+            redirected = {id(token) for pair in targets for token in pair}
+            words = [token for token in tokens if id(token) not in redirected]
+            expanded = [word for token in words for word in self.variables.expand(token)]
+            text = apply_filter(expanded, text, read)
+        if text is not None:
+            self.keep_file(("sed",), text, redirections)
 
     def heredoc(self, redirections: Redirections) -> str | None:
         """Return what a here-document or a here-string hands to a command."""

@@ -68,6 +68,10 @@ def translate_experts(
         "--moe-token-dispatcher-type": ("alltoall",),
         "--moe-layer-freq": (_spell_pattern(interval, layers),),
     }
+    tp = "".join(options.get("--tensor-model-parallel-size", ())) or "1"
+    if tp != "1" and "--sequence-parallel" not in options:
+        rule = "has DeepSpeed's experts whole on each of its ranks, which cannot be planned here"
+        raise BadInput(Reason(field="--tensor-model-parallel-size", value=tp[:20], rule=rule))
     if _CUT not in foreign:
         translated["--expert-tensor-parallel-size"] = ("1",)
     if _KEEP_ALL not in foreign:

@@ -356,6 +356,16 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--moe-expert-model-parallelism": _refused(
             "is megablocks'; in Megatron-LM it is --expert-model-parallel-size with its degree"
         ),
+        "--expert-ep-size": _refused(
+            "is FastMoE's; in Megatron-LM it is --expert-model-parallel-size with its degree", 1
+        ),
+        "--combined-1f1b": _renamed(
+            "is of a branch of Megatron-LM", "--overlap-moe-expert-parallel-comm"
+        ),
+        "--combined-1f1b-recipe": _ignored("is how --combined-1f1b orders what it overlaps", 1),
+        "--mtp-1f1b-overlap": _ignored(
+            "is of a branch of Megatron-LM: a plan overlaps all layers that have experts"
+        ),
         "--use-la-module": _refused(
             "is Linear-MoE's: all attention is replaced by linear attention, which cannot be "
             "planned here"

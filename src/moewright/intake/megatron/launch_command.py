@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import pairwise
@@ -24,7 +24,12 @@ from moewright.intake.megatron.options import (
     option_table,
     take_values,
 )
-from moewright.intake.megatron.parser_source import TrainerSource, find_core_use, find_own_source
+from moewright.intake.megatron.parser_source import (
+    TrainerSource,
+    find_core_use,
+    find_other_package,
+    find_own_source,
+)
 from moewright.intake.megatron.releases import MegatronRelease, find_release
 from moewright.intake.megatron.unknown import (
     UNKNOWN_VALUE,
@@ -233,6 +238,7 @@ class _LaunchParser:
             unknown_words=tuple(self.unknown_words),
             notes=(
                 *self.notes,
+                *self._note_program(),
                 *ranks.notes,
                 *(f"{reason}: {' '.join(names)}" for reason, names in self.fork_notes.items()),
             ),
@@ -392,10 +398,20 @@ class _LaunchParser:
         if topic or nearest:
             about = mention(", and sounds of {}", topic)
             rule = f"is no option of Megatron-LM or of a fork that is known here{about}"
+            degree = whole_number("".join(values[:1]), otherwise=1)
+            if topic == "parallelism" and degree > 1 and not nearest:
+                rule += f"; left out, its {degree} is lost"
             nearest = nearest or f"--set {name[:60]}=null"
             self.faults.append(Reason(field=name[:60], rule=rule, nearest=nearest))
         else:
             self.notes.append(f"{name[:60]} is no option of Megatron-LM and is left out")
+
+    def _note_program(self) -> Iterator[str]:
+        """Yield a note where the program beside the script is called as one of Megatron-LM's."""
+        programs = [word for word in self.words if word.endswith(".py")][:1]
+        if self.folder is not None and (package := find_other_package(self.folder, programs)):
+            name = Path(programs[0]).name
+            yield f"{name} beside the script runs {package}, and is planned as Megatron-LM's own"
 
     def _find_own_source(self) -> TrainerSource:
         if self.folder is None:

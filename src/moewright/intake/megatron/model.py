@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from moewright.intake import catalogue
 from moewright.intake.megatron.hybrid import read_hybrid
@@ -132,6 +133,9 @@ def _find_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMo
     return ScriptModel(model=replace(shaped, vocab_size=padded), note=note)
 
 
+_NAME_PIECES = re.compile(r"([-_])")
+
+
 def require_positions(model: ModelSpec, seq_len: int) -> None:
     """Ask for the rows of a table of learned positions, with the sequence as a value for them.
 
@@ -148,8 +152,26 @@ def _refuse_own_layers(arguments: Arguments) -> None:
     module = arguments.text(name, "")
     if module and not module.startswith(_SPECS):
         rule = "builds layers that the options do not say: name the model in front"
-        nearest = "estimate Qwen3-Next-80B-A3B --from-flags ..."
+        nearest = f"estimate {_suggest_model(arguments, 'CONFIG.json')} --from-flags ..."
         raise BadInput(Reason(field=name, value=module[:60], rule=rule, nearest=nearest))
+
+
+def _suggest_model(arguments: Arguments, otherwise: str) -> str:
+    """Return the name of a known model that a path of the command ends in, else what is said.
+
+    What converters add to a name ("-mcore") is left out; a model of other sizes is none.
+    """
+    layers = arguments.options.get("--num-layers", ())
+    for value in (value for values in arguments.options.values() for value in values):
+        pieces = _NAME_PIECES.split(Path(value).name)
+        for count in range(len(pieces), 1, -2):
+            try:
+                model = catalogue.model("".join(pieces[:count]))
+            except BadInput:
+                continue
+            if layers in ((), (str(model.layers),)):
+                return model.name.rpartition("/")[2]
+    return otherwise
 
 
 def _use_named_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptModel:
@@ -158,7 +180,7 @@ def _use_named_model(arguments: Arguments, named_model: ModelSpec | None) -> Scr
             "is missing: the model is not in the script; "
             "give its name or config.json before --from-flags"
         )
-        nearest = "estimate Qwen3-30B-A3B --from-flags ..."
+        nearest = f"estimate {_suggest_model(arguments, 'Qwen3-30B-A3B')} --from-flags ..."
         raise BadInput(Reason(field="--num-layers", rule=rule, nearest=nearest))
     model, changes = with_sizes(arguments, named_model)
     arguments.ignore(*_SAID_BY_NAME)

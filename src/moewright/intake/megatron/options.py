@@ -12,6 +12,7 @@ from moewright.intake.megatron.packaged_tables import read_rows
 from moewright.intake.megatron.unknown import UNKNOWN_VALUE, UnknownValue, find_unknown
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.names import closest_match
+from moewright.spec.units import whole_number
 
 # A whole number as YAML and some parsers have it.
 WHOLE_NUMBER = re.compile(r"-?\d+\.0*|\d+e\+?\d")
@@ -227,7 +228,8 @@ def check_values(option: MegatronOption, values: Sequence[str]) -> Iterator[Reas
     """
     if not _is_right_count(option.value_count, len(values)):
         count = _COUNT_RULES.get(option.value_count, f"{option.value_count} values")
-        yield Reason(field=option.name, rule=f"takes {count}")
+        nearest = _ask_values(option) if option.value_count.isdigit() and values else ""
+        yield Reason(field=option.name, rule=f"takes {count}", nearest=nearest)
         return
     for value in values:
         if UNKNOWN_VALUE.search(value):
@@ -238,15 +240,23 @@ def check_values(option: MegatronOption, values: Sequence[str]) -> Iterator[Reas
             rule = _VALUE_RULES.get((option.name, value), rule)
             yield Reason(field=option.name, value=value[:60], rule=rule, nearest=nearest)
         elif option.type == "int" and not _converts(value, int):
-            yield _ask_number(option.name, value, "must be a whole number")
+            yield _ask_number(option, value, "must be a whole number")
         elif option.type == "float" and not _converts(value, float):
-            yield _ask_number(option.name, value, "must be a number")
+            yield _ask_number(option, value, "must be a number")
 
 
-def _ask_number(name: str, value: str, rule: str) -> Reason:
+def _ask_number(option: MegatronOption, value: str, rule: str) -> Reason:
     if _PLACEHOLDER.search(value):
         rule = f"is a placeholder: it {rule}"
-    return Reason(field=name, value=value[:60], rule=rule, nearest=f"--set {name}=...")
+    nearest = _ask_values(option)
+    return Reason(field=option.name, value=value[:60], rule=rule, nearest=nearest)
+
+
+def _ask_values(option: MegatronOption) -> str:
+    """Return what to add for an option: as many values as it takes, all of them together."""
+    count = whole_number(option.value_count, otherwise=1)
+    values = " ".join(["..."] * count)
+    return f'--set {option.name}="{values}"' if count > 1 else f"--set {option.name}={values}"
 
 
 def _is_right_count(legal: str, count: int) -> bool:

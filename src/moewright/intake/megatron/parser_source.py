@@ -141,6 +141,9 @@ def shorten_default(text: str) -> str:
     return plain if is_plain and len(plain) <= _MOST_OF_A_DEFAULT else ""
 
 
+_OF_MEGATRON = re.compile(r"megatron|mindspeed|flagscale|nemo", re.IGNORECASE)
+
+
 def find_own_source(folder: Path, programs: Sequence[str]) -> TrainerSource:
     """Return the source of the trainer whose checkout a script lies in.
 
@@ -163,6 +166,22 @@ def find_own_source(folder: Path, programs: Sequence[str]) -> TrainerSource:
         for option in parse_options(_read_source(file)):
             options.setdefault(option.name, option)
     return TrainerSource(root=root, options=options)
+
+
+def find_other_package(folder: Path, programs: Sequence[str]) -> str:
+    """Return the package beside a program that trains in Megatron's place, "" where none is seen.
+
+    It is the first that the program imports from its own folder, and nothing of Megatron with it.
+    """
+    for name in programs:
+        path = Path(name.rpartition("\0")[2].lstrip("/"))
+        for place in dict.fromkeys((folder / path, folder / path.name)):
+            text = _read_source(place)
+            packages = dict.fromkeys(_IMPORT.findall(text))
+            own = [package for package in packages if (place.parent / package).is_dir()]
+            if own and not _OF_MEGATRON.search(" ".join(packages)):
+                return own[0]
+    return ""
 
 
 def _list_packages(folder: Path, programs: Sequence[str]) -> Iterator[str]:

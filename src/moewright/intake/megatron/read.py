@@ -124,12 +124,7 @@ def _read_apart(
         )
         text = next((command for command in added if command is not None), None)
         if text is None and script.suffix.lower() == ".py":
-            rule = (
-                "is a program, which is not run here; give the configuration that it writes, such "
-                "as the run_config.yaml of a checkpoint, or have it started"
-            )
-            nearest = f"moewright capture -- python {script.name}"
-            raise BadInput(Reason(field=script.name, rule=rule, nearest=nearest))
+            raise _refuse_program(script)
         job_variables = dict(cluster)
         if text is None and script.suffix.lower() in SUFFIXES:
             manifest_text = read_text(script)
@@ -158,6 +153,39 @@ def _read_apart(
             if script.suffix.lower() not in _OUTPUTS or text.startswith("#!"):
                 raise
             raise _refuse_output(script) from None
+
+
+def _refuse_program(script: Path) -> BadInput:
+    """Return the refusal of a program in Python: what to give, or to have started, in its place.
+
+    What only defines a configuration starts nothing, and is not offered to be captured.
+    """
+    text = read_text(script)
+    rule = "is a program, which is not run here"
+    if _DICTIONARIES.search(text):
+        rule = (
+            "is a configuration of dictionaries, as InternEvo and XTuner take: they run no "
+            "Megatron-core; name the model and the layout to `estimate`"
+        )
+        return BadInput(Reason(field=script.name, rule=rule))
+    if _STARTS.search(text):
+        rule += (
+            "; give the configuration that it writes, such as the run_config.yaml of a checkpoint, "
+            "or have it started"
+        )
+        nearest = f"moewright capture -- python {script.name}"
+        return BadInput(Reason(field=script.name, rule=rule, nearest=nearest))
+    rule += ": it defines functions and starts nothing"
+    if _RECIPE.search(text):
+        rule += "; give what one of its recipes writes, the run_config.yaml of a checkpoint"
+    else:
+        rule += "; give the script that starts the training"
+    return BadInput(Reason(field=script.name, rule=rule))
+
+
+_DICTIONARIES = re.compile(r"(?m)^(model|parallel)\s*=\s*dict\(")
+_STARTS = re.compile(r"(?m)^if __name__|^(main|train|launch|run)\(")
+_RECIPE = re.compile(r"megatron\.bridge|nemo\.collections\.llm|ConfigContainer")
 
 
 def _refuse_output(script: Path) -> BadInput:

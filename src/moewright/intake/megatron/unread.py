@@ -72,6 +72,7 @@ _FORKS = (
 _OF_OPTIMIZER = re.compile(
     r"(muon|sgd|lion|soap|shampoo|ademamix|adafactor|galore|apollo|lamb|came)_"
 )
+_OF_PICTURES = re.compile(r"(^|_)(vision|vit|images?|img|videos?|pixels?)(_|$)")
 _NEAR = 0.85
 _MOST_NAMED = 12
 
@@ -451,6 +452,9 @@ def _refuse(
     if has_name:
         rule = f"is about {topic} and cannot be planned here; set to null it is left out"
         return Reason(field=name, value=shown, rule=rule, nearest=f"--set {name}=null")
+    if _OF_PICTURES.search(last_name(name)):
+        rule = "is of a model with an encoder of pictures, which is not planned here"
+        return Reason(field=name, value=shown, rule=rule)
     rule = f"is no setting of {trainer} that is known here, and sounds of {topic}"
     nearest = nearest_name(name, known_names) or f"--set {name}=null"
     return Reason(field=name, value=shown, rule=rule, nearest=nearest)
