@@ -366,3 +366,22 @@ def test_a_schedule_of_a_branch_of_megatron_is_the_overlap_that_it_became(tmp_pa
     text = f"{TRAINING} {experts} --combined-1f1b --mtp-1f1b-overlap --bf16 --global-batch-size 8"
     job = interpret_launch(read(text, tmp_path), world_size=8, folder=tmp_path)
     assert Overlap.EP in job.layout.overlap
+
+
+def test_an_overlap_of_shared_experts_that_the_model_has_not_is_none(tmp_path):
+    experts = "--num-experts 8 --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall"
+    text = f"{TRAINING} {experts} --moe-shared-expert-overlap --global-batch-size 8"
+    for size, overlaps in (("", ()), (" --moe-shared-expert-intermediate-size 64", ("shared",))):
+        job = interpret_launch(read(text + size, tmp_path), world_size=8, folder=tmp_path)
+        assert job.layout.overlap == overlaps
+
+
+def test_fsdp2_shards_whatever_the_checkouts_own_default_of_sharding_is(tmp_path):
+    text = f"{TRAINING} --use-torch-fsdp2 --data-parallel-sharding-strategy no_shard --bf16"
+    command = read(f"{text} --global-batch-size 8", tmp_path)
+    assert interpret_launch(command, world_size=8, folder=tmp_path).layout.zero == 3
+
+
+def test_a_program_that_takes_a_config_of_torchtitan_is_said_to_be_its(tmp_path):
+    text = "torchrun --nproc_per_node 8 ./train.py --job.config_file ./train_configs/a.toml"
+    assert "is torchtitan's" in refuse(text, tmp_path)

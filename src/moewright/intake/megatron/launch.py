@@ -94,7 +94,7 @@ _OTHER_TRAINERS = (
     (r"\bllamafactory-cli train", f"is LLaMA-Factory's: {_WITHOUT}"),
     (r"\bswift (sft|pt|rlhf)\b", f"is ms-swift's without Megatron: {_WITHOUT}"),
     (r"\baxolotl\b.* train|axolotl\.cli", f"is Axolotl's: {_WITHOUT}"),
-    (r"\btorchtitan\b", f"is torchtitan's: {_WITHOUT}"),
+    (r"\btorchtitan\b|--job\.config[_-]file\b", f"is torchtitan's: {_WITHOUT}"),
     (
         r"\byq\b.*MODEL_ARGS",
         "takes its options from a YAML file by yq: give that file, which is read by itself",

@@ -86,7 +86,7 @@ def read_layout(
     layout = _read_recompute(arguments, layout)
     layout = _read_offload(arguments, layout)
     layout, offload_notes = _leave_out_void_offloads(layout)
-    overlaps, overlap_notes = _read_overlap(arguments, layout)
+    overlaps, overlap_notes = _read_overlap(arguments, layout, model)
     graphs, graph_notes = _read_graphs(arguments)
     notes = (*notes, *offload_notes, *overlap_notes, *graph_notes)
     return replace(layout, overlap=overlaps, graphs=graphs), notes
@@ -118,10 +118,10 @@ def _read_micro_batch(arguments: Arguments) -> int:
 
 def _read_zero(arguments: Arguments) -> int:
     is_sharded = arguments.has("--use-distributed-optimizer")
-    # FSDP2 shards weights, gradients and states, whatever the distributed optimizer is told.
+    strategy = arguments.text("--data-parallel-sharding-strategy", "optim_grads_params")
+    # FSDP2 shards weights, gradients and states, whatever else is told to shard.
     if arguments.has("--use-torch-fsdp2"):
         return 3
-    strategy = arguments.text("--data-parallel-sharding-strategy", "optim_grads_params")
     arguments.ignore("--ckpt-format")
     if not arguments.has("--use-megatron-fsdp"):
         return int(is_sharded)
@@ -296,18 +296,21 @@ def _read_offload_module(name: str) -> Offload:
 
 
 def _read_overlap(
-    arguments: Arguments, layout: Layout
+    arguments: Arguments, layout: Layout, model: ModelSpec
 ) -> tuple[tuple[Overlap, ...], tuple[str, ...]]:
     """Return what an option overlaps.
 
     Messages of virtual stages overlap by themselves there, so a layout need not say it; a script
-    that switches this off gets a note.
+    that switches this off gets a note. Of shared experts that a model has not Megatron-LM overlaps
+    nothing, and says nothing.
     """
-    overlaps = sorted(overlap for overlap, name in OVERLAP_OPTIONS.items() if arguments.has(name))
+    overlaps = {overlap for overlap, name in OVERLAP_OPTIONS.items() if arguments.has(name)}
+    if model.moe is None or not model.moe.shared_ffn_size:
+        overlaps.discard(Overlap.SHARED)
     if not arguments.has(_LONE_MESSAGES) or layout.vpp == 1 or layout.pp == 1:
-        return tuple(overlaps), ()
+        return tuple(sorted(overlaps)), ()
     note = f"{_LONE_MESSAGES} is planned as what Megatron-LM does without: messages overlap"
-    return tuple(overlaps), (note,)
+    return tuple(sorted(overlaps)), (note,)
 
 
 def _read_graphs(arguments: Arguments) -> tuple[tuple[CudaGraphScope, ...], tuple[str, ...]]:
