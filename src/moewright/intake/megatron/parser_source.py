@@ -177,7 +177,7 @@ def find_other_package(folder: Path, programs: Sequence[str]) -> str:
         path = Path(name.rpartition("\0")[2].lstrip("/"))
         for place in dict.fromkeys((folder / path, folder / path.name)):
             text = _read_source(place)
-            packages = dict.fromkeys(_IMPORT.findall(text))
+            packages: dict[str, None] = dict.fromkeys(_IMPORT.findall(text))
             own = [package for package in packages if (place.parent / package).is_dir()]
             if own and not _OF_MEGATRON.search(" ".join(packages)):
                 return own[0]
