@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.cost.time.collective_time import CollectiveModel, GroupSpan
+from moewright.cost.time.layer_collectives import tp_exchange_s
 from moewright.cost.time.op_time import DeviceRates
+from moewright.cost.time.step_tail import StepTail, TailSeconds, exchange_window
 from moewright.intake import catalogue
 from moewright.spec.hardware import Collective, Constant, Hardware
 from moewright.spec.layout import DispatcherKind, Layout, Overlap
+from moewright.spec.ledger import StepPhase
 from moewright.spec.plan import Estimate, TimePart
 from moewright.spec.units import Sourced, SourceKind
 from moewright.spec.workload import Workload
@@ -201,3 +205,59 @@ def test_a_recomputed_layer_waits_for_split_sizes_again() -> None:
     assert added_s("ep8") > 0
     for recompute in ("full", "moe"):
         assert added_s(f"ep8,recompute={recompute}") == pytest.approx(2 * added_s("ep8"), rel=1e-6)
+
+
+@pytest.mark.parametrize("op", [Collective.ALL_GATHER, Collective.REDUCE_SCATTER])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_part_of_a_mesh_has_a_part_of_its_links(op: Collective, ranks: int) -> None:
+    """Six of a GH200's 18 links lead to each of the other three; a switch gives all to any."""
+    board = catalogue.hardware("8xGH200", "nvl4+ib")
+    switched = replace(board, fabric=replace(board.fabric, domain="nvlink"))
+    span = GroupSpan(size=ranks, ranks_per_domain=ranks, domains=1)
+    large = 1e15  # beside which a latency is nothing
+    mesh_s, switch_s = (
+        CollectiveModel(hardware, DeviceRates(hardware).constants).seconds(op, span, large)
+        for hardware in (board, switched)
+    )
+    assert mesh_s / switch_s == pytest.approx(3 / (ranks - 1), rel=1e-6)
+
+
+def test_a_ring_of_products_has_the_links_to_one_neighbour() -> None:
+    """Overlapped TP goes around a ring: a third of what NCCL's rings over all links have."""
+    board = model_of("8xGH200", "nvl4+ib")
+    plain, overlapped = (
+        tp_exchange_s(board, Layout(world_size=8, tp=4, sp=True, overlap=overlap), 1e15)
+        for overlap in ((), (Overlap.TP,))
+    )
+    shown = 1 - board.constants["tp_overlap_hidden"]
+    assert overlapped / plain == pytest.approx(3 * shown, rel=1e-6)
+    pair = GroupSpan(size=2, ranks_per_domain=2, domains=1)
+    assert board.neighbour_share(pair) == 1.0
+    assert model_of("8xH100").neighbour_share(GroupSpan(size=8, ranks_per_domain=8, domains=1)) == 1
+
+
+def test_a_port_of_jupiter_has_200_gigabits() -> None:
+    assert catalogue.hardware("8xGH200", "nvl4+ib").fabric.network_Bps.value == 25e9
+    assert catalogue.hardware("8xGH200").fabric.network_Bps.value == 50e9  # a server of its own
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_step_does_once_hides_beside_little_of_it(seed: int) -> None:
+    """Gradients wait for the last micro-batch: beside the others none is there to be reduced."""
+    random = Random(seed)
+    pp, vpp, m = random.choice((1, 2, 4)), random.choice((1, 2, 4)), random.choice((4, 8, 64))
+    vpp = vpp if pp > 1 else 1
+    window = exchange_window(1, pp=pp, vpp=vpp, micro_batches=m)
+    assert 1 / (vpp * m) <= window <= min(1.0, pp / m + 1e-9)
+    assert exchange_window(3, pp=pp, vpp=vpp, micro_batches=m) == 1.0
+    term = TailSeconds(
+        phase=StepPhase.GRAD_REDUCE,
+        part=TimePart.DP_COMM,
+        exposed_s=random.random(),
+        hidden_s=random.random(),
+    )
+    tail = StepTail(terms=(term,), beside_share=float(window))
+    steps = [tail.step_s(pipeline_s) for pipeline_s in (0.0, 1.0, 1e3)]
+    assert steps[0] == pytest.approx(tail.least_s)
+    assert steps[1] >= 1.0 + term.exposed_s
+    assert steps[2] == pytest.approx(1e3 + term.exposed_s + tail.uncovered_s(1e3))

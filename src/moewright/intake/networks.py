@@ -181,7 +181,7 @@ def apply_network(hardware: Hardware, text: str) -> Hardware:
         entry = _find_entry(name.strip().casefold(), hardware)
         if entry.joins is NetworkLevel.DOMAIN and entry.kind != hardware.fabric.domain:
             hardware = _change_domain(hardware, entry)
-        elif entry.joins is NetworkLevel.NETWORK and entry.kind != hardware.fabric.network:
+        elif entry.joins is NetworkLevel.NETWORK and not _has_network(hardware, entry):
             hardware = _change_network(hardware, entry)
     if levels:
         hardware = replace(hardware, fabric=replace(hardware.fabric, levels=tuple(levels)))
@@ -189,6 +189,12 @@ def apply_network(hardware: Hardware, text: str) -> Hardware:
     if fault is not None:
         raise BadInput(replace(fault, field="network"))
     return hardware
+
+
+def _has_network(hardware: Hardware, entry: NetworkEntry) -> bool:
+    """Return whether the hardware has a network of this kind, with the ports that it names."""
+    rate, fabric = entry.bandwidth(hardware), hardware.fabric
+    return entry.kind == fabric.network and rate in (None, fabric.network_Bps.value)
 
 
 _LEVEL_FORM = "tree:3072:7"

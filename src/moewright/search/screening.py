@@ -565,7 +565,8 @@ class Screener:
             is_fast = is_worth_pricing[:, needed] & (pipeline_s[:, :, None] * spread < below_s)
             tail_s, least_s = self._tails.seconds(base, variant.batch, is_fast)
             covered = pipeline_s[:, :, None] + tail_s[:, None, :]
-            total = np.maximum(covered, least_s[:, None, :])
+            apart = (1 - self._tails.windows(variant.batch))[:, None, :]
+            total = np.maximum(covered, apart * pipeline_s[:, :, None] + least_s[:, None, :])
             total_s = np.where(is_fast, total, np.inf)
             total_bound_s = total_s * spread
             better = total_bound_s < bound[:, needed]

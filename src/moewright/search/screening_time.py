@@ -20,7 +20,12 @@ from moewright.cost.symbols import Symbols
 from moewright.cost.time.collective_time import CollectiveModel
 from moewright.cost.time.layer_time import price_collectives
 from moewright.cost.time.op_time import DeviceRates
-from moewright.cost.time.step_tail import RankParameters, StepTail, step_tail
+from moewright.cost.time.step_tail import (
+    RankParameters,
+    StepTail,
+    exchange_window,
+    step_tail,
+)
 from moewright.cost.time.step_time import Pricer, model_ops, price_model_ops
 from moewright.rules.routing import counts_copies
 from moewright.rules.shapes import shards
@@ -61,6 +66,19 @@ class ScreeningTails:
                 np.maximum.at(tails[:, column], places, [tail.total_s for tail in of_ranks])
                 np.maximum.at(least[:, column], places, [tail.least_s for tail in of_ranks])
         return tails, least
+
+    def windows(self, batch: PipelineBatch) -> Array:
+        """Return the share of micro-batches beside which exchanges of states can run.
+
+        It is [pipelines, state policies].
+        """
+        windows = [
+            exchange_window(
+                policy.zero, pp=batch.pp, vpp=batch.vpp, micro_batches=batch.micro_batches
+            )
+            for policy in self._states
+        ]
+        return np.stack([np.broadcast_to(window, batch.pp.shape) for window in windows], axis=1)
 
     def _rank_tails(
         self, base: Layout, policy: StatePolicy, batch: PipelineBatch, ranks: Array

@@ -139,6 +139,10 @@ class NetworkKind(StrEnum):
     TCP = "tcp"
 
 
+# In these each device of a domain has links of its own to every other one, and no switch joins them.
+_MESHES = frozenset({NetworkKind.NVL4, NetworkKind.XGMI})
+
+
 class MessagePath(StrEnum):
     """The ways in which the messages of a dispatcher's library leave a device."""
 
@@ -212,6 +216,16 @@ class Fabric:
     library_paths: tuple[LibraryPath, ...] = ()
     levels: tuple[TopologyLevel, ...] = field(default=(), metadata={OMIT_EMPTY: True})
     placement: tuple[int, ...] = field(default=(), metadata={OMIT_EMPTY: True})
+
+    def link_share(self, peers: int) -> float:
+        """Return the share of a device's links in its domain that lead to so many of its peers.
+
+        A switch gives a device all of its bandwidth to any peer; a mesh has some links to each.
+        """
+        others = self.domain_size - 1
+        if self.domain not in _MESHES or others < 1:
+            return 1.0
+        return min(peers, others) / others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

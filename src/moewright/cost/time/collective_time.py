@@ -147,7 +147,7 @@ class CollectiveModel:
             buffer_bytes = payload_bytes * span.size
         inside_s = 0.0
         if span.ranks_per_domain > 1:
-            inside_s = buffer_bytes * (span.size - 1) / span.size / self._domain_Bps
+            inside_s = buffer_bytes * (span.size - 1) / span.size / self._inside_Bps(span)
         ports_Bps = span.ranks_per_domain * self._network_Bps / span.crossing.ring
         between_s = buffer_bytes * (span.domains - 1) / span.domains / ports_Bps
         rounds = 1.0
@@ -166,14 +166,25 @@ class CollectiveModel:
 
     def _bandwidth(self, span: GroupSpan) -> float:
         if span.is_inside_domain:
-            return self._domain_Bps
+            return self._domain_Bps * self._fabric.link_share(1)
         return self._network_Bps
+
+    def _inside_Bps(self, span: GroupSpan) -> float:
+        """Return the bandwidth of a device to the ranks of a group in its domain."""
+        return self._domain_Bps * self._fabric.link_share(span.ranks_per_domain - 1)
+
+    def neighbour_share(self, span: GroupSpan) -> float:
+        """Return the share of a device's bandwidth inside a group that it has to one neighbour."""
+        peers = span.ranks_per_domain - 1
+        return self._fabric.link_share(1) / self._fabric.link_share(peers) if peers else 1.0
 
     def _all_to_all_s(self, span: GroupSpan, payload_bytes: float) -> float:
         c = self.constants
         domain_bytes = payload_bytes / span.domains
         local = span.ranks_per_domain
-        inside_s = domain_bytes * (local - 1) / local / self._domain_Bps
+        inside_s = 0.0
+        if local > 1:
+            inside_s = domain_bytes * (local - 1) / local / self._inside_Bps(span)
         network_Bps = self._network_Bps
         if self._fabric.network == NetworkKind.EFA:
             network_Bps *= c["efa_alltoall_share"]
@@ -218,8 +229,11 @@ class CollectiveModel:
             proxy = self._proxy_cost(span)
             between_s = max(between_s / proxy.rail_share, sent_copies * proxy.token_s)
         rank_copies = tokens * expected_places(router, span.size)
-        fan_out_Bps = self._fabric.domain_Bps.value * c["dedup_domain_efficiency"]
-        inside_s = rank_copies * row_bytes / fan_out_Bps
+        inside_s = 0.0
+        if span.ranks_per_domain > 1:
+            fan_out_Bps = self._fabric.domain_Bps.value * c["dedup_domain_efficiency"]
+            fan_out_Bps *= self._fabric.link_share(span.ranks_per_domain - 1)
+            inside_s = rank_copies * row_bytes / fan_out_Bps
         moving_s = c["dedup_inside_time_scale"] * inside_s
         moving_s += c["dedup_between_time_scale"] * between_s
         return load * moving_s + call_s + span.crossing.latency_s + self._latency_s(span)

@@ -24,21 +24,26 @@ from moewright.spec.units import FP32_BYTES, INT64_BYTES
 def tp_exchange_s(collectives: CollectiveModel, layout: Layout, tensor_bytes: float) -> float:
     """Return the time of one gather or scatter of a TP group, as far as no GEMM hides it.
 
-    `tensor_bytes` is the size of the tensor when it is gathered.
+    `tensor_bytes` is the size of the tensor when it is gathered. Where products hide it, it goes
+    around a ring, a rank to its neighbour (Transformer Engine, userbuffers: ring_exchange), where
+    NCCL has rings over all links.
     """
     if layout.tp == 1:
         return 0.0
     c = collectives.constants
+    span = collectives.span(layout, "tp")
+    exposed_share = 1.0
+    efficiency = c["tp_efficiency"]
+    if Overlap.TP in layout.overlap:
+        exposed_share = 1 - c["tp_overlap_hidden"]
+        efficiency *= collectives.neighbour_share(span)
     seconds = collectives.seconds(
         # A gather of the same tensor passes the same bytes over every link: one price for both.
         Collective.REDUCE_SCATTER,
-        collectives.span(layout, "tp"),
+        span,
         tensor_bytes,
-        efficiency=c["tp_efficiency"],
+        efficiency=efficiency,
     )
-    exposed_share = 1.0
-    if Overlap.TP in layout.overlap:
-        exposed_share = 1 - c["tp_overlap_hidden"]
     return c["tp_time_scale"] * exposed_share * seconds
 
 

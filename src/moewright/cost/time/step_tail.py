@@ -8,6 +8,8 @@ from functools import cached_property
 from math import ceil
 from typing import TypeVar
 
+import numpy as np
+
 from moewright.cost.constants import Constants
 from moewright.cost.memory.model_states import MOMENTUM_BYTES
 from moewright.cost.symbols import Symbols
@@ -26,6 +28,7 @@ from moewright.spec.plan import TimePart
 from moewright.spec.units import FP32_BYTES
 from moewright.spec.workload import Dtype, MatrixUpdate
 
+Numbers = float | np.ndarray
 _BUCKET_ELEMENTS_A_RANK = 1_000_000  # Megatron-LM's, param_and_grad_buffer.py
 
 
@@ -55,9 +58,13 @@ class TailSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTail:
-    """Seconds of the work that a step does once, after its micro-batches, by term."""
+    """Seconds of the work that a step does once, after its micro-batches, by term.
+
+    `beside_share` is the share of the micro-batches' time beside which the hidden terms run.
+    """
 
     terms: tuple[TailSeconds, ...]
+    beside_share: float = 1.0
 
     @cached_property
     def hidden_s(self) -> float:
@@ -74,9 +81,13 @@ class StepTail:
         """The least that a step takes, however short its micro-batches are."""
         return self.total_s + self.hidden_s
 
+    def uncovered_s(self, pipeline_s: float) -> float:
+        """Return what shows of the hidden terms where the micro-batches take `pipeline_s`."""
+        return max(0.0, self.hidden_s - self.beside_share * pipeline_s)
+
     def step_s(self, pipeline_s: float) -> float:
         """Return the seconds of a step whose micro-batches take `pipeline_s`."""
-        return max(pipeline_s + self.total_s, self.least_s)
+        return pipeline_s + self.total_s + self.uncovered_s(pipeline_s)
 
     def by_phase(self) -> dict[StepPhase, float]:
         """Return the seconds after the micro-batches by phase."""
@@ -295,12 +306,29 @@ TAIL_TERMS: tuple[Callable[[TailContext], TailSeconds], ...] = (
 )
 
 
+def exchange_window(
+    zero: int, *, pp: Numbers, vpp: Numbers, micro_batches: Numbers
+) -> float | np.ndarray:
+    """Return the share of the micro-batches' time beside which exchanges of states can run.
+
+    zero=2 and 3 reduce and gather for every micro-batch. Otherwise a gradient is complete after the
+    last backward of its chunk, and a weight needed before the first forward, so that the rest of
+    one micro-batch is beside the exchange, and with virtual stages the chunks of those of a group
+    that come after (Megatron-LM, interleaved schedule: grad_sync_func, param_sync_func).
+    """
+    if zero >= 2:
+        return 1.0
+    return np.minimum(1.0, ((vpp - 1) * pp + 1) / (vpp * micro_batches))
+
+
 def step_tail(
     rates: DeviceRates, collectives: CollectiveModel, sym: Symbols, parameters: RankParameters
 ) -> StepTail:
     """Return what a rank with so many parameters does once a step."""
     tail = TailContext(rates=rates, collectives=collectives, sym=sym, parameters=parameters)
-    return StepTail(terms=tuple(term(tail) for term in TAIL_TERMS))
+    layout = sym.layout
+    window = exchange_window(layout.zero, pp=layout.pp, vpp=layout.vpp, micro_batches=sym.m)
+    return StepTail(terms=tuple(term(tail) for term in TAIL_TERMS), beside_share=float(window))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

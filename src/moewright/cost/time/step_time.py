@@ -489,8 +489,8 @@ def step_time(
     if sym.layout.pp > 1:
         waiting_s = still_s - sym.m * totals[slowest]
     last = max(tails, key=lambda tail: tail.step_s(still_s + sending_s))
-    # Collectives that take longer than the micro-batches show beside them.
-    uncovered_s = max(0.0, last.hidden_s - still_s - sending_s)
+    # Collectives that take longer than what they run beside show.
+    uncovered_s = last.uncovered_s(still_s + sending_s)
     parts = dict(own.exposed)
     for part, seconds in (
         (TimePart.PP_COMM, sending_s),
