@@ -22,6 +22,9 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
+from numpy import median, quantile
+
+from moewright.calibration.table import read_table
 from moewright.view.page import TIME_COLOURS
 
 PAGE = Path(__file__).parents[1] / "accuracy.md"
@@ -91,19 +94,11 @@ _BLIND_TEXT = """# Accuracy on runs that nothing was fitted to
 
 The columns are those of [accuracy](accuracy.md). Runs of sources that no other table has
 (`tests/published/data/blind_runs.csv`), predicted by the constants as shipped, which are not fitted
-to them. **Their first scores**, before anything was changed for them, are 24.6 and 74.5 % (median,
-90th percentile) of the 17 MoE rows of 2026-11-24, 31.0 and 84.7 % of 22 of 2026-11-27 (four more,
-which were refused at first, were 20 to 25 % slow), 18.4 and 36.3 % of 22 more of that day (five
-more could not be read), 187.5 and 249.6 % of four of a trainer of plain operations, 25.1 and
-95.1 % of 97 on B300 (transformers' layers, prime-rl and torchtitan), 21.0 and 70.1 % of 22 of
-torch's trainers (pith-train, AutoEP, TRL, halo), 22.3 and 48.0 % of 32 of 2026-11-28
-(fms-acceleration, Megatron-LM's FSDP at 128k tokens, pith-train), 31.5 and 56.0 % of 44 of that day
-over EFA on B300, 43.9 and 69.8 % of 32 more (MaxText on MI355X, Nemotron on GH200; two could not
-be read), 9.6 and 27.2 % of 19 of MaxText on B200 after these, and 10.2 and 56.1 % of 67 dense rows
-(five more: 23.8 and 27.1 %; 14 of that trainer: 23.2 and 25.2 %; 17 on GH200 and H200: 7.5 and
-21.1 %, by a misreading: 40.8 and 70.7 %). The table is what the planner says since; what was mended
-stands in [the log](log/planner_accuracy.md).
+to them. What a stranger meets is **how they were first predicted**, before anything was changed for
+them. Today's figures are of the same rows, with those that could not be read at first, after what
+they led to; what was mended stands in [the log](log/planner_accuracy.md).
 """
+_FIRST_SCORES = Path(__file__).parent / "accuracy_first_scores.toml"
 _BARS = "\n<!-- bars: median by split in rows -->"
 _STATEMENTS = ("complete", "switches unstated", "natural routing")
 
@@ -149,10 +144,53 @@ def render_own_runs(own_report: Mapping[str, Any], alike_report: Mapping[str, An
     return "\n".join(parts) + "\n"
 
 
-def render_blind(report: Mapping[str, Any]) -> str:
-    """Return the text of the page of runs that no constant was fitted to."""
+def render_blind(report: Mapping[str, Any], with_experts: Collection[str]) -> str:
+    """Return the text of the page of runs that no constant was fitted to.
+
+    `with_experts` are the ids of the rows whose models have experts.
+    """
+    firsts = "\n".join(_first_score_lines(report["rows"], with_experts))
     lines = "\n".join(_summary_lines(report["summary"]))
-    return f"{_BLIND_TEXT}\n{lines}\n{_BARS}\n\n{_peak_text(report['summary']['memory'])}\n"
+    peaks = _peak_text(report["summary"]["memory"])
+    return f"{_BLIND_TEXT}\n{firsts}\n\n## Today\n\n{lines}\n{_BARS}\n\n{peaks}\n"
+
+
+def _first_score_lines(rows: Sequence[Row], with_experts: Collection[str]) -> Iterator[str]:
+    """Yield the lines of the collections of rows: as they were first predicted, and today."""
+    collections = tomllib.loads(_FIRST_SCORES.read_text(encoding="utf-8"))["collection"]
+    yield "| rows | collection | first count | median | p90 | count today | median | p90 | remark |"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---|"
+    for number, entry in enumerate(collections):
+        kind = entry["kind"]
+        named = [tuple(other["rows"]) for other in collections if other["kind"] == kind]
+        named_rows = tuple(start for starts in named for start in starts)
+        errors = [
+            abs(error)
+            for row in rows
+            if (error := _error(row)) is not None
+            and (row["id"] in with_experts) == (kind == "moe")
+            and _belongs(row["id"], tuple(collections[number]["rows"]), named_rows)
+        ]
+        count, median_error, p90_error = entry["first"]
+        today = ("", "")
+        if errors:
+            today = (_percent(float(median(errors))), _percent(float(quantile(errors, 0.9))))
+        cells = [
+            kind,
+            entry["title"],
+            str(count),
+            _percent(median_error),
+            _percent(p90_error),
+            str(len(errors)),
+            *today,
+            entry.get("remark", ""),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _belongs(row_id: str, starts: tuple[str, ...], all_starts: tuple[str, ...]) -> bool:
+    """Return whether a row is of the collection of these starts; without any, of no other."""
+    return row_id.startswith(starts) if starts else not row_id.startswith(all_starts)
 
 
 def render_unexplained(report: Mapping[str, Any]) -> str:
@@ -383,6 +421,11 @@ def _score_blind() -> dict[str, Any]:
     return asdict(validate(_BLIND_TABLE))
 
 
+def _list_with_experts() -> set[str]:
+    """Return the ids of the blind rows whose models have experts."""
+    return {row.id for row in read_table(_BLIND_TABLE).rows if row.model.moe is not None}
+
+
 def main(arguments: Sequence[str]) -> None:
     """Write the pages and the picture, from four reports of validate where they are given."""
     if arguments:
@@ -399,7 +442,7 @@ def main(arguments: Sequence[str]) -> None:
     whole_report, own_report, alike_report, stack_report = reports
     PAGE.write_text(render_page(whole_report, stack_report), encoding="utf-8")
     OWN_RUNS_PAGE.write_text(render_own_runs(own_report, alike_report), encoding="utf-8")
-    BLIND_PAGE.write_text(render_blind(_score_blind()), encoding="utf-8")
+    BLIND_PAGE.write_text(render_blind(_score_blind(), _list_with_experts()), encoding="utf-8")
     UNEXPLAINED_PAGE.write_text(render_unexplained(whole_report), encoding="utf-8")
     RUNS.mkdir(exist_ok=True)
     for publisher, text in render_runs(whole_report, _read_cells()).items():

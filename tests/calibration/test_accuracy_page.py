@@ -80,7 +80,14 @@ def test_pages_beside_it_have_one_idea_each() -> None:
     alike = own[own.index("same model and part") : own.index("publisher's own rows")]
     assert "| moe | all | 3 | 5.0 % |" in alike
     assert "| moe | all | 3 | 10.0 % |" in own[own.index("publisher's own rows") :]
-    blind = render_blind({"summary": {"splits": [OWN_SPLIT], "memory": MEMORY}})
+    rows = [row("mlperf-1", 100, 150), row("maxblack-1", 100, 120), row("kempner-1", 100, 130)]
+    blind = render_blind(
+        {"summary": {"splits": [OWN_SPLIT], "memory": MEMORY}, "rows": rows},
+        {"mlperf-1", "maxblack-1"},
+    )
+    assert "| 17 | 24.6 % | 74.5 % | 1 | 50.0 % | 50.0 % |" in blind
+    assert "| 19 | 9.6 % | 27.2 % | 1 | 20.0 % | 20.0 % |" in blind
+    assert "| 14 | 23.2 % | 25.2 % | 1 | 30.0 % | 30.0 % |" in blind
     assert "| moe | all | 3 | 5.0 % |" in blind
     assert "Of 3 runs that ran, 2 are said to fit" in blind
     unexplained = render_unexplained(REPORT)

@@ -392,6 +392,14 @@ def test_repeats_and_contradictions_are_named(tmp_path: Path) -> None:
     assert runs.contradictions == ("a-1 (a) and c-1 (c): 1.34 x apart",)
 
 
+def test_devices_that_no_network_joins_are_named(tmp_path: Path) -> None:
+    """A GH200 is a server of its own unless a row names the network of its board."""
+    board = {"hardware": "GH200", "nvlink_domain": "4"}
+    runs = table(tmp_path, board, {**board, "id": "b-1", "network": "nvl4+ib"}, {"id": "c-1"})
+    (note,) = runs.lone_devices
+    assert note.startswith("a-1: 4 GH200 of a node are stated, and fast links join 1 of them")
+
+
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text("x,y\n1,2\n", encoding="utf-8")

@@ -135,6 +135,7 @@ class ScoreSummary:
     choices: ChoiceSummary | None  # None where no job of the table has enough layouts
     memory: MemoryScore
     contradictions: tuple[str, ...]
+    lone_devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -369,6 +370,7 @@ def _summarise(
         choices=score_choices(pairs),
         memory=_score_memory([predicted[row.id] for row in once]),
         contradictions=table.contradictions,
+        lone_devices=table.lone_devices,
     )
 
 

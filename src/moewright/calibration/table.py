@@ -105,6 +105,26 @@ def find_contradictions(rows: Sequence[MeasuredRow]) -> Iterator[str]:
                 )
 
 
+def find_lone_devices(rows: Sequence[MeasuredRow]) -> Iterator[str]:
+    """Describe rows that state more devices of a node or domain than their hardware joins.
+
+    Without a network a part has its data sheet's: a GH200 is a server of its own.
+    """
+    lone: dict[tuple[str, int, int], list[str]] = {}
+    for row in rows:
+        texts = [row.cells.get(column, "") for column in ("gpus_per_node", "nvlink_domain")]
+        stated = max((int(text) for text in texts if text.isdecimal()), default=1)
+        joined = row.hardware.fabric.domain_size
+        if joined < min(stated, row.hardware.count) and not row.cells.get("network"):
+            lone.setdefault((row.hardware.device.name, stated, joined), []).append(row.id)
+    for (device, stated, joined), ids in lone.items():
+        among = f"{ids[0]} and {len(ids) - 1} more" if len(ids) > 1 else ids[0]
+        yield (
+            f"{among}: {stated} {device} of a node are stated, and fast links join {joined} of"
+            " them, as no network is named; the column network names what joins them"
+        )
+
+
 def _speed_ratio(first: MeasuredRow, second: MeasuredRow) -> float:
     """Return the larger speed over the smaller one; 1 where one is not known."""
     if first.speed is None or second.speed is None:
@@ -130,13 +150,15 @@ class MeasurementTable:
     """The rows of a table, in the order of the file.
 
     `order` holds all ids, made unique by their line where the file repeats one; `contradictions`
-    describes pairs of rows that state the same job and differ.
+    describes pairs of rows that state the same job and differ, `lone_devices` those whose hardware
+    joins fewer devices than they state.
     """
 
     order: tuple[str, ...]
     rows: tuple[MeasuredRow, ...]
     skipped: tuple[SkippedRow, ...]
     contradictions: tuple[str, ...]
+    lone_devices: tuple[str, ...] = ()
 
 
 def read_table(*paths: Path, user_hardware: Sequence[Hardware] = ()) -> MeasurementTable:
@@ -166,6 +188,7 @@ def read_table(*paths: Path, user_hardware: Sequence[Hardware] = ()) -> Measurem
         rows=marked,
         skipped=tuple(skipped),
         contradictions=tuple(find_contradictions(marked)),
+        lone_devices=tuple(find_lone_devices(marked)),
     )
 
 

@@ -80,6 +80,7 @@ class NetworkEntry:
     latency_s: float
     domain_size: int = 0
     devices_per_node: int = 0
+    port_Bps: float = 0.0  # of a device to other domains, where the board decides it
     parts: tuple[str, ...] = ()
     without_libraries: tuple[str, ...] = ()
     Bps: dict[str, float] = field(default_factory=dict)
@@ -181,7 +182,7 @@ def apply_network(hardware: Hardware, text: str) -> Hardware:
         entry = _find_entry(name.strip().casefold(), hardware)
         if entry.joins is NetworkLevel.DOMAIN and entry.kind != hardware.fabric.domain:
             hardware = _change_domain(hardware, entry)
-        elif entry.joins is NetworkLevel.NETWORK and not _has_network(hardware, entry):
+        elif entry.joins is NetworkLevel.NETWORK and entry.kind != hardware.fabric.network:
             hardware = _change_network(hardware, entry)
     if levels:
         hardware = replace(hardware, fabric=replace(hardware.fabric, levels=tuple(levels)))
@@ -189,12 +190,6 @@ def apply_network(hardware: Hardware, text: str) -> Hardware:
     if fault is not None:
         raise BadInput(replace(fault, field="network"))
     return hardware
-
-
-def _has_network(hardware: Hardware, entry: NetworkEntry) -> bool:
-    """Return whether the hardware has a network of this kind, with the ports that it names."""
-    rate, fabric = entry.bandwidth(hardware), hardware.fabric
-    return entry.kind == fabric.network and rate in (None, fabric.network_Bps.value)
 
 
 _LEVEL_FORM = "tree:3072:7"
@@ -319,6 +314,7 @@ def _change_domain(hardware: Hardware, entry: NetworkEntry) -> Hardware:
         domain_size=entry.domain_size or fabric.domain_size,
         devices_per_node=entry.devices_per_node or fabric.devices_per_node,
         domain_Bps=fabric.domain_Bps if rate is None else entry.sourced(rate),
+        network_Bps=entry.sourced(entry.port_Bps) if entry.port_Bps else fabric.network_Bps,
         domain_latency_s=entry.sourced(entry.latency_s),
         times=(),
         links=(),

@@ -54,6 +54,8 @@ def _list_sections(score: Score) -> Iterator[DocumentSection]:
         rule = "No model of the stated fields can fit both"
         lines = tuple(f"{rule}: {line}" for line in summary.contradictions)
         yield DocumentSection(lines=lines, extent=Extent.LONG)
+    if summary.lone_devices:
+        yield DocumentSection(lines=tuple(f"Note: {line}" for line in summary.lone_devices))
     yield _list_rows(score.rows)
 
 

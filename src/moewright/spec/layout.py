@@ -130,7 +130,7 @@ class DispatcherKind(StrEnum):
             payload=Payload.COPIES,
             packages=("deep_ep", "hybrid_ep_cpp"),
             home="github.com/deepseek-ai/DeepEP",
-            gpu_networks=("nvlink", "nvl36", "nvl72", "ib", "roce"),
+            gpu_networks=("nvlink", "nvl4", "nvl36", "nvl72", "ib", "roce"),
             registers=RegisteredMemory.EVERY_TOKEN,
             knows_nodes=True,
             pads_rows=True,
