@@ -139,7 +139,7 @@ class NetworkKind(StrEnum):
     TCP = "tcp"
 
 
-# In these each device of a domain has links of its own to every other one, and no switch joins them.
+# Kinds in which each device of a domain has links of its own to every other one, without a switch.
 _MESHES = frozenset({NetworkKind.NVL4, NetworkKind.XGMI})
 
 

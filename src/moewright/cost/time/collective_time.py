@@ -147,7 +147,7 @@ class CollectiveModel:
             buffer_bytes = payload_bytes * span.size
         inside_s = 0.0
         if span.ranks_per_domain > 1:
-            inside_s = buffer_bytes * (span.size - 1) / span.size / self._inside_Bps(span)
+            inside_s = buffer_bytes * (span.size - 1) / span.size / self._rate_inside(span)
         ports_Bps = span.ranks_per_domain * self._network_Bps / span.crossing.ring
         between_s = buffer_bytes * (span.domains - 1) / span.domains / ports_Bps
         rounds = 1.0
@@ -169,7 +169,7 @@ class CollectiveModel:
             return self._domain_Bps * self._fabric.link_share(1)
         return self._network_Bps
 
-    def _inside_Bps(self, span: GroupSpan) -> float:
+    def _rate_inside(self, span: GroupSpan) -> float:
         """Return the bandwidth of a device to the ranks of a group in its domain."""
         return self._domain_Bps * self._fabric.link_share(span.ranks_per_domain - 1)
 
@@ -184,7 +184,7 @@ class CollectiveModel:
         local = span.ranks_per_domain
         inside_s = 0.0
         if local > 1:
-            inside_s = domain_bytes * (local - 1) / local / self._inside_Bps(span)
+            inside_s = domain_bytes * (local - 1) / local / self._rate_inside(span)
         network_Bps = self._network_Bps
         if self._fabric.network == NetworkKind.EFA:
             network_Bps *= c["efa_alltoall_share"]
