@@ -2,8 +2,8 @@
 
 No constant is fitted to these rows. The bounds are the figures of 2026-11-24, at commit f8a9c160
 and after cells were completed, and those of 2026-11-27, at commits 4fc68f4a, 83dac63f, f3d6b795,
-dcd08129 and 0652a63e, and of 2026-11-28, at aa41dab3, 10964b13, 90ded0c3 and 8f777b79, for the rows that were
-collected then (docs/log/planner_accuracy.md), rounded up.
+dcd08129 and 0652a63e, and of 2026-11-28, at aa41dab3, 10964b13, 90ded0c3 and 8f777b79, for the rows
+that were collected then (docs/log/planner_accuracy.md), rounded up.
 """
 
 from __future__ import annotations
