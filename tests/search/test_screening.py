@@ -255,12 +255,9 @@ def assert_as_estimated(
     step_s, bound_s, uncovered_s = seconds
     full = _estimate(case, layout)
     stall_s = case.screener.stall_s(layout)
-    uncovered_after_s = 0.0
-    if uncovered_s:
-        uncovered_after_s = max(0.0, uncovered_s - stall_s)
-        stall_s = max(0.0, stall_s - uncovered_s)
-    assert step_s + stall_s == pytest.approx(full.step_s, rel=SECONDS)
-    closed_s = _closed_step_s(full, layout) + uncovered_s - uncovered_after_s
+    covered_s = case.screener.covered_by_stall_s(layout, uncovered_s)
+    assert step_s + stall_s - covered_s == pytest.approx(full.step_s, rel=SECONDS)
+    closed_s = _closed_step_s(full, layout) + covered_s
     assert step_s == pytest.approx(closed_s, rel=SECONDS)
     assert peak_bytes == pytest.approx(full.peak_bytes, abs=BYTES)
     rule = case.screener.rule

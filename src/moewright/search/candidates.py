@@ -395,10 +395,8 @@ class CandidatePool:
 
     def _simulate(self, candidate: Candidate) -> Candidate:
         stall_s = self._screener.stall_s(candidate.layout)
-        if candidate.uncovered_s:
-            # While collectives outlast the micro-batches, stalls of the pipeline cost no more.
-            stall_s = max(0.0, stall_s - candidate.uncovered_s)
-        step_s = candidate.step_s + stall_s
+        covered_s = self._screener.covered_by_stall_s(candidate.layout, candidate.uncovered_s)
+        step_s = candidate.step_s + stall_s - covered_s
         # It depends on choices alone, which simulation does not change.
         factor = candidate.bound_s / candidate.step_s
         return replace(candidate, step_s=step_s, bound_s=step_s * factor)

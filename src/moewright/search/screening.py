@@ -25,6 +25,7 @@ from moewright.cost.stage_parts import Array, LayerKind, count_parts, list_parts
 from moewright.cost.time.host_time import host_exponents
 from moewright.cost.time.layer_time import stage_transfer_s
 from moewright.cost.time.pipeline_time import build_pipeline, closed_form_s
+from moewright.cost.time.step_tail import exchange_window
 from moewright.rules.limits.compatibility import check_compatibility
 from moewright.rules.limits.megatron_limits import paired_pass_limits
 from moewright.rules.timetable import stages
@@ -385,6 +386,14 @@ class Screener:
         if layout not in self._stalls:
             self._stalls[layout] = self._simulate_stall_s(layout)
         return self._stalls[layout]
+
+    def covered_by_stall_s(self, layout: Layout, uncovered_s: float) -> float:
+        """Return how much less of `uncovered_s` shows beside the stalls of a layout's pipeline."""
+        if not uncovered_s:
+            return 0.0
+        m = self.times.symbols(layout).m
+        window = exchange_window(layout.zero, pp=layout.pp, vpp=layout.vpp, micro_batches=m)
+        return min(uncovered_s, float(window) * self.stall_s(layout))
 
     def _simulate_stall_s(self, layout: Layout) -> float:
         pricer = self.times.pricer(layout, self.times.symbols(layout))
