@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +47,11 @@ _PAGES = (  # name, address, what says that it is ready
     ("share", f"share?{_SMALL}&layout=ep8,mbs1,recompute=full", "[data-target]"),
     ("learn", "learn/pipelines", "html[data-ready]"),
 )
+_FOLD = """() => {
+  const controls = document.getElementById("controls");
+  if (controls) controls.open = innerWidth > 1020;
+  scrollTo(0, 0);
+}"""
 _ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
 
@@ -65,15 +69,18 @@ def main(names: list[str]) -> None:
         assert address is not None
         browser = player.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS))
         pages = [page for page in _PAGES if not names or page[0] in names]
-        for (name, query, ready), (look, width, height, scheme) in product(pages, _LOOKS):
-            page = browser.new_page(
-                viewport={"width": width, "height": height}, color_scheme=scheme
-            )
+        for name, query, ready in pages:
+            page = browser.new_page(viewport={"width": 1440, "height": 900})
             path, _, params = query.partition("?")
             page.goto(f"{address[1]}{path}?{address[2]}&{params}")
             page.wait_for_selector(ready, timeout=120_000, state="attached")
-            page.wait_for_timeout(500)
-            page.screenshot(path=FOLDER / f"{name}{look}.png")
+            # A search is asked for once: what a page shows fits itself to a screen that changes.
+            for look, width, height, scheme in _LOOKS:
+                page.emulate_media(color_scheme=scheme)
+                page.set_viewport_size({"width": width, "height": height})
+                page.evaluate(_FOLD)
+                page.wait_for_timeout(700)
+                page.screenshot(path=FOLDER / f"{name}{look}.png")
             page.close()
         browser.close()
         studio.terminate()

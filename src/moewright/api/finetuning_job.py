@@ -164,7 +164,7 @@ def write_job(
     )
     tell(
         f"{sequences:,} sequences of {seq_len:,} tokens, {filled / sequences:.0%} filled; "
-        f"{steps:,} steps of {batch}, {epochs:g} epochs"
+        f"{steps:,} steps of {batch}, {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
     )
     if len(shares) > 1:
         for share, pack in zip(shares, packs, strict=True):
