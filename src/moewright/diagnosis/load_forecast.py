@@ -241,22 +241,18 @@ def forecast_history(history: Floats, ahead: float, ep: int) -> WeighedForecast:
     # Lines through less than two levels' records are noise, whatever they would have gained.
     is_known = origins >= 2 * LEAST_RECORDS
     independent = 1 + (last - int(origins[0])) / span
-    ways = [
-        (
-            *_weigh_way(
-                factors[is_known, place] - factors[is_known, 0], rest[is_known], independent
-            ),
-            place,
-        )
-        for place in (1, 2)
+    moves = factors[:, 1:] - factors[:, :1]
+    changes = [
+        (*_weigh_change(move[is_known], rest[is_known], independent), place)
+        for place, move in enumerate(moves.T)
     ]
-    evidence, weight, place = max(ways)
+    evidence, weight, place = max(changes)
     if evidence > _EVIDENCE:
         weight *= 1 - _EVIDENCE / evidence
-        other = others[place - 1]
+        other = others[place]
         shares = shares + weight * (other.shares - shares)
         log_factor += weight * (other.log_factor - log_factor)
-        rest = rest - weight * (factors[:, place] - factors[:, 0])
+        rest = rest - weight * moves[:, place]
     deviation = sqrt(float(np.mean(np.square(rest))))
     return WeighedForecast(
         shares=shares,
@@ -265,17 +261,17 @@ def forecast_history(history: Floats, ahead: float, ep: int) -> WeighedForecast:
     )
 
 
-def _weigh_way(way: Floats, rest: Floats, independent: float) -> tuple[float, float]:
-    """Return how surely a way explains what the level left, and how much of it is to be gone.
+def _weigh_change(change: Floats, rest: Floats, independent: float) -> tuple[float, float]:
+    """Return how surely a change of the level explains what that left, and how much of it does.
 
     By least squares; `independent` is how many of the errors do not overlap.
     """
-    square = float(way @ way)
+    square = float(change @ change)
     if not square:
         return 0.0, 0.0
-    weight = float(way @ rest) / square
-    left = float(np.mean(np.square(rest - weight * way)))
-    evidence = weight**2 * square / len(way) * independent / max(left, _LEAST_ERROR**2)
+    weight = float(change @ rest) / square
+    left = float(np.mean(np.square(rest - weight * change)))
+    evidence = weight**2 * square / len(change) * independent / max(left, _LEAST_ERROR**2)
     return (evidence, min(1.0, weight)) if weight > 0 else (0.0, 0.0)
 
 
