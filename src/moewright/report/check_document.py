@@ -31,6 +31,7 @@ from moewright.version import __version__
 
 _MAX_SWITCHES = 12  # in a comment of a pull request; the rest under -v
 _MAX_ROWS = 8  # as for switches
+_MOST_LETTERS = 120  # of a value, a line of a comment: what differs is listed by its options
 _NAMES = {
     Measure.STEP: "step",
     Measure.PEAK: "peak of the fullest rank",
@@ -185,11 +186,17 @@ def _list_options(job: JobCheck) -> Iterator[DocumentSection]:
 
 def _format_option(option: OptionChange) -> Line:
     name = Phrase(text=option.name, face=Face.CODE)
-    if not option.before:
-        return (name, f" {option.after}" if option.after != "on" else "", ", which was not there")
-    if not option.after:
-        return (name, f" {option.before}" if option.before != "on" else "", ", left out now")
-    return (name, f" {option.before} -> {option.after}")
+    before, after = (_cut(text) for text in (option.before, option.after))
+    if not before:
+        return (name, f" {after}" if after != "on" else "", ", which was not there")
+    if not after:
+        return (name, f" {before}" if before != "on" else "", ", left out now")
+    return (name, f" {before} -> {after}")
+
+
+def _cut(text: str) -> str:
+    """Return the beginning of a value; a variable may hold a whole command."""
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} ..."
 
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
