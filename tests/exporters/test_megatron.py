@@ -126,6 +126,17 @@ def test_what_a_plan_does_not_say_stands_on_top_of_its_script():
     assert "TODO" not in render_megatron_script(replace(plan, workload=whole))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in DispatcherKind if kind.facts.megatron])
+def test_packages_that_only_a_dispatcher_needs_are_named(kind):
+    """Megatron-LM brings none of them, and stops once all of its ranks are up."""
+    plan = next(plan for plan in PLANS.values() if plan.layout.ep > 1)
+    plan = replace(plan, layout=replace(plan.layout, dispatcher=kind))
+    todos = [line for line in render_megatron_script(plan).splitlines() if line.startswith("# - ")]
+    named = [todo for todo in todos if todo.startswith("# - packages: ")]
+    assert len(named) == bool(kind.facts.packages)
+    assert all(package in todo for todo in named for package in kind.facts.packages)
+
+
 def test_a_rate_that_stays_and_falls_in_the_end():
     plan = PLANS["folded"]
     optimizer = OptimizerSpec(lr_decay=LrDecay.WSD, wsd_decay_steps=25)

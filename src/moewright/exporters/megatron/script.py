@@ -114,6 +114,10 @@ def _list_todos(plan: Plan) -> Iterator[str]:
             f"recipe: the learning rate {workload.optimizer.lr:g} and its schedule are defaults; "
             f"export --recipe writes those of {find_recipe(plan.model).source}"
         )
+    dispatcher = plan.layout.dispatcher.facts
+    if plan.layout.ep > 1 and dispatcher.packages:
+        names = ", ".join(dispatcher.packages)
+        yield f"packages: {names} ({dispatcher.home}) move tokens, and are not Megatron-LM's"
     moe = plan.model.moe
     if moe is None or moe.router.selection_bias or balance_losses(workload.loss):
         return
