@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -103,12 +104,18 @@ class _Stream:
         pass
 
 
+def _build_generator(generator: type[torch.Generator], device: torch.device) -> torch.Generator:
+    return generator("cpu")
+
+
 def set_up_card() -> None:
     """Make the device known to torch, to the fake world and to the engine."""
     _setup_privateuseone_for_python_backend(CARD)
     dist.Backend.backend_capability["fake"].append(CARD)
     dist.Backend.default_device_backend_map[CARD] = "fake"
     vars(saved_tensors)["build_host_copies"] = lambda device: _CardCopies()
+    # It draws on the host, for no number is drawn.
+    torch.Generator = partial(_build_generator, torch.Generator)  # type: ignore[misc, assignment]
     torch.cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment, return-value]
 
 

@@ -19,9 +19,8 @@ from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleForm
 _TORCH_FORMATS = {NarrowFormat.E4M3: torch.float8_e4m3fn, NarrowFormat.E5M2: torch.float8_e5m2}
 _E4M3_LARGEST = NarrowFormat.E4M3.largest
 FP32_LARGEST = torch.finfo(torch.float32).max
-# The numbers of E2M1 and the bounds between neighbours; a tie goes to the even one of the two.
-_E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+# Codes of E2M1; of the numbers beside a tie the even one is taken.
+_E2M1_CODES = 8  # without the sign
 # Signs of the rows of the Hadamard matrix that rotates operands: any fixed choice does.
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -342,7 +341,8 @@ def _round(
         codes = _draw_e2m1(magnitude, generator)
     else:
         # Above a bound the next number is nearer; on it, the even one of its neighbours is taken.
-        bounds = torch.tensor(_E2M1_BOUNDS, device=scaled.device)
+        numbers = _list_e2m1(scaled.device)
+        bounds = (numbers[1:] + numbers[:-1]) / 2
         below = torch.bucketize(magnitude, bounds, out_int32=True)
         above = torch.bucketize(magnitude, bounds, out_int32=True, right=True)
         codes = torch.where(below % 2 == 0, below, above)
@@ -356,7 +356,7 @@ def _round(
 
 def _draw_e2m1(magnitude: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return one of the two neighbours of each number, the nearer one with more probability."""
-    numbers = torch.tensor(_E2M1_NUMBERS, device=magnitude.device)
+    numbers = _list_e2m1(magnitude.device)
     below = (torch.bucketize(magnitude, numbers, right=True) - 1).clamp(max=6)
     low, high = numbers[below], numbers[below + 1]
     # Unbiased: the mean over draws is the number itself.
@@ -366,9 +366,21 @@ def _draw_e2m1(magnitude: torch.Tensor, generator: torch.Generator) -> torch.Ten
 
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """Return the numbers of bytes, two of each along the last dim, the lower half's first: fp32."""
-    numbers = (*_E2M1_NUMBERS, *(-number for number in _E2M1_NUMBERS))
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-    return torch.tensor(numbers, device=packed.device)[codes.int()]
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()
+    numbers = _list_e2m1(packed.device)
+    return torch.cat((numbers, -numbers))[codes]
+
+
+def _list_e2m1(device: torch.device) -> torch.Tensor:
+    """Return the numbers of codes 0 to 7 in fp32, made there: a table of the host's would be sent.
+
+    A code has an exponent of two bits and one bit of a mantissa; exponent 0 is that of 1, without
+    the hidden bit.
+    """
+    codes = torch.arange(_E2M1_CODES, device=device)
+    exponents, mantissas = codes >> 1, codes & 1
+    quarters = torch.where(exponents > 0, (2 + mantissas) << exponents, 2 * mantissas)
+    return quarters.float() / 4
 
 
 def rotate_rows(x_RK: torch.Tensor, rows: int, *, is_inverse: bool = False) -> torch.Tensor:
@@ -376,7 +388,9 @@ def rotate_rows(x_RK: torch.Tensor, rows: int, *, is_inverse: bool = False) -> t
 
     R is a multiple of `rows`. The product a^T b over the rows of two tensors stays the same.
     """
-    signs = torch.tensor(HADAMARD_SIGNS[:rows], device=x_RK.device, dtype=torch.float32)
+    # From the bits of a number: a table of the host's would be sent.
+    negative = sum((sign < 0) << place for place, sign in enumerate(HADAMARD_SIGNS))
+    signs = 1.0 - 2.0 * ((negative >> torch.arange(rows, device=x_RK.device)) & 1)
     out = x_RK.float().unflatten(0, (-1, rows))
     if not is_inverse:
         out = out * signs[:, None]
