@@ -149,7 +149,7 @@ def finetune(
     """
     from moewright.api.finetuning import finetune as run_finetuning
     from moewright.api.finetuning_job import FineTuningRequest, read_chat_paths
-    from moewright.api.training import is_first_rank
+    from moewright.api.training import describe_stop, is_first_rank
     from moewright.intake.hub import locate_folder
 
     if base is not None and not chats:
@@ -167,6 +167,8 @@ def finetune(
     display = open_display(is_quiet=outputs.quiet)
     with reserve_stdout(outputs.json):
         code = answer_stops(lambda: run_finetuning(request, tell, display))
+        if code == STOPPED:
+            tell(describe_stop(out))
     return _write_run(out, code, outputs.json if is_first_rank() else None)
 
 
