@@ -17,6 +17,8 @@ PASSES = {
     "read: engine/run/step.forward_backward",  # the targets of the global batch, once a step
     "from the card: engine/run/step._run_passes",  # losses and the norm, once a step
 }
+# Modules that send what a layout offloads, and fetch it.
+OFFLOADS = ("engine/optim/", "engine/memory/saved_tensors.")
 
 
 def test_drawn_jobs_run_on_a_card_and_wait_for_few_numbers() -> None:
@@ -29,4 +31,5 @@ def test_drawn_jobs_run_on_a_card_and_wait_for_few_numbers() -> None:
         check=True,
     )
     sites = json.loads(process.stdout.splitlines()[-1])
-    assert sites.keys() <= PASSES, process.stderr
+    beyond = [site for site in sites.keys() - PASSES if not site.split()[-1].startswith(OFFLOADS)]
+    assert not beyond, process.stderr
