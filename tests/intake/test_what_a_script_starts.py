@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moewright.intake.megatron.bash_filters import apply_filter
+from moewright.intake.megatron.bash_session import apply_filter
 from moewright.intake.megatron.launch_command import LaunchCommand
 from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.spec.errors import BadInput
