@@ -105,8 +105,7 @@ class ShapeAxes:
         for kind in self.attention or (own.kind,):
             name = shape.name + f"-{kind.value}" * bool(self.attention)
             if kind is not own.kind:
-                family, latent = _find_latent_family(shape), _make_latent(shape)
-                yield replace(shape, name=name, family=family, attention=latent)
+                yield replace(_make_latent(shape), name=name)
             elif self.kv_heads:
                 for count in self.kv_heads:
                     grouped = _group_heads(own, count)
@@ -126,12 +125,16 @@ def _group_heads(attention: AttentionSpec, kv_heads: int) -> AttentionSpec:
     return replace(attention, heads=groups * kv_heads, kv_heads=kv_heads)
 
 
-def _make_latent(shape: ModelSpec) -> AttentionSpec:
-    """Return latent attention of as many heads, in DeepSeek-V2's proportions."""
+def _make_latent(shape: ModelSpec) -> ModelSpec:
+    """Return the shape with latent attention of as many heads, in DeepSeek-V2's proportions.
+
+    It is of the family with latent attention whose router scores as the shape's, and chooses as
+    that family does: DeepSeek-V2's never divides the probabilities by their sum.
+    """
     attention = shape.attention
     width = attention.head_dim
     query_rank = _QUERY_RANK * width
-    return AttentionSpec(
+    latent = AttentionSpec(
         kind=AttentionKind.MLA,
         heads=attention.heads,
         kv_heads=attention.heads,
@@ -144,13 +147,13 @@ def _make_latent(shape: ModelSpec) -> AttentionSpec:
         qk_rope_head_dim=width // 2,
         rope=replace(attention.rope, interleaved=True),
     )
-
-
-def _find_latent_family(shape: ModelSpec) -> str:
-    """Return the family with latent attention whose router scores as the shape's."""
-    if shape.moe is not None and shape.moe.router.score is ScoreFunction.SIGMOID:
-        return "deepseek_v3"
-    return "deepseek_v2"
+    moe = shape.moe
+    if moe is not None and moe.router.score is ScoreFunction.SIGMOID:
+        return replace(shape, family="deepseek_v3", attention=latent)
+    if moe is not None:
+        router = replace(moe.router, renormalize=False, pre_softmax=True)
+        moe = replace(moe, router=router)
+    return replace(shape, family="deepseek_v2", attention=latent, moe=moe)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
