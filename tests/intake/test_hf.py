@@ -190,6 +190,25 @@ def test_written_configs_read_back(name: str) -> None:
     assert read == model
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "field"),
+    [
+        ("DeepSeek-V2-Lite", {"renormalize": True}, "model.moe.router.renormalize=True"),
+        ("Qwen3-30B-A3B", {"selection_bias": True}, "model.moe.router.selection_bias=True"),
+        ("Mixtral-8x7B", {"scaling_factor": 2.5}, "model.moe.router.scaling_factor=2.5"),
+    ],
+)
+def test_a_config_that_would_load_as_another_model_is_not_written(
+    name: str, change: dict[str, Any], field: str
+) -> None:
+    model = catalogue.model(name)
+    assert model.moe is not None
+    router = replace(model.moe.router, **change)
+    with pytest.raises(BadInput) as refusal:
+        build_config(replace(model, moe=replace(model.moe, router=router)))
+    assert str(refusal.value).startswith(f"{field}: has no place in the config.json of ")
+
+
 def test_transformers_configs_read_and_come_back() -> None:
     """The default config of each HF class, through our form and HF's own writer."""
     transformers = pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ reads and writes is in its record (`moewright.families`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -78,7 +78,7 @@ def build_config(model: ModelSpec) -> dict[str, Any]:
     The language model of Qwen3-VL is that of a Qwen3-MoE.
 
     Raises:
-        BadInput: transformers has no such model.
+        BadInput: transformers has no such model, or its config.json would load as another one.
     """
     families = known_families()
     family = families.get(model.family)
@@ -88,7 +88,24 @@ def build_config(model: ModelSpec) -> dict[str, Any]:
         written = (entry.model_type for entry in families.values() if entry.architecture)
         rule = f"has no HF form; families: {', '.join(written)}"
         raise BadInput(Reason(field="model.family", value=model.family or '""', rule=rule))
-    return family.write_config(model)
+    config = family.write_config(model)
+    loaded = replace(parse_config(config, where="", name=model.name), family=model.family)
+    for name, value in _list_differences(model, loaded, "model"):
+        rule = f"has no place in the config.json of {family.model_type}"
+        raise BadInput(Reason(field=name, value=str(value[0]), rule=rule, nearest=str(value[1])))
+    return config
+
+
+def _list_differences(
+    stated: object, loaded: object, name: str
+) -> Iterator[tuple[str, tuple[object, object]]]:
+    """Yield the name of each field in which two records differ, with both values."""
+    if is_dataclass(stated) and type(stated) is type(loaded):
+        for field in fields(stated):
+            pair = (getattr(stated, field.name), getattr(loaded, field.name))
+            yield from _list_differences(*pair, f"{name}.{field.name}")
+    elif stated != loaded:
+        yield name, (stated, loaded)
 
 
 def _config_file(path: Path) -> Path:
