@@ -141,6 +141,7 @@ def test_the_product_is_timed() -> None:
 
 
 @pytest.mark.spawn
+@pytest.mark.serial
 def test_a_slow_rank_is_named_once_while_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
