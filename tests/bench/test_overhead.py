@@ -8,7 +8,7 @@ import torch
 from benchmarks import overhead
 from moewright.spec.hardware import DeviceKind
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
