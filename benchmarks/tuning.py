@@ -14,13 +14,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from benchmarks.command import run_command
-from moewright.api.launched_trials import TrialStoppedError
 from moewright.api.tuning import (
     read_tuning_request,
     run_trial,
     tune_by_trials,
 )
 from moewright.codec import write_text
+from moewright.launching.launched_trials import TrialStoppedError
 from moewright.report.console import make_console
 from moewright.report.document import render_markdown
 from moewright.report.document_text import print_document

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from api.test_launched_trials import PRETRAIN, TUNE_ALL, write_job
+from launching.test_launched_trials import PRETRAIN, TUNE_ALL, write_job
 from moewright.codec import read_json, read_toml, write_toml
 from moewright.intake.hf import build_config
 from moewright.spec.hardware import Hardware

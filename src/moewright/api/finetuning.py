@@ -18,7 +18,6 @@ from moewright.api.finetuning_job import (
     check_request,
     write_job,
 )
-from moewright.api.machines import Tell
 from moewright.api.reporting import build_report, describe_outcome, write_page
 from moewright.api.training import TrainingRequest, is_first_rank, prepare_training, run_training
 from moewright.codec import write_text
@@ -28,6 +27,7 @@ from moewright.intake import hf
 from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import Tell
 
 if TYPE_CHECKING:
     from moewright.engine.data.build_corpus import BuildReport

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from moewright.api.machines import Tell
 from moewright.codec.data_paths import WeightedPath, format_data_paths, parse_data_paths
 from moewright.intake import hf
 from moewright.intake.hardware_text import parse_hardware_text
@@ -19,7 +18,7 @@ from moewright.intake.job import DEFAULT_HARDWARE, read_job
 from moewright.rules.limits.engine_limits import unsupported_model
 from moewright.rules.packing import filled_share
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.options import FineTuningOptions
+from moewright.spec.options import FineTuningOptions, Tell
 from moewright.spec.workload import BaseQuantization, Objective
 
 if TYPE_CHECKING:

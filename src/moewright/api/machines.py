@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from moewright.codec import read_toml, write_text, write_toml
@@ -11,9 +10,8 @@ from moewright.intake import catalogue
 from moewright.intake.job import JobFile
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
+from moewright.spec.options import Tell
 from moewright.spec.units import GIGA, format_figures
-
-Tell = Callable[[str], None]  # takes one line about progress
 
 
 def check_hardware_path(path: Path) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from moewright.api.launched_trials import LaunchedTrials, launch_trials
-from moewright.api.machines import Tell, read_job_hardware
+from moewright.api.machines import read_job_hardware
 from moewright.api.requests import read_plan_request
-from moewright.api.trial_results import plan_start
 from moewright.codec import fingerprint, parse_layout, read_run
 from moewright.cost.estimate import estimate
 from moewright.intake.job import read_job
+from moewright.launching.launched_trials import LaunchedTrials, launch_trials
+from moewright.launching.trial_results import plan_start
 from moewright.report.document import Document, render_markdown
 from moewright.report.sweep_table import (
     build_sweep_document,
@@ -26,7 +26,7 @@ from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason, Verbatim
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
-from moewright.spec.options import HERE, TrialPlace, WorkloadOptions
+from moewright.spec.options import HERE, Tell, TrialPlace, WorkloadOptions
 from moewright.spec.plan import Estimate, Plan
 from moewright.spec.record import Record, Row
 from moewright.spec.units import TERA

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-from moewright.api.machines import Tell, is_unmeasured, measure_unmeasured, read_job_hardware
+from moewright.api.machines import is_unmeasured, measure_unmeasured, read_job_hardware
 from moewright.api.planning import is_plan_file, plan_for_training
 from moewright.api.requests import (
     fill_attended_share,
@@ -36,6 +36,7 @@ from moewright.search.space import layout_objections
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import MAX_DEVICES, Hardware
 from moewright.spec.model import ModelSpec
+from moewright.spec.options import Tell
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Workload
 

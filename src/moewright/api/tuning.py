@@ -13,20 +13,13 @@ from functools import partial
 from math import isnan
 from pathlib import Path
 
-from moewright.api.launched_trials import (
-    TRIALS_FOLDER,
-    TrialStoppedError,
-    launch_trials,
-    name_trial,
-)
-from moewright.api.machines import Tell, measure_unmeasured, read_job_hardware
+from moewright.api.machines import measure_unmeasured, read_job_hardware
 from moewright.api.requests import (
     fill_attended_share,
     read_hardware,
     to_job_keys,
     translate_fields,
 )
-from moewright.api.trial_results import classify_failure, describe_failure, plan_start
 from moewright.codec import (
     PLAN_FILE,
     parse_layout,
@@ -39,6 +32,13 @@ from moewright.engine.observe.display import STEP_LINES, RunDisplay
 from moewright.engine.run.early_checks import refuse_too_many_processes
 from moewright.engine.run.env import read_torchrun_env
 from moewright.intake.job import JobFile, read_job
+from moewright.launching.launched_trials import (
+    TRIALS_FOLDER,
+    TrialStoppedError,
+    launch_trials,
+    name_trial,
+)
+from moewright.launching.trial_results import classify_failure, describe_failure, plan_start
 from moewright.report.document import render_markdown
 from moewright.report.tuning_document import build_tuning_document, format_decision
 from moewright.rules.job import Job
@@ -49,7 +49,7 @@ from moewright.search.space import layout_objections, no_objections
 from moewright.spec.errors import BadInput, Reason, Verbatim
 from moewright.spec.finding import Basis
 from moewright.spec.hardware import Hardware
-from moewright.spec.options import HERE, Launcher, TrialPlace
+from moewright.spec.options import HERE, Launcher, Tell, TrialPlace
 from moewright.spec.plan import Plan
 from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules, TuningResult
 from moewright.tuning.journal import (

@@ -154,9 +154,9 @@ def bench_sweep(
     """
     from rich.text import Text
 
-    from moewright.api.launched_trials import TrialStoppedError
     from moewright.api.sweeps import read_sweep_tables
     from moewright.codec import write_text
+    from moewright.launching.launched_trials import TrialStoppedError
     from moewright.report.console import keep_whole
 
     folder = out or Path("runs") / sweep.stem

@@ -50,8 +50,8 @@ def tune(
         Another value for a key of the job, section.key=value; may be given again.
     """
     from moewright.api import tuning
-    from moewright.api.launched_trials import TrialStoppedError
     from moewright.codec import PLAN_FILE
+    from moewright.launching.launched_trials import TrialStoppedError
     from moewright.report.tuning_document import build_tuning_document, summarize_tuning
     from moewright.spec.finding import Basis
     from moewright.spec.record import Record

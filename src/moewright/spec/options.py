@@ -6,6 +6,7 @@ them on as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Literal
 
 from moewright.spec.workload import BaseQuantization, Dtype, FrozenPart, SaveMode, Task
 
+Tell = Callable[[str], None]  # takes one line about progress
 # What a plan is written for: a trainer, or what starts ours.
 ExportTarget = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
 

@@ -14,8 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from moewright.api.machines import Tell
 from moewright.spec.errors import BadInput, Reason, escape_controls
+from moewright.spec.options import Tell
 
 _PATIENCE_S = 10.0  # of a process that was told to end
 _CALL_S = 60.0  # of a command of Slurm

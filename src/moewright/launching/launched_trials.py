@@ -13,20 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from moewright.api.machines import Tell
-from moewright.api.trial_jobs import JobQueue, JobState, LocalQueue, SlurmQueue
-from moewright.api.trial_results import (
-    TrialProgress,
-    classify_failure,
-    describe_failure,
-    plan_start,
-    read_engine_outcome,
-    read_engine_progress,
-    read_megatron_outcome,
-    read_megatron_progress,
-    read_output,
-    shorten_message,
-)
 from moewright.codec import PLAN_FILE, fingerprint, write_json, write_text
 from moewright.codec.files import name_shards
 from moewright.exporters.slurm import (
@@ -38,8 +24,21 @@ from moewright.exporters.slurm import (
     render_trial_script,
     sbatch_options,
 )
+from moewright.launching.trial_jobs import JobQueue, JobState, LocalQueue, SlurmQueue
+from moewright.launching.trial_results import (
+    TrialProgress,
+    classify_failure,
+    describe_failure,
+    plan_start,
+    read_engine_outcome,
+    read_engine_progress,
+    read_megatron_outcome,
+    read_megatron_progress,
+    read_output,
+    shorten_message,
+)
 from moewright.spec.errors import BadInput, Verbatim
-from moewright.spec.options import Launcher, TrialPlace, TrialTrainer
+from moewright.spec.options import Launcher, Tell, TrialPlace, TrialTrainer
 from moewright.spec.plan import Plan
 from moewright.tuning.trials import TrialFailure, TrialLength, TrialOutcome, TrialRequest
 

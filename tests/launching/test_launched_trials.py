@@ -15,10 +15,10 @@ import pytest
 
 import moewright as mw
 import stand_in_slurm
-from moewright.api.launched_trials import LaunchedTrials, TrialStoppedError, launch_trials
-from moewright.api.trial_jobs import LocalQueue, SlurmQueue
 from moewright.cli.main import main
 from moewright.codec import read_json
+from moewright.launching.launched_trials import LaunchedTrials, TrialStoppedError, launch_trials
+from moewright.launching.trial_jobs import LocalQueue, SlurmQueue
 from moewright.spec.errors import BadInput
 from moewright.spec.options import Launcher, TrialPlace, TrialTrainer
 from moewright.spec.plan import Plan

@@ -1,0 +1,1 @@
+"""Trials of layouts as jobs: of this machine or of Slurm, of our engine or of Megatron-LM."""
