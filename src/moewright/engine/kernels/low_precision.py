@@ -23,6 +23,8 @@ FP32_LARGEST = torch.finfo(torch.float32).max
 _E2M1_CODES = 8  # without the sign
 # Signs of the rows of the Hadamard matrix that rotates operands: any fixed choice does.
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+# The negative ones, a bit each: a table of the host's would be sent to the device.
+HADAMARD_BITS = sum(1 << row for row, sign in enumerate(HADAMARD_SIGNS) if sign < 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -388,9 +390,7 @@ def rotate_rows(x_RK: torch.Tensor, rows: int, *, is_inverse: bool = False) -> t
 
     R is a multiple of `rows`. The product a^T b over the rows of two tensors stays the same.
     """
-    # From the bits of a number: a table of the host's would be sent.
-    negative = sum((sign < 0) << place for place, sign in enumerate(HADAMARD_SIGNS))
-    signs = 1.0 - 2.0 * ((negative >> torch.arange(rows, device=x_RK.device)) & 1)
+    signs = 1.0 - 2.0 * ((HADAMARD_BITS >> torch.arange(rows, device=x_RK.device)) & 1)
     out = x_RK.float().unflatten(0, (-1, rows))
     if not is_inverse:
         out = out * signs[:, None]

@@ -250,15 +250,8 @@ def _compare(
     for key, figure in allowed.items():
         kind, name = key
         difference = _measure(key, own[key], figure.reference) if key in own else float("inf")
-        yield TrainingLine(
-            run=run,
-            kind=kind,
-            name=name,
-            difference=difference,
-            rounding=figure.rounding,
-            bound=figure.bound,
-            holds=difference <= figure.bound,
-        )
+        deviation = Deviation(name=name, difference=difference, rounding=figure.rounding)
+        yield _judge(deviation, figure.bound, run, kind)
 
 
 def _choose_times(references: _Figures) -> dict[ComparedKind, float]:

@@ -40,8 +40,6 @@ from moewright.engine.kernels.scaled_products import reads_tiles
 from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
 
 _SIDE = 64  # of a square tile; blocks of 128 take one of theirs
-# The signs of the rows that are rotated together, which are sixteen: a bit for each negative one.
-_SIGNS = sum(1 << row for row, sign in enumerate(low_precision.HADAMARD_SIGNS) if sign < 0)
 
 
 @triton.jit
@@ -289,7 +287,7 @@ def _largest_of_groups(x_RK: torch.Tensor, form: ColumnForm) -> torch.Tensor:
         *x_RK.shape,
         places,
         *x_RK.stride(),
-        SIGNS=_SIGNS,
+        SIGNS=low_precision.HADAMARD_BITS,
         IS_SPREAD=form.padding is not None,
         SIDE=_SIDE,
     )
@@ -375,7 +373,7 @@ def _launch(
         ROUNDS=form.kept is not None,
         TO_BF16=ROUNDS[x_RK.dtype],
         BOTH=rows is not None,
-        SIGNS=_SIGNS if form.hadamard_rows else 0,
+        SIGNS=low_precision.HADAMARD_BITS if form.hadamard_rows else 0,
         PACKED=operand.number is NarrowFormat.E2M1,
         RANDOM=draws is not None,
         TILES=narrow.in_tiles,
